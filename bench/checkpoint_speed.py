@@ -69,10 +69,10 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
     """Save with each method in turn, print the table, write the JSON and the picture."""
-    chosen = [one.strip() for one in only.split(";") if one.strip()] or list(SAVE_METHODS)
-    for one in chosen:
-        if one not in SAVE_METHODS:
-            raise typer.BadParameter(f"{one!r} is unknown; separate by semicolons: {'; '.join(SAVE_METHODS)}")
+    chosen = [entry.strip() for entry in only.split(";") if entry.strip()] or list(SAVE_METHODS)
+    for item in chosen:
+        if item not in SAVE_METHODS:
+            raise typer.BadParameter(f"{item!r} is unknown; separate methods by semicolons: {'; '.join(SAVE_METHODS)}")
     console = bench_console()
     if "DeepSpeed" in chosen and importlib.util.find_spec("deepspeed") is None:
         chosen.remove("DeepSpeed")
@@ -85,13 +85,15 @@ def main(
         env = {"WINDLASS_LOG_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
         if code := launch([str(_RANK_SCRIPT), folder], ranks, env=env):
             raise typer.Exit(code)
-        told = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        received = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
         raw += _measure_raw_disk(Path(folder), expected, rounds)
-    nbytes = sum(rank["bytes"] for rank in told)
+    nbytes = sum(rank["bytes"] for rank in received)
     best, again = (statistics.median(rates) for rates in zip(*raw, strict=True))
-    found = {one: _summarize([rank["saves"][one] for rank in told], nbytes, best, again) for one in chosen}
-    step = statistics.median(value for rank in told for save in rank["saves"].values() for value in save["plain_step"])
-    console.print(_result_table(found, nbytes, best, again, step, ranks))
+    result = {entry: _summarize([rank["saves"][entry] for rank in received], nbytes, best, again) for entry in chosen}
+    step = statistics.median(
+        value for rank in received for save in rank["saves"].values() for value in save["plain_step"]
+    )
+    console.print(_result_table(result, nbytes, best, again, step, ranks))
     console.print(_EXPLANATION, soft_wrap=True)
     facts = {
         "bytes": nbytes,
@@ -101,13 +103,15 @@ def main(
         "words": _EXPLANATION,
     }
     written = write_result(
-        results / f"{name}.json", {"bench": "checkpoint", **work, **facts, "found": found, "by_rank": told}
+        results / f"{name}.json", {"bench": "checkpoint", **work, **facts, "found": result, "by_rank": received}
     )
     console.print(f"written: {written}", soft_wrap=True)
     panels = [
-        BarPanel("until durable", "GB/s", {one: round(values["gb_s"], 3) for one, values in found.items()}),
-        BarPanel("training is blocked", "ms", {one: round(values["blocked_ms"], 1) for one, values in found.items()}),
-        BarPanel(f"next {steps} steps", "ms longer", {one: round(v["behind_ms"], 1) for one, v in found.items()}),
+        BarPanel("until durable", "GB/s", {entry: round(values["gb_s"], 3) for entry, values in result.items()}),
+        BarPanel(
+            "training is blocked", "ms", {entry: round(values["blocked_ms"], 1) for entry, values in result.items()}
+        ),
+        BarPanel(f"next {steps} steps", "ms longer", {entry: round(v["behind_ms"], 1) for entry, v in result.items()}),
     ]
     draw_bars(panels, results / f"{name}.png", f"{nbytes / 1e9:.2f} GB of {ranks} ranks; raw disk {best:.2f} GB/s")
 
@@ -144,7 +148,7 @@ def _measure_rate(work: Any, nbytes: int) -> float:
 def _summarize(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float, again: float) -> dict[str, Any]:
     """Return the medians over rounds of each method's slowest rank."""
     slowest = {
-        key: [max(values) for values in zip(*(one[key] for one in of_ranks), strict=True)] for key in of_ranks[0]
+        key: [max(values) for values in zip(*(item[key] for item in of_ranks), strict=True)] for key in of_ranks[0]
     }
     seconds = statistics.median(slowest["seconds"])
     steps = zip(slowest["steps"], slowest["plain_steps"], strict=True)
@@ -173,17 +177,17 @@ def _result_table(
     table.add_column("what")
     for column in ("seconds", "GB/s", "of raw", "in place", "blocked ms", "= steps", "10 steps +ms", "+%"):
         table.add_column(column, justify="right")
-    for name, one in found.items():
+    for name, item in found.items():
         table.add_row(
             name,
-            f"{one['seconds']:.2f}",
-            f"{one['gb_s']:.2f}",
-            f"{one['of_raw']:.0%}",
-            f"{one['in_place']:.0%}",
-            f"{one['blocked_ms']:.0f}",
-            f"{one['blocked_steps']:.2f}",
-            f"{one['behind_ms']:.0f}",
-            f"{one['behind_share']:.0%}",
+            f"{item['seconds']:.2f}",
+            f"{item['gb_s']:.2f}",
+            f"{item['of_raw']:.0%}",
+            f"{item['in_place']:.0%}",
+            f"{item['blocked_ms']:.0f}",
+            f"{item['blocked_steps']:.2f}",
+            f"{item['behind_ms']:.0f}",
+            f"{item['behind_share']:.0%}",
         )
     return table
 

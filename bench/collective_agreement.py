@@ -55,7 +55,7 @@ def main(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.pop("WINDLASS_TRANSPORT", None)
     context = multiprocessing.get_context("spawn")
-    console, found = bench_console(), {}
+    console, result = bench_console(), {}
     cases = [case for case in CASES if case.startswith("agreeing") or not agreeing_only]
     for transport in transports.split(","):
         for stage in (int(stage) for stage in stages.split(",")):
@@ -63,9 +63,9 @@ def main(
             with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
                 shape = (stage, transport, width, layers, rows, rounds, steps, cases)
                 spawn(_run_rank, (ranks, shape, f"file://{folder}/meeting", answers), nprocs=ranks)
-                found[f"{transport}, stage {stage}"] = measured = answers.get()
+                result[f"{transport}, stage {stage}"] = measured = answers.get()
             console.print(_result_table(measured, f"{transport}, stage {stage}, {ranks} ranks"))
-    path = write_result(results / f"{name}.json", {"bench": "agreement", "ranks": ranks, "measured": found})
+    path = write_result(results / f"{name}.json", {"bench": "agreement", "ranks": ranks, "measured": result})
     console.print(f"written: {path}", soft_wrap=True)
 
 
@@ -78,11 +78,11 @@ def _run_rank(rank: int, ranks: int, shape: tuple[Any, ...], init_method: str, r
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=ranks)
     engine = _build_engine(stage, transport, width, layers, ranks)
     order = engine._sharded.scheduler
-    board, told = order._board, [0]
+    board, results = order._board, [0]
     post = board.post
 
     def counted(mine: list[int], what: str) -> Any:
-        told[0] += 1
+        results[0] += 1
         return post(mine, what)
 
     board.post = counted
@@ -98,14 +98,14 @@ def _run_rank(rank: int, ranks: int, shape: tuple[Any, ...], init_method: str, r
                 number += 1
                 order.trusts = case == "agreeing, nobody asks" and step >= 0
                 dist.barrier()
-                told[0], start = 0, time.perf_counter()
+                results[0], start = 0, time.perf_counter()
                 _train_step(engine, x, case, number, rank, ranks, layers)
                 dist.barrier()
                 if step >= 0:
                     taken.append((time.perf_counter() - start) * 1e3)
             if turn:
                 times[case].append(statistics.median(taken))
-                talks[case].append(told[0])
+                talks[case].append(results[0])
     if rank == 0:
         result_queue.put({"milliseconds": times, "exchanges": talks})
     engine.destroy()
@@ -167,15 +167,15 @@ def _result_table(measured: Times, title: str) -> Table:
     table = Table("case", "ms a step", ratio, "mean of that", error, "spread", "exchanges", title=title)
     base = measured["milliseconds"]["agreeing, nobody asks"]
     for case, times in measured["milliseconds"].items():
-        ratios = [one / other for one, other in zip(times, base, strict=True)]
-        said = f"{statistics.median(ratios):.3f}"
+        ratios = [item / other for item, other in zip(times, base, strict=True)]
+        text = f"{statistics.median(ratios):.3f}"
         if case == "agreeing":
-            said += f" (promised: at most {_TARGET_RATIO})"
+            text += f" (promised: at most {_TARGET_RATIO})"
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         often = f"{statistics.median(measured['exchanges'][case]):.0f}"
         mean = f"{statistics.mean(ratios):.3f}"
         error = f"{statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else "-"
-        table.add_row(case, f"{statistics.median(times):.1f}", said, mean, error, spread, often)
+        table.add_row(case, f"{statistics.median(times):.1f}", text, mean, error, spread, often)
         table.caption = f"{table.caption or ''}{case}: {CASES[case]}\n"
     return table
 

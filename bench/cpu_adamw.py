@@ -105,7 +105,7 @@ def main(
     kept = [_check_target(target, seconds) for target in TARGETS if target.rival in seconds]
     for line, _ in kept:
         console.print(line, soft_wrap=True)
-    found = {
+    result = {
         "bench": "cpu_optimizer",
         "elements": count,
         "threads": torch.get_num_threads(),
@@ -115,7 +115,7 @@ def main(
         "ratios": {f"{t.case} / {t.rival}": _target_ratio(t, seconds) for t in TARGETS if t.rival in seconds},
         "absent": absent,
     }
-    console.print(f"written: {write_result(results / f'{name}.json', found)}", soft_wrap=True)
+    console.print(f"written: {write_result(results / f'{name}.json', result)}", soft_wrap=True)
     if strict and not all(good for _, good in kept):
         raise typer.Exit(1)
 

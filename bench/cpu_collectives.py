@@ -63,7 +63,7 @@ def _run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, init_method:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names, 2.10 only these
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=ranks)
-    found = {}
+    results = {}
     for size in sizes:
         elements = size * 250_000 // ranks * ranks
         works = {
@@ -71,16 +71,15 @@ def _run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, init_method:
             **_windlass_works("shm", elements, rank, ranks),
             **_windlass_works("gloo", elements, rank, ranks),
         }
-        found[str(size)] = _time_interleaved({**works, **_memory_works(elements)}, rounds)
+        results[str(size)] = _time_interleaved({**works, **_memory_works(elements)}, rounds)
     if rank == 0:
-        result_queue.put(found)
+        result_queue.put(results)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _time_interleaved(works: Works, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each operation in each round, from the moment all ranks are ready until the last is
-    done."""
+    """Return the milliseconds of each operation in each round, from all ranks being ready to the last rank's end."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -99,16 +98,16 @@ def _gloo_works(elements: int, ranks: int) -> Works:
     import torch
     import torch.distributed as dist
 
-    whole, part = torch.ones(elements), torch.empty(elements // ranks)
+    full, part = torch.ones(elements), torch.empty(elements // ranks)
     return {
-        "torch gloo all_reduce": lambda: dist.all_reduce(whole),
-        "torch gloo reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "torch gloo all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "torch gloo all_reduce": lambda: dist.all_reduce(full),
+        "torch gloo reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
+        "torch gloo all_gather": lambda: dist.all_gather_into_tensor(full, part),
     }
 
 
 def _windlass_works(transport: str, elements: int, rank: int, ranks: int) -> Works:
-    """Return a reduction of a private buffer, and gathers into a private one and (shm) into shared pages."""
+    """Return a reduction of a private buffer, a gather into a private one, and (shm) a gather into shared pages."""
     import torch
     import torch.distributed as dist
 
@@ -153,9 +152,9 @@ def _result_table(times: dict[str, list[float]], size: int, ranks: int) -> Table
     table.add_column("operation")
     for column in ("median ms", "min", "max", "buffer GB/s"):
         table.add_column(column, justify="right")
-    for name, found in times.items():
-        median = statistics.median(found)
-        table.add_row(name, f"{median:.2f}", f"{min(found):.2f}", f"{max(found):.2f}", f"{size / median:.2f}")
+    for name, result in times.items():
+        median = statistics.median(result)
+        table.add_row(name, f"{median:.2f}", f"{min(result):.2f}", f"{max(result):.2f}", f"{size / median:.2f}")
     return table
 
 

@@ -122,37 +122,37 @@ def _own_contenders(format: str, counts: list[int], path: str) -> dict[str, Cont
     weights = [pack_weight(torch.randn(shape), name, quantize_inputs=coded, path=path) for shape in _shapes()]
     nbytes = sum(weight.nbytes for weight in weights)
     dtypes = (torch.float32, torch.bfloat16) if format == "bf16" else (torch.float32,)
-    found = {}
+    results = {}
     for dtype in dtypes:
         label = f"windlass {name}" + (", bf16 inputs" if dtype == torch.bfloat16 else ", int8 inputs" if coded else "")
         for count in counts:
             x = _inputs(count, dtype)
-            found[f"{label} x {count}"] = Contender(
+            results[f"{label} x {count}"] = Contender(
                 lambda x=x: [packed_linear(x[weight.in_features], weight) for weight in weights],  # type: ignore[misc]
                 count,
                 nbytes,
             )
-    return found
+    return results
 
 
 def _torch_contenders(counts: list[int]) -> dict[str, Contender]:
     weights = [torch.randn(shape) for shape in _shapes()]
     nbytes = sum(weight.nbytes for weight in weights)
-    found = {}
+    results = {}
     for count in counts:
         x = _inputs(count, torch.float32)
-        found[f"F.linear fp32 x {count}"] = Contender(
+        results[f"F.linear fp32 x {count}"] = Contender(
             lambda x=x: [F.linear(x[weight.shape[1]], weight) for weight in weights],  # type: ignore[misc]
             count,
             nbytes,
         )
     if not torch.backends.mkldnn.is_available():
-        return found
+        return results
     for dtype in (torch.float32, torch.bfloat16):
         packed = [torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype)) for weight in weights]
         for count in counts:
             x = _inputs(count, dtype)
-            found[f"oneDNN {str(dtype).removeprefix('torch.')} x {count}"] = Contender(
+            results[f"oneDNN {str(dtype).removeprefix('torch.')} x {count}"] = Contender(
                 lambda x=x, packed=packed: [  # type: ignore[misc]
                     torch.ops.mkldnn._linear_pointwise(x[shape[1]], weight, None, "none", [], "")
                     for weight, shape in zip(packed, _shapes(), strict=True)
@@ -160,7 +160,7 @@ def _torch_contenders(counts: list[int]) -> dict[str, Contender]:
                 count,
                 nbytes * dtype.itemsize // 4,
             )
-    return found
+    return results
 
 
 def _inputs(count: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
@@ -180,14 +180,14 @@ def _time_interleaved(runs: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def _cpu_seconds() -> float:
-    """Seconds that all processes together, without this one, have computed since the start of the machine."""
+    """Return the CPU seconds of all processes except this one since the machine started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = fields[3] + fields[4]
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
 def _other_cores(seconds: float, since: float) -> float:
-    """Cores that other processes have used since a measurement of `_cpu_seconds` at the time `since`."""
+    """Return the mean number of cores that other processes have used since `since`, an earlier `_cpu_seconds`."""
     return max(0.0, (_cpu_seconds() - seconds) / (time.perf_counter() - since))
 
 
@@ -211,28 +211,28 @@ def _table(contenders: dict[str, Contender], seconds: dict[str, list[float]], re
 
 
 def _goals(contenders: dict[str, Contender], seconds: dict[str, list[float]]) -> list[Goal]:
-    """Compare by the median over rounds of the ratio within a round."""
+    """Return the goals. Ratios are medians over rounds of the ratio within a round."""
 
     def ratio(name: str, other: str, factor: float = 1.0) -> float:
         return factor * statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
-    found = []
-    one, eight, large = "windlass fp32 x 1", "windlass fp32 x 8", "windlass fp32 x 512"
-    if one in contenders:
-        found.append(Goal("1 row, of the read rate", ratio(_READ, one, contenders[one].nbytes / _ROOF_BYTES), 0.9))
+    results = []
+    item, eight, large = "windlass fp32 x 1", "windlass fp32 x 8", "windlass fp32 x 512"
+    if item in contenders:
+        results.append(Goal("1 row, of the read rate", ratio(_READ, item, contenders[item].nbytes / _ROOF_BYTES), 0.9))
         if eight in contenders:
-            found.append(Goal("8 rows, times 1 row", ratio(eight, one), 1.25, at_most=True))
+            results.append(Goal("8 rows, times 1 row", ratio(eight, item), 1.25, at_most=True))
         if "windlass bf16 x 1" in contenders:
-            found.append(Goal("1 row, bf16 over fp32", ratio(one, "windlass bf16 x 1"), 1.8))
+            results.append(Goal("1 row, bf16 over fp32", ratio(item, "windlass bf16 x 1"), 1.8))
         if "windlass int8, int8 inputs x 1" in contenders:
-            found.append(Goal("1 row, int8 over fp32", ratio(one, "windlass int8, int8 inputs x 1"), 3.2))
+            results.append(Goal("1 row, int8 over fp32", ratio(item, "windlass int8, int8 inputs x 1"), 3.2))
     if large in contenders:
         parameters = sum(outputs * features for outputs, features in _shapes())
         work = 512 * parameters / _ROOF_SIDE**3
-        found.append(Goal("512 rows, of MKL's 2048^3", ratio(_GEMM, large, work), 0.85))
+        results.append(Goal("512 rows, of MKL's 2048^3", ratio(_GEMM, large, work), 0.85))
         if "windlass bf16, bf16 inputs x 512" in contenders:
-            found.append(Goal("512 rows, bf16 over fp32", ratio(large, "windlass bf16, bf16 inputs x 512"), 1.7))
-    return found
+            results.append(Goal("512 rows, bf16 over fp32", ratio(large, "windlass bf16, bf16 inputs x 512"), 1.7))
+    return results
 
 
 if __name__ == "__main__":

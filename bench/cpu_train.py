@@ -62,10 +62,10 @@ def main(
         chosen = _parse_engines(engines, None)
         measured = _measure_growth(chosen, size, effort, results / f"{name or 'growth'}.json", say)
     else:
-        one = measure(_parse_engines(engines, default_engines()), size, ranks, effort, say)
-        measured = [one]
-        _print_measurement(one)
-        path = write_result(results / f"{name or 'train'}.json", {"bench": "train", **plain(one)})
+        item = measure(_parse_engines(engines, default_engines()), size, ranks, effort, say)
+        measured = [item]
+        _print_measurement(item)
+        path = write_result(results / f"{name or 'train'}.json", {"bench": "train", **plain(item)})
         console.print(f"written: {path}", soft_wrap=True)
     wrong = any(m.unequal or any(r.failure for r in m.results.values()) for m in measured)
     if wrong or (strict and any(missed(m) for m in measured)):
@@ -78,8 +78,8 @@ def _measure_growth(chosen: list[str], size: Size, effort: Effort, path: Path, s
     sizes = growth.sizes_up_to(size)
     by_size, by_ranks = growth.grow(chosen or growth.ENGINES, sizes, growth.RANKS, effort, say)
     unique = by_size + [m for m in by_ranks if m.ranks != 2]
-    for one in unique:
-        _print_measurement(one)
+    for item in unique:
+        _print_measurement(item)
     data = {"by_size": [plain(m) for m in by_size], "by_ranks": [plain(m) for m in by_ranks]}
     write_result(path, {"bench": "growth", **data})
     growth.draw(by_size, by_ranks, path.with_suffix(".png"))

@@ -1,5 +1,4 @@
-"""Loss that delayed updates cost and time that they hide: `offload_optimizer.delayed_update` compared with undelayed
-updates.
+"""Loss increase and time savings of delayed updates: `offload_optimizer.delayed_update` compared with undelayed ones.
 
 python bench/delayed_update_cost.py                                # the demo's model, 900 steps, 2 seeds: half an hour
 python bench/delayed_update_cost.py --steps 40 --seeds 1 --rounds 1 --hidden 128
@@ -67,7 +66,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "delayed_update",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Train the demo's model on text in each mode, then time one rank with a spare core; table, JSON and picture."""
+    """Train the demo's model on text in each mode, then time one rank with a spare core. Write all results."""
     ways: dict[str, dict[str, Any]] = {
         IMMEDIATE: {},
         "delayed": {"delayed_update": True},
@@ -138,7 +137,7 @@ def _time_steps(ways: dict[str, dict[str, Any]], sizes: BenchSizes) -> dict[str,
     return {
         way: {
             "seconds": rank["seconds"][way],
-            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # of the last one
+            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # of the last update
             "parameters": rank["parameters"],
         }
         for way in ways
@@ -180,18 +179,18 @@ def _time_table(timed: dict[str, dict[str, Any]], sizes: BenchSizes) -> Table:
 def _conclusions(curves: dict[str, list[LossCurve]], timed: dict[str, dict[str, Any]]) -> list[str]:
     base = curves[IMMEDIATE]
     noise = max(curve.final_held_out for curve in base) - min(curve.final_held_out for curve in base)
-    said = []
+    text = []
     for way, runs in curves.items():
         if way != IMMEDIATE:
             apart = [late.final_held_out - once.final_held_out for late, once in zip(runs, base, strict=True)]
-            said.append(
+            text.append(
                 f"{way}: held-out bits/byte {statistics.mean(apart):+.4f} against undelayed (by seed "
-                f"{', '.join(f'{one:+.4f}' for one in apart)}; undelayed seeds differ by {noise:.4f})"
+                f"{', '.join(f'{item:+.4f}' for item in apart)}; undelayed seeds differ by {noise:.4f})"
             )
     once, late = (statistics.median(timed[way]["seconds"]) * 1e3 for way in (IMMEDIATE, "delayed"))
     update = timed["delayed"]["update_seconds"] * 1e3
-    said.append(f"time: {once:.1f} ms a step undelayed, {late:.1f} delayed; an update takes {update:.1f}")
-    return said
+    text.append(f"time: {once:.1f} ms a step undelayed, {late:.1f} delayed; an update takes {update:.1f}")
+    return text
 
 
 def _plot(curves: dict[str, list[LossCurve]], timed: dict[str, dict[str, Any]], path: Path) -> bool:
@@ -202,20 +201,20 @@ def _plot(curves: dict[str, list[LossCurve]], timed: dict[str, dict[str, Any]], 
     except ImportError:
         return False
     figure = Figure(figsize=(12, 4.2), dpi=140, layout="constrained")
-    whole, end, bars = figure.subplots(1, 3, width_ratios=(2, 2, 1))
+    full, end, bars = figure.subplots(1, 3, width_ratios=(2, 2, 1))
     for (way, runs), color in zip(curves.items(), _COLORS, strict=True):
         mean = smooth([statistics.mean(step) for step in zip(*(run.losses for run in runs), strict=True)])
         places = range(1, len(mean) + 1)
-        whole.plot(places, mean, color=color, linewidth=1.4, label=way)
+        full.plot(places, mean, color=color, linewidth=1.4, label=way)
         tail = len(mean) // 2
         end.plot(places[tail:], mean[tail:], color=color, linewidth=1.4, label=way)
-    whole.set(title="training loss, smoothed, mean of seeds", xlabel="step", ylabel="nats a token")
+    full.set(title="training loss, smoothed, mean of seeds", xlabel="step", ylabel="nats a token")
     end.set(title="its second half", xlabel="step")
-    whole.legend(frameon=False)
+    full.legend(frameon=False)
     times = {way: statistics.median(row["seconds"]) * 1e3 for way, row in timed.items()}
     bars.bar_label(bars.bar(list(times), list(times.values()), color=_COLORS[: len(times)]), fmt="%.0f")
     bars.set(title="a step", ylabel="ms")
-    for axes in (whole, end, bars):
+    for axes in (full, end, bars):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("delayed and undelayed updates")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def main(
             for checks in (True, False) if number % 2 else (False, True):
                 seconds[checks].append(steps[checks]())
     nbytes = sum(summed) / rounds
-    ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
+    ratios = [item / other for item, other in zip(seconds[True], seconds[False], strict=True)]
     middle, (low, high), sure = statistics.median(ratios), *interval(ratios)
     rate = max(rates.values()) if rates else math.nan
     kernel, shortest = nbytes / rate, min(seconds[True] + seconds[False])
@@ -80,10 +80,15 @@ def main(
         f"  which is {100 * account['of_the_median_step']:.2f} % of the median step, "
         f"{100 * account['of_the_shortest_step']:.2f} % of the shortest one"
     )
-    found = {"median": middle, "interval": [low, high], "certainty": sure, "ratios": ratios}
+    result = {"median": middle, "interval": [low, high], "certainty": sure, "ratios": ratios}
     shared = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
-    told = {"machine_was_shared": shared, "paired_ratios": found, "account": account, "kernel_bytes_a_second": rates}
-    write_result(results, told)
+    received = {
+        "machine_was_shared": shared,
+        "paired_ratios": result,
+        "account": account,
+        "kernel_bytes_a_second": rates,
+    }
+    write_result(results, received)
     missed = low > _TARGET_RATIO and account["of_the_shortest_step"] > _TARGET_RATIO - 1
     say(
         f"  promised: {_TARGET_RATIO}: {'MISSED' if missed else 'not contradicted' if high > _TARGET_RATIO else 'held'}"
@@ -95,7 +100,7 @@ def interval(values: Sequence[float]) -> tuple[tuple[float, float], float]:
     """Return two of the values, between which the median of their distribution lies with at least 95 % confidence, for
     any distribution, and that confidence. With fewer than six values it is lower."""
     count, ordered = len(values), sorted(values)
-    outside, number = 0.0, 0  # of `count` draws, `number` or fewer lie below the median
+    outside, number = 0.0, 0  # probability that at most `number` of `count` draws lie below the median
     while True:
         more = outside + 2 * math.comb(count, number) / 2**count
         if more > 0.05 or number >= (count - 1) // 2:
@@ -131,11 +136,11 @@ def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[in
     spans = mover._spans
 
     def noted(*where: Any) -> Any:
-        found = spans(*where)
+        result = spans(*where)
         if summed is None:
-            return [(*span[:4], 0) for span in found]
-        summed.append(sum(span[3] for span in found))
-        return found
+            return [(*span[:4], 0) for span in result]
+        summed.append(sum(span[3] for span in result))
+        return result
 
     mover._spans = noted
     rows = torch.randn(batch, width, dtype=torch.bfloat16)

@@ -98,23 +98,23 @@ class RawDirectIo:
         list(self._threads.map(lambda _: self._move_blocks(blocks, memory, write), range(self._depth)))
 
     def _move_blocks(self, blocks: Iterator[int], memory: memoryview, write: bool) -> None:
-        """Take the next block until there is none."""
+        """Transfer blocks until none is left."""
         move, block = os.pwritev if write else os.preadv, self._block
         while (index := next(blocks)) < self._blocks:
             at = index % self._blocks_in_memory * block
             if move(self._file, [memory[at : at + block]], index * block) != block:
-                raise OSError("a raw transfer stopped short: the disk is full, or failing")
+                raise OSError("a raw transfer is incomplete: the disk is full, or failing")
 
 
 class TierRequests:
-    """The disk tier with as many bytes, transferred by requests of the size that a training step makes."""
+    """Transfer of as many bytes through the disk tier, in requests of the size of a training step's."""
 
     def __init__(self, engine: str, folder: Path, block: int, depth: int) -> None:
         threads = min(depth, 256)
         self.tier = DiskTier([folder], queue_depth=depth, block_size=block, threads=threads, engine=engine)
 
     def prepare(self, nbytes: int, memory: torch.Tensor) -> None:
-        """Allocate the space; `memory` is divided into the buffers of `_BUFFERS` requests."""
+        """Allocate the space. `memory` is divided into the buffers of `_BUFFERS` requests."""
         self._extent = self.tier.allocate(nbytes, "the benchmark")
         self._buffers = memory.chunk(_REQUESTS_IN_FLIGHT)
         self._offsets = range(0, nbytes, self._buffers[0].numel())
@@ -185,8 +185,7 @@ def main(
 
 
 def _time_interleaved(works: Works, rounds: int) -> Times:
-    """Return the seconds of each in each round, every other round in reverse order; the first round, untimed, fills the
-    files."""
+    """Return the seconds of each in each round. Every other round is reversed; round 0 only fills the files."""
     times: Times = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items() if number % 2 == 0 else reversed(works.items()):
@@ -198,12 +197,12 @@ def _time_interleaved(works: Works, rounds: int) -> Times:
 
 
 def _ratios_to_raw(times: Times) -> dict[str, float]:
-    """Return the rate over the better raw one of the same round, as the median over rounds."""
+    """Return the median over rounds of the rate relative to the faster raw one of the same round."""
     ratios = {}
-    for name, found in times.items():
+    for name, result in times.items():
         word = name.rpartition(" ")[2]
         raw = zip(*(times[other] for other in times if other.startswith("raw ") and other.endswith(word)), strict=True)
-        ratios[name] = statistics.median(min(best) / ours for best, ours in zip(raw, found, strict=True))
+        ratios[name] = statistics.median(min(best) / ours for best, ours in zip(raw, result, strict=True))
     return ratios
 
 
@@ -212,8 +211,8 @@ def _result_table(times: Times, ratios: dict[str, float], nbytes: int) -> Table:
     table.add_column("what")
     for column in ("median GB/s", "min", "max", "of the best raw"):
         table.add_column(column, justify="right")
-    for name, found in times.items():
-        rates = [nbytes / seconds / 1e9 for seconds in found]
+    for name, result in times.items():
+        rates = [nbytes / seconds / 1e9 for seconds in result]
         middle = f"{statistics.median(rates):.2f}"
         table.add_row(name, middle, f"{min(rates):.2f}", f"{max(rates):.2f}", f"{ratios[name]:.0%}")
     return table

@@ -108,17 +108,17 @@ def _run_trial(engine: str, shape: Shape, rounds: int, steps: int, device: torch
     for number in range(rounds + 1):
         of_round = {}
         for name in contenders if number % 2 else reversed(contenders):
-            times, found = run(contenders[name].step, tokens[name], steps + 1, device)
+            times, result = run(contenders[name].step, tokens[name], steps + 1, device)
             of_round[name] = times[1:]
-            losses[name] += found
+            losses[name] += result
         if number:  # the first round warms up: allocator, autotuning, clocks
             ratios.append(statistics.median(of_round["ours"]) / statistics.median(of_round["master"]))
             for name, times in of_round.items():
                 seconds[name] += times
-    for one in contenders.values():
-        one.end()
+    for item in contenders.values():
+        item.end()
     contenders.clear()
-    del one
+    del item
     free(device)
     return EngineTrial(
         engine, parameters, seconds["ours"], seconds["master"], ratios, losses["ours"], losses["master"], peak

@@ -59,16 +59,16 @@ def main(
             ways.append(("DeepSpeed", stage))
     if not any(way == "DeepSpeed" for way, _ in ways):
         console.print("DeepSpeed has no row: it is not installed, or there are several ranks without a GPU")
-    found: dict[str, list[dict[str, Any]]] = {_row_label(*way): [] for way in ways}
+    result: dict[str, list[dict[str, Any]]] = {_row_label(*way): [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="windlass-trainer-") as folder:
         for number in range(rounds):
             for way, stage in ways if number % 2 == 0 else reversed(ways):
-                found[_row_label(way, stage)].append(_run_once(Path(folder), way, stage, work))
-    plain = found["plain"][0]["losses"]
-    rows = {label: _summarize(turns, plain) for label, turns in found.items()}
+                result[_row_label(way, stage)].append(_run_once(Path(folder), way, stage, work))
+    plain = result["plain"][0]["losses"]
+    rows = {label: _summarize(turns, plain) for label, turns in result.items()}
     base = rows["plain"]["step_ms"]
     table = Table(
-        title=f"{ranks} rank(s), {found['plain'][0]['parameters'] / 1e6:.1f}M parameters", title_justify="left"
+        title=f"{ranks} rank(s), {result['plain'][0]['parameters'] / 1e6:.1f}M parameters", title_justify="left"
     )
     for column in ("what", "step ms", "x plain", "spread", "losses"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -79,7 +79,7 @@ def main(
     console.print(table)
     console.print(_EXPLANATION, soft_wrap=True)
     stem = name or f"trainer-{ranks}"
-    facts = {"bench": "trainer", **work, "rounds": rounds, "words": _EXPLANATION, "found": rows, "turns": found}
+    facts = {"bench": "trainer", **work, "rounds": rounds, "words": _EXPLANATION, "found": rows, "turns": result}
     console.print(f"written: {write_result(results / f'{stem}.json', facts)}", soft_wrap=True)
     panels = [BarPanel("a step of the Trainer", "ms", {label: round(row["step_ms"], 1) for label, row in rows.items()})]
     draw_bars(panels, results / f"{stem}.png", f"{ranks} rank(s) on CPU")
@@ -102,8 +102,8 @@ def _run_once(folder: Path, way: str, stage: int | None, work: dict[str, Any]) -
     done = subprocess.run([*command, str(_RANK_SCRIPT), str(folder)], env=env, capture_output=True, text=True)
     if done.returncode:
         raise typer.BadParameter(f"{_row_label(way, stage)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(work["ranks"])]
-    return {**told[0], "steps": [max(times) for times in zip(*(one["steps"] for one in told), strict=True)]}
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(work["ranks"])]
+    return {**results[0], "steps": [max(times) for times in zip(*(item["steps"] for item in results), strict=True)]}
 
 
 def _summarize(turns: list[dict[str, Any]], plain: list[float]) -> dict[str, float]:

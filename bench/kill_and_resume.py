@@ -87,16 +87,16 @@ def main(
     """Kill, check, print the table, write the JSON. Exit code 1: more was lost than the steps since the last save."""
     torch.set_num_threads(1)
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
-    console, found = bench_console(), list[dict[str, Any]]()
+    console, result = bench_console(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="windlass-chaos-", dir=path) as name_of_folder:
         folder = Path(name_of_folder)
         for number, plan in enumerate(make_kill_plans(rounds, seed, launchers, aimed)):
-            found.append(
+            result.append(
                 {"round": number, "killed": plan.description, "victim": plan.victim, **_run_round(folder, plan)}
             )
-            console.print(f"{number + 1}/{rounds} {_round_summary(found[-1])}", soft_wrap=True)
+            console.print(f"{number + 1}/{rounds} {_round_summary(result[-1])}", soft_wrap=True)
         disturbed = _read_losses(folder)
-        problems = [f"round {one['round']}: {text}" for one in found for text in one["problems"]]
+        problems = [f"round {item['round']}: {text}" for item in result for text in item["problems"]]
         problems += disturbed.problems
         last = max(step for step, _ in disturbed.losses) + 1
         quiet = folder / "quiet"
@@ -111,15 +111,15 @@ def main(
         ]
     verdict = {
         "rounds": rounds,
-        "in_a_save": sum(one["in_save"] != "" for one in found),
+        "in_a_save": sum(item["in_save"] != "" for item in result),
         "steps": last,
-        "steps_made_again": sum(one["lost_steps"] for one in found),
+        "steps_made_again": sum(item["lost_steps"] for item in result),
         "losses_compared": len(disturbed.losses),
         "problems": problems,
     }
-    console.print(_result_table(found, verdict))
+    console.print(_result_table(result, verdict))
     written = write_result(
-        results / f"{name}.json", {"bench": "chaos", "seed": seed, "verdict": verdict, "rounds": found}
+        results / f"{name}.json", {"bench": "chaos", "seed": seed, "verdict": verdict, "rounds": result}
     )
     console.print(f"written: {written}", soft_wrap=True)
     for text in problems:
@@ -267,9 +267,9 @@ def _result_table(found: list[dict[str, Any]], verdict: dict[str, Any]) -> Table
     for column in ("killed", "times", "in a save", "repeated steps", "problems"):
         table.add_column(column, justify="left" if column == "killed" else "right")
     for victim in _VICTIMS:
-        ours = [one for one in found if one["victim"] == victim]
-        counts = [sum(one["in_save"] != "" for one in ours), sum(one["lost_steps"] for one in ours)]
-        table.add_row(victim, *map(str, [len(ours), *counts, sum(len(one["problems"]) for one in ours)]))
+        ours = [item for item in found if item["victim"] == victim]
+        counts = [sum(item["in_save"] != "" for item in ours), sum(item["lost_steps"] for item in ours)]
+        table.add_row(victim, *map(str, [len(ours), *counts, sum(len(item["problems"]) for item in ours)]))
     return table
 
 

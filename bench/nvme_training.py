@@ -76,11 +76,11 @@ def main(
         code = launch([str(_RANK_SCRIPT), folder], ranks, env=env)
         if code:
             raise typer.Exit(code)
-        told = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    peaks = [max(size for _, size in rank["samples"]) for rank in told]
-    losses = told[0]["losses"]
+        result = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    peaks = [max(size for _, size in rank["samples"]) for rank in result]
+    losses = result[0]["losses"]
     fell = statistics.mean(losses[-3:]) < statistics.mean(losses[:3])
-    states = told[0]["parameters"] * _STATE_BYTES_PER_PARAMETER
+    states = result[0]["parameters"] * _STATE_BYTES_PER_PARAMETER
     verdict = {
         "states": states,
         "cap_of_a_rank": most,
@@ -88,13 +88,13 @@ def main(
         "states_over_memory": states / sum(peaks),
         "kept_to_it": max(peaks) < most,
         "loss_fell": fell,
-        "bytes_a_parameter_and_step": statistics.median(sum(moved) for moved in _disk_bytes_per_step(told))
-        / told[0]["parameters"],
+        "bytes_a_parameter_and_step": statistics.median(sum(moved) for moved in _disk_bytes_per_step(result))
+        / result[0]["parameters"],
     }
-    console.print(_result_table(told, peaks, verdict))
-    written = write_result(results / f"{name}.json", {"bench": "infinity", **work, "verdict": verdict, "ranks": told})
+    console.print(_result_table(result, peaks, verdict))
+    written = write_result(results / f"{name}.json", {"bench": "infinity", **work, "verdict": verdict, "ranks": result})
     console.print(f"written: {written}", soft_wrap=True)
-    _plot(told, verdict, results / f"{name}.png")
+    _plot(result, verdict, results / f"{name}.png")
     if not (verdict["kept_to_it"] and fell):
         raise typer.Exit(1)
 

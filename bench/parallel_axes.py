@@ -49,9 +49,9 @@ def main(
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.pop("WINDLASS_TRANSPORT", None)
-    console, found, wrong = bench_console(), {}, list[str]()
+    console, result, wrong = bench_console(), {}, list[str]()
     if "bytes" in parts:
-        found["bytes"], more = _measure_axis_bytes(console)
+        result["bytes"], more = _measure_axis_bytes(console)
         wrong += more
     loads = {axis: [Load(samples, tokens)] for axis in parts if axis in TIMED_AXES}
     if "link" in parts:
@@ -60,25 +60,25 @@ def main(
         if axis not in TIMED_AXES:
             os.environ["WINDLASS_TRANSPORT"] = "gloo"  # shared memory has no link to pace; the axes before used it
         races = [_time_methods(axis, load, rounds, steps, console) for load in each]
-        found[axis] = (
+        result[axis] = (
             method_comparison.plain(races[0])
             if axis in TIMED_AXES
             else [method_comparison.plain(race) for race in races]
         )
-        wrong += [f"{axis}: the losses of {one} differ" for race in races for one in race.unequal]
+        wrong += [f"{axis}: the losses of {item} differ" for race in races for item in race.unequal]
         wrong += [line for race in races for line in race.slower] if strict else []
     if "link" in loads:
         console.print(method_comparison.links(races))
     os.environ.pop("WINDLASS_TRANSPORT", None)
     if loads:
-        found["limit"] = EXPLANATION
+        result["limit"] = EXPLANATION
         console.print(f"limit: {EXPLANATION}")
     if "length" in parts:
-        found["length"], more = _measure_longest_sequence(
+        result["length"], more = _measure_longest_sequence(
             console, parse_bytes(cap, "--cap"), longest, results / f"{name}-length.png"
         )
         wrong += more
-    path = write_result(results / f"{name}.json", {"bench": "parallel", **found, "wrong": wrong})
+    path = write_result(results / f"{name}.json", {"bench": "parallel", **result, "wrong": wrong})
     console.print(f"written: {path}", soft_wrap=True)
     for line in wrong:
         console.print(f"WRONG: {line}", soft_wrap=True, markup=False)
@@ -100,10 +100,10 @@ def parse_parts(text: str) -> list[str]:
     Raises:
         BadParameter: there is no such part.
     """
-    asked = {word.strip() for word in text.split(",")}
-    if missing := asked - set(BENCH_PARTS):
+    requested = {word.strip() for word in text.split(",")}
+    if missing := requested - set(BENCH_PARTS):
         raise typer.BadParameter(f"--only {', '.join(sorted(missing))}: there are {', '.join(BENCH_PARTS)}")
-    return [part for part in BENCH_PARTS if part in asked]
+    return [part for part in BENCH_PARTS if part in requested]
 
 
 def _measure_axis_bytes(console: Console) -> tuple[Any, list[str]]:
@@ -111,8 +111,8 @@ def _measure_axis_bytes(console: Console) -> tuple[Any, list[str]]:
     console.print(_axis_bytes_table(lines))
     differ = unequal(lines)
     console.print(f"bytes: {len(lines) - len(differ)} of {len(lines)} lines are equal to the byte")
-    said = [f"{one.case}: {one.axis} {one.operation} is {one.measured:,}" for one in differ]
-    return [line.plain() for line in lines], said
+    text = [f"{item.case}: {item.axis} {item.operation} is {item.measured:,}" for item in differ]
+    return [line.plain() for line in lines], text
 
 
 def _axis_bytes_table(lines: list[Line]) -> Table:
@@ -122,22 +122,22 @@ def _axis_bytes_table(lines: list[Line]) -> Table:
     for column in ("formula", "scalars", "measured", ""):
         made.add_column(column, justify="right", no_wrap=True)
     before = ""
-    for one in lines:
-        numbers = (f"{value:,}" for value in (one.formula, one.scalars, one.measured))
-        mesh, before = ("" if one.case == before else one.case), one.case
-        made.add_row(mesh, str(one.pipe), one.axis, one.operation, *numbers, "equal" if one.equal else "DIFFERENT")
+    for item in lines:
+        numbers = (f"{value:,}" for value in (item.formula, item.scalars, item.measured))
+        mesh, before = ("" if item.case == before else item.case), item.case
+        made.add_row(mesh, str(item.pipe), item.axis, item.operation, *numbers, "equal" if item.equal else "DIFFERENT")
     return made
 
 
 def _measure_longest_sequence(console: Console, cap: int, longest: int, picture: Path) -> tuple[Any, list[str]]:
-    found = lengths.stretch(list(ROWS), cap, first=128, most=longest, say=console.print)
-    console.print(lengths.table(found, cap))
+    result = lengths.stretch(list(ROWS), cap, first=128, most=longest, say=console.print)
+    console.print(lengths.table(result, cap))
     console.print(lengths.EXPLANATION, soft_wrap=True)
-    apart = lengths.losses_apart(found)
-    console.print(f"losses of {len(found)} rows on one sequence: at most {apart:.1e} apart")
-    if lengths.draw(found, cap, picture):
+    apart = lengths.losses_apart(result)
+    console.print(f"losses of {len(result)} rows on one sequence: at most {apart:.1e} apart")
+    if lengths.draw(result, cap, picture):
         console.print(f"drawn: {picture}", soft_wrap=True)
-    return lengths.plain(found, cap), [] if apart <= lengths.EQUAL_LOSS else [f"length: losses are {apart:.1e} apart"]
+    return lengths.plain(result, cap), [] if apart <= lengths.EQUAL_LOSS else [f"length: losses are {apart:.1e} apart"]
 
 
 if __name__ == "__main__":

@@ -106,15 +106,15 @@ class DelayLayer(nn.Module):
 
 
 def _make_settings(ranks: list[int], micros: list[int]) -> list[ScheduleSetting]:
-    found: list[ScheduleSetting] = []
+    results: list[ScheduleSetting] = []
     for count in ranks:
         for number in micros:
-            found += [ScheduleSetting("gpipe", count, number), ScheduleSetting("1f1b", count, number)]
+            results += [ScheduleSetting("gpipe", count, number), ScheduleSetting("1f1b", count, number)]
             if number % count == 0:
-                found.append(ScheduleSetting("interleaved", count, number, 2))
+                results.append(ScheduleSetting("interleaved", count, number, 2))
             if number >= count:
-                found.append(ScheduleSetting("zero-bubble", count, number))
-    return found
+                results.append(ScheduleSetting("zero-bubble", count, number))
+    return results
 
 
 def main(
@@ -130,24 +130,24 @@ def main(
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    wanted = _make_settings([int(one) for one in ranks.split(",")], [int(one) for one in micros.split(",")])
+    expected = _make_settings([int(entry) for entry in ranks.split(",")], [int(entry) for entry in micros.split(",")])
     measured: list[dict[str, Any]] = []
-    for count in sorted({setting.ranks for setting in wanted}):
-        mine = [setting for setting in wanted if setting.ranks == count]
+    for count in sorted({setting.ranks for setting in expected}):
+        local = [setting for setting in expected if setting.ranks == count]
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
             spawn(
-                _run_rank, (count, mine, milliseconds / 1e3, steps, f"file://{folder}/meeting", answers), nprocs=count
+                _run_rank, (count, local, milliseconds / 1e3, steps, f"file://{folder}/meeting", answers), nprocs=count
             )
             measured += answers.get()
     console, table = bench_console(), Table("schedule", "ranks", "micro-batches", "formula", "measured", "off by")
-    for one in measured:
-        cells = [f"{100 * one[key]:.1f} %" for key in ("formula", "measured", "off")]
-        table.add_row(one["schedule"], str(one["ranks"]), str(one["micros"]), *cells)
+    for item in measured:
+        cells = [f"{100 * item[key]:.1f} %" for key in ("formula", "measured", "off")]
+        table.add_row(item["schedule"], str(item["ranks"]), str(item["micros"]), *cells)
     console.print(table)
     path = write_result(results / f"{name}.json", {"bench": "pipeline_bubble", "ms": milliseconds, "found": measured})
     console.print(f"written: {path}", soft_wrap=True)
-    if any(abs(one["off"]) > _TOLERANCE for one in measured):
+    if any(abs(entry["off"]) > _TOLERANCE for entry in measured):
         raise typer.Exit(1)
 
 
@@ -163,7 +163,7 @@ def _run_rank(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=ranks)
     mesh = build_mesh(MeshShape(pp=ranks))
-    found = []
+    results = []
     for setting in settings:
         per_stage = seconds / setting.each  # each rank has the same amount of work under every schedule
         layers = [LayerSpec(DelayLayer, per_stage) for _ in range(ranks * setting.each)]
@@ -185,7 +185,7 @@ def _run_rank(
         assert shortest is not None
         idle = 1 - shortest[1] / (ranks * shortest[0])
         formula = compute_bubble_fraction(setting.schedule, ranks, setting.micros, setting.each)
-        found.append(
+        results.append(
             {
                 "schedule": str(setting),
                 "ranks": ranks,
@@ -197,7 +197,7 @@ def _run_rank(
             }
         )
     if rank == 0:
-        result_queue.put(found)
+        result_queue.put(results)
     dist.barrier()
     dist.destroy_process_group()
 

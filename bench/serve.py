@@ -1,9 +1,9 @@
-"""Generation by one random Llama: windlass beside transformers (one by one, continuous batching) and llama.cpp.
+"""Throughput of a random Llama: windlass compared with transformers (one by one, continuous batching) and llama.cpp.
 
 python bench/serve.py                                  # a few minutes, 4 GB
 python bench/serve.py --llama-bin llama/bin --gguf model-f32.gguf,model-q8_0.gguf
 
-All figures are of one run, in turns. The roofs are measured in it too: memory by a plain read loop on all threads,
+All contenders run alternately in one run. The roofs are measured in it too: memory by a plain read loop on all threads,
 arithmetic by MKL's 2048^3 product. The greedy tokens of windlass and transformers are compared first.
 """
 
@@ -40,7 +40,7 @@ _HEAD = 8192 * 1024  # parameters of the head
 
 @dataclass
 class Measurement:
-    """Rates of one contender in tokens a second, one for each round, and the share of other processes."""
+    """Rates of one contender in tokens per second, one per round, and the CPU share of other processes."""
 
     unit: str
     rates: list[float] = field(default_factory=list)
@@ -226,7 +226,7 @@ def _continuous(model: Any) -> float:
 
     load = _mixed_load()
     settings = ContinuousBatchingConfig(num_blocks=512, max_batch_tokens=512)
-    # it takes one length for all requests: the mean of the load
+    # it accepts one length for all requests: the mean of the load
     answer = sum(length for _, length in load) // len(load)
     generation = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
@@ -241,7 +241,7 @@ def _continuous(model: Any) -> float:
 
 
 def _llama(folder: Path, files: str, counts: list[int]) -> dict[str, float]:
-    """Return llama.cpp's tokens a second, by file and number of requests."""
+    """Return llama.cpp's tokens per second, by file and number of requests."""
     found = {}
     for file in files.split(","):
         command = [
@@ -262,7 +262,7 @@ def _roofs() -> tuple[float, float]:
     """Return bytes a second of a read loop and floating-point operations a second of a product."""
     path = get_inference_path()
     memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
-    prefer_huge_pages(memory)  # as the packed weights
+    prefer_huge_pages(memory)  # packed weights use huge pages too
     memory.fill_(1)
     square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
     reads, products = [], []
@@ -279,7 +279,7 @@ def _roofs() -> tuple[float, float]:
 
 
 def _roof(label: str, unit: str, parameters: int, nbytes: dict[str, int], read: float, product: float) -> float:
-    """Return the most tokens a second that memory and fp32 arithmetic allow; 0 where none is stated."""
+    """Return the upper bound of tokens per second by memory and fp32 arithmetic; 0 if none is stated."""
     form = label.split()[1].rstrip(",")
     if form not in nbytes or unit == "generated":
         return 0.0
@@ -293,7 +293,7 @@ def _roof(label: str, unit: str, parameters: int, nbytes: dict[str, int], read: 
 
 
 def _cpu_seconds() -> float:
-    """Seconds that all other processes together have computed since the start of the machine."""
+    """Return the CPU seconds of all other processes since the machine started."""
     fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 

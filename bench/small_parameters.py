@@ -61,16 +61,16 @@ def main(
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for world in (int(one) for one in ranks.split(",")):
+        for world in (int(item) for item in ranks.split(",")):
             out, store = Path(folder) / f"{world}.json", Path(folder) / f"store{world}"
-            arguments = (world, parameters, [int(one) for one in stages.split(",")], rounds, profiled, store, out)
+            arguments = (world, parameters, [int(item) for item in stages.split(",")], rounds, profiled, store, out)
             spawn(_run_rank, arguments, nprocs=world)
-            found[str(world)] = json.loads(out.read_text())
-            _print_tables(world, found[str(world)])
+            actual[str(world)] = json.loads(out.read_text())
+            _print_tables(world, actual[str(world)])
             shared = os.getloadavg()[0] > 1.5 * world
-            result = {"parameters": parameters, "machine_was_shared": shared, "processor_seconds": found}
+            result = {"parameters": parameters, "machine_was_shared": shared, "processor_seconds": actual}
             write_result(results, result)
 
 
@@ -81,25 +81,25 @@ def _run_rank(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    found: dict[str, Seconds] = {_PLAIN: {_MODULES: []}}
-    cases = {_PLAIN: _torch_calls(parameters, tempfile.mkdtemp(prefix="windlass-small-"), found[_PLAIN][_MODULES])}
+    results: dict[str, Seconds] = {_PLAIN: {_MODULES: []}}
+    cases = {_PLAIN: _torch_calls(parameters, tempfile.mkdtemp(prefix="windlass-small-"), results[_PLAIN][_MODULES])}
     for stage in stages:
         folder = [tempfile.mkdtemp(prefix="windlass-small-")] if rank == 0 else [""]
         dist.broadcast_object_list(folder, 0)
         begin = time.process_time()
         cases[f"stage {stage}"] = _windlass_calls(parameters, stage, folder[0])
-        found[f"stage {stage}"] = {"initialize": [time.process_time() - begin]}
+        results[f"stage {stage}"] = {"initialize": [time.process_time() - begin]}
     for number in range(rounds + 1):  # the first round creates lasting objects, such as optimizer states
         for name, parts in cases.items():
             for part, run in zip(_TIMED_PARTS, parts, strict=True):
                 last = number == rounds and rank == 0 and name != _PLAIN
                 seconds = _time_parts(run, f"{name}: {part}", profiled if last else 0)
                 if number and seconds is not None:
-                    found[name].setdefault(part, []).append(seconds)
+                    results[name].setdefault(part, []).append(seconds)
             dist.barrier()
-    found[_PLAIN][_MODULES] = found[_PLAIN][_MODULES][1:]
+    results[_PLAIN][_MODULES] = results[_PLAIN][_MODULES][1:]
     if rank == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -172,7 +172,7 @@ def _print_tables(world: int, cases: dict[str, Seconds]) -> None:
             if part not in case:
                 row.append("profiled")
                 continue
-            ratios = [mine / plain for mine, plain in zip(case[part], cases[_PLAIN][part], strict=False)]
+            ratios = [local / plain for local, plain in zip(case[part], cases[_PLAIN][part], strict=False)]
             ratio = "" if name == _PLAIN else f" ({statistics.median(ratios):.2f})"
             row.append(f"{statistics.median(case[part]):.3f}{ratio}")
         table.add_row(name, *row)

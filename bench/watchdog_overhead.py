@@ -1,10 +1,10 @@
-"""Cost of the watchdog: CPU seconds of its thread relative to training, and of wait marks relative to a step.
+"""Cost of the watchdog: CPU seconds of its thread relative to training, and of its wait records relative to a step.
 
-python bench/watchdog_overhead.py
+    python bench/watchdog_overhead.py
 
-Computed as a sum, because the total is smaller than the noise between two runs of a step: the CPU seconds of the thread
-while ranks train (each of which may delay the main thread), and the cost of a mark times their number per step. With
---in-turns also steps with and without the watchdog, which is meaningful on a quiet machine only.
+The cost is computed as a sum, because it is smaller than the noise between two runs of a step: the CPU seconds of the
+thread while ranks train (each of which may delay the main thread), and the cost of a wait record times their number per
+step. With --in-turns it also times steps with and without the watchdog, which is meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -48,20 +48,22 @@ def main(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     answers = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(_run_rank, (layers, rounds, steps, in_turns, answers), nprocs=ranks)
-    found = answers.get()
-    found["per_cent"] = 100 * (found["thread_s_per_s"] + found["marks_per_step"] * found["mark_s"] / found["step_s"])
-    asked = {"ranks": ranks, "layers": layers, "rounds": rounds, "steps": steps, "transport": transport}
-    path = write_result(results / f"{name}.json", {"bench": "watchdog", **asked, **found})
+    result = answers.get()
+    result["per_cent"] = 100 * (
+        result["thread_s_per_s"] + result["marks_per_step"] * result["mark_s"] / result["step_s"]
+    )
+    requested = {"ranks": ranks, "layers": layers, "rounds": rounds, "steps": steps, "transport": transport}
+    path = write_result(results / f"{name}.json", {"bench": "watchdog", **requested, **result})
     console = bench_console()
     console.print(
-        f"a step takes {1000 * found['step_s']:.1f} ms; the thread {1e6 * found['thread_s_per_s']:.0f} us of CPU a "
-        f"second; {found['marks_per_step']:.0f} marks of {1e9 * found['mark_s']:.0f} ns a step: "
-        f"{found['per_cent']:.3f} per cent of a step"
+        f"a step takes {1000 * result['step_s']:.1f} ms; the thread uses {1e6 * result['thread_s_per_s']:.0f} us of "
+        f"CPU per second; {result['marks_per_step']:.0f} wait records per step of {1e9 * result['mark_s']:.0f} ns; "
+        f"together {result['per_cent']:.3f} per cent of a step"
     )
     if in_turns:
-        console.print(f"in turns, with / without: {found['with_over_without']:.4f} (median of {rounds} rounds)")
+        console.print(f"in turns, with / without: {result['with_over_without']:.4f} (median of {rounds} rounds)")
     console.print(f"written: {path}", soft_wrap=True)
-    raise typer.Exit(int(found["per_cent"] > PROMISED_PER_CENT))
+    raise typer.Exit(int(result["per_cent"] > PROMISED_PER_CENT))
 
 
 def _run_rank(rank: int, layers: int, rounds: int, steps: int, in_turns: bool, result_queue: Any) -> None:
@@ -137,7 +139,7 @@ def _run_rank(rank: int, layers: int, rounds: int, steps: int, in_turns: bool, r
 
 
 def _watchdog_thread() -> threading.Thread:
-    return next(one for one in threading.enumerate() if one.name == "windlass-watchdog")
+    return next(item for item in threading.enumerate() if item.name == "windlass-watchdog")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny causal language models of transformers with random weights, by what is special about their layers."""
+"""Tiny causal language models of transformers with random weights, grouped by the kind of their layers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY = 41  # divides by nothing
+VOCABULARY = 41  # prime, so that no number of ranks divides it
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """The model of this name, with `changes` to its configuration; its biases and norms are random too."""
+    """Return the model of this name with `changes` to its configuration. Its biases and norms are random too."""
     torch.manual_seed(seed)
     model = CAUSAL[name](**changes)
     with torch.no_grad():
@@ -24,7 +24,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def model_of(kind: str, config: str | None = None, **values: Any) -> nn.Module:
-    """Build transformers' class `kind` without a cache. `config` is named after it, if it is not given."""
+    """Build transformers' class `kind` without a cache. By default `config` is derived from the name of the class."""
     import transformers
 
     named = config or re.sub("ForCausalLM|LMHeadModel|ForConditionalGeneration", "Config", kind)
@@ -66,7 +66,7 @@ def _family(kind: str, known: dict[str, Any], config: str | None = None) -> Call
 
 
 CAUSAL: dict[str, Callable[..., nn.Module]] = {
-    # by their own plan
+    # models with a tensor-parallel plan in transformers
     "llama": _family("LlamaForCausalLM", _ROTARY),
     "qwen3": _family("Qwen3ForCausalLM", {**_SIZED, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "phi3": _family("Phi3ForCausalLM", _ROTARY),  # queries, keys and values fused, gate and up too
@@ -114,7 +114,7 @@ CAUSAL: dict[str, Callable[..., nn.Module]] = {
             "linear_value_head_dim": 8,
         },
     ),
-    # by tracing
+    # models without such a plan, whose graph is traced
     "gpt2": _family("GPT2LMHeadModel", {**_OLD, **_QUIET, "n_embd": 24, "n_head": 3}),  # Conv1D; tied
     "opt": _family("OPTForCausalLM", {**_ROTARY, "ffn_dim": 40, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bert": _family(
@@ -144,7 +144,7 @@ CAUSAL: dict[str, Callable[..., nn.Module]] = {
 
 
 def language(seed: int, samples: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
-    """ids `[samples, length]`, and the same as labels, of which a few don't count."""
+    """Return ids `[samples, length]` and the same as labels, some of which are ignored."""
     ids = torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, :3] = -100

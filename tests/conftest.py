@@ -1,4 +1,4 @@
-"""Settings of every test: no network, one thread, quiet libraries, no debugging variables from outside."""
+"""Settings of all tests: no network, one thread, quiet libraries, no debugging variables from the environment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and the ranks that tests fork do not go together
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process with its threads can't fork ranks safely
 for _name in ("WINDLASS_DEBUG", "WINDLASS_TRANSPORT", "WINDLASS_LOG_LEVEL", "LOGLEVEL"):
     os.environ.pop(_name, None)
 
-# A shell starts what runs in the background deaf to Ctrl-C, and nohup to a hang-up. Children inherit that, and tests
-# send both.
+# A shell starts background jobs with SIGINT ignored, and nohup with SIGHUP ignored. Children inherit this, and tests
+# send both signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -33,7 +33,7 @@ settings.load_profile("windlass")
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Set one thread: tests compute little, and threads would wait for those of the tests beside them."""
-    import torch  # not above: who only hands out tests to other processes (`make check`) need not pay for it
+    """Use one thread: the tests compute little, and several threads would compete with those of parallel tests."""
+    import torch  # not at the top: the controller of pytest-xdist does not need torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Optimizers unknown to windlass, written by their rule alone."""
+"""Optimizers of users, defined by their update rule alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Foreign(torch.optim.Optimizer):
-    """Steps each parameter that has a gradient by `rule`; where a subclass's rule leaves it, `state` is its own."""
+    """Optimizer that updates each parameter with a gradient by `rule`, which subclasses define, with its `state`."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
-        """Change `p` in place."""
+        """Update `p` in place."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Writes the directories that DeepSpeed 0.19 writes, without DeepSpeed: the layout written out, for tests."""
+"""Writer of the directories that DeepSpeed 0.19 writes, without DeepSpeed, for tests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import Tensor
 
 @dataclass
 class Trained:
-    """A training state, whole.
+    """Full training state.
 
     Attributes:
-        module: what `module.state_dict()` would be, tied names included, as the model computes.
-        buffers: which names of it are buffers.
-        masters: the trained parameters in float32, in the order of the optimizer's groups.
+        module: `module.state_dict()` with tied names, in the dtype of the forward.
+        buffers: the names in `module` that are buffers.
+        masters: trained parameters in float32, in the order of the optimizer's groups.
         groups: names of parameters by optimizer group.
-        moments: by parameter and key, tensors of its shape.
-        step: of the optimizer, which has one for all.
+        moments: optimizer states by parameter and key, of the parameter's shape.
+        step: step count of the optimizer, one for all parameters.
         hyper: hyper-parameters by group.
     """
 
@@ -47,7 +47,7 @@ class Trained:
 
 @contextmanager
 def deepspeed_classes() -> Iterator[dict[str, type]]:
-    """Classes that are pickled under DeepSpeed's names."""
+    """Return the classes that are pickled under DeepSpeed's names."""
     names = {
         "LossScaler": "deepspeed.runtime.fp16.loss_scaler",
         "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
@@ -72,10 +72,10 @@ def deepspeed_classes() -> Iterator[dict[str, type]]:
 
 
 def write(directory: Path, tag: str, state: Trained, *, stage: int, ranks: int, sub_group: int = 1 << 30) -> Path:
-    """Write `state` as DeepSpeed would at this stage on so many ranks; `latest` names it.
+    """Write `state` as DeepSpeed would at this stage on `ranks` ranks, with `latest`.
 
     Args:
-        sub_group: at stage 3, most elements of what is flat together.
+        sub_group: largest number of elements of a flat buffer at stage 3.
     """
     path = directory / tag
     path.mkdir(parents=True)
@@ -108,7 +108,7 @@ def write(directory: Path, tag: str, state: Trained, *, stage: int, ranks: int, 
 def _write_whole(path: Path, state: Trained, common: dict[str, Any]) -> None:
     numbers = {name: number for number, name in enumerate(name for names in state.groups for name in names)}
     moments = {
-        numbers[name]: {"step": torch.tensor(state.step), **found} for name, found in state.moments.items() if found
+        numbers[name]: {"step": torch.tensor(state.step), **result} for name, result in state.moments.items() if result
     }
     groups = [
         {**hyper, "params": [numbers[name] for name in names]}
@@ -148,13 +148,13 @@ def _write_in_a_row(
         for number, names in enumerate(state.groups):
             keys = list(state.moments[names[0]]) if names else []
             flat = torch.cat([state.masters[name].reshape(-1) for name in names])
-            part = 2 * math.ceil(flat.numel() / (2 * ranks))  # they align parts to even numbers
-            mine = slice(rank * part, (rank + 1) * part)
+            part = 2 * math.ceil(flat.numel() / (2 * ranks))  # DeepSpeed aligns shards to even sizes
+            local = slice(rank * part, (rank + 1) * part)
             padding = min(part, max(0, (rank + 1) * part - flat.numel()))
-            masters.append(flat[mine].clone())
+            masters.append(flat[local].clone())
             paddings.append(padding)
             states[number] = {"step": torch.tensor(state.step)} | {
-                key: _padded(torch.cat([state.moments[name][key].reshape(-1) for name in names])[mine], part)
+                key: _padded(torch.cat([state.moments[name][key].reshape(-1) for name in names])[local], part)
                 for key in keys
             }
         groups = [{**hyper, "params": [number]} for number, hyper in enumerate(state.hyper)]
@@ -201,7 +201,7 @@ def _write_in_parts(
                 for key in state.moments[names[0]]
             }
         numbers = [[n for n, part in enumerate(parts) if part[0] in names] for names in state.groups]
-        groups = [{**hyper, "params": mine} for mine, hyper in zip(numbers, state.hyper, strict=True)]
+        groups = [{**hyper, "params": local} for local, hyper in zip(numbers, state.hyper, strict=True)]
         optimizer = {
             "zero_stage": classes["ZeroStageEnum"](3),
             "loss_scaler": _object(classes["LossScaler"], state.scaler),

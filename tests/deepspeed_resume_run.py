@@ -1,5 +1,4 @@
-"""One rank of DeepSpeed itself, which resumes from what windlass saved in its format:
-`tests.deepspeed_resume_run FOLDER STAGE PRECISION`."""
+"""One rank of DeepSpeed that resumes from a checkpoint that windlass saved in DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tests.dist.test_deepspeed_resume import Net, batch, config_of, groups_of
 
 
 def main(out: Path, stage: int, precision: str) -> None:
-    """Load, and leave counts and the losses that followed."""
+    """Load the checkpoint and train. Write the counters and the losses of the further steps."""
     import deepspeed
 
     torch.manual_seed(5)
@@ -33,14 +32,14 @@ def main(out: Path, stage: int, precision: str) -> None:
         losses.append(float(loss.detach()))
         engine.backward(loss)
         engine.step()
-    found = {
+    results = {
         "losses": losses,
         "steps": engine.global_steps,
         "samples": engine.global_samples,
         "epoch": client["epoch"],
         "rates": engine.get_lr(),
     }
-    (out / f"resumed_{engine.global_rank}.json").write_text(json.dumps(found))
+    (out / f"resumed_{engine.global_rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ SAVED_AT, STEPS = 3, 6
 
 
 def main(out: Path, stage: int, precision: str) -> None:
-    """Train, save after `SAVED_AT` steps, and leave the losses that followed."""
+    """Train, save after `SAVED_AT` steps, and write the losses of the further steps."""
     import deepspeed
 
     torch.manual_seed(0)

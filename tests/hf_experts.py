@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of transformers, random and with routers that tell experts apart."""
+"""Tiny mixture-of-experts models of transformers, with random weights and routers that are not indifferent."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class HfExperts:
-    """A family, its configuration's class, and how a small one is configured beside `_SIZES`."""
+    """Model family: its configuration class, and the settings of a small model beside `_SIZES`."""
 
     config: str
     model: str
     more: tuple[tuple[str, Any], ...]
 
     def build(self, **changed: Any) -> nn.Module:
-        """The same random model every time."""
+        """Return the model, with the same random values at each call."""
         import transformers
 
         words = {**_SIZES, **dict(self.more), **changed}
@@ -43,7 +43,8 @@ class HfExperts:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(std=0.25)  # else routers are near to indifferent, and gradients to zero
+                    # smaller values would make routers nearly indifferent and gradients nearly zero
+                    parameter.normal_(std=0.25)
                 elif "norm" not in name:
                     parameter.normal_(std=0.1)
             for name, buffer in model.named_buffers():
@@ -145,6 +146,6 @@ FAMILIES: dict[str, HfExperts] = {
 
 
 def language(rank: int, samples: int = 2, length: int = 7) -> dict[str, Tensor]:
-    """The ids of one rank, and the same as labels."""
+    """Return the ids of one rank, and the same as labels."""
     ids = torch.randint(1, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(100 + rank))
     return {"input_ids": ids, "labels": ids.clone()}

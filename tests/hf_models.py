@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models with activation checkpointing on: Llama, GPT-2 with tied weights, T5."""
+"""Tiny Hugging Face models with activation checkpointing: Llama, GPT-2 with tied weights, T5."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY = 40
 
 
 def checkpointed(model: Any, *, reentrant: bool) -> None:
-    """Turn activation checkpointing on, under its newer name where transformers has it."""
+    """Enable activation checkpointing, by its newer name if transformers has it."""
     newer = getattr(model, "activation_checkpointing_enable", None)
     if newer is not None:
         newer({"use_reentrant": reentrant})
@@ -24,7 +24,7 @@ def checkpointed(model: Any, *, reentrant: bool) -> None:
 
 
 def llama() -> nn.Module:
-    """Two layers with grouped queries, non-reentrant checkpointing."""
+    """Return a model of two layers with grouped queries and non-reentrant checkpointing."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = model_of("LlamaForCausalLM", vocab_size=VOCABULARY, **sizes, **heads)
@@ -33,7 +33,7 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Two layers, input and output embeddings tied, reentrant checkpointing."""
+    """Return a model of two layers with tied embeddings and reentrant checkpointing."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model: Any = model_of("GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes, **quiet)
@@ -43,7 +43,10 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Encoder and decoder of two layers; shared embedding; encoder states reach every decoder layer."""
+    """Return an encoder and a decoder of two layers with a shared embedding.
+
+    Each decoder layer reads the encoder's output.
+    """
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     model = model_of(
         "T5ForConditionalGeneration", vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes
@@ -53,13 +56,13 @@ def t5() -> nn.Module:
 
 
 def language(place: Place) -> Batch:
-    """ids [2, 8], and the same as labels."""
+    """Return ids `[2, 8]`, and the same as labels."""
     ids = torch.randint(1, VOCABULARY, (2, 8), generator=place.generator())
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def output_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Hugging Face models return a ModelOutput with a loss."""
+    """Return the loss of a transformers model, which returns a ModelOutput."""
     loss = call(**batch).loss
     backward(loss)
     return loss.detach()

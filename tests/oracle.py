@@ -1,4 +1,4 @@
-"""The oracle: one process trains in plain PyTorch what W ranks should have trained together."""
+"""The oracle: trains in plain PyTorch, in one process, the model that W ranks should train together."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ SEED = 1000  # rank r builds its model from seed SEED + r; the engine must start
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training recipe in terms that both the oracle and an engine take.
+    """Training recipe that both the oracle and an engine can run.
 
-    `precision`: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
-    `delayed_from`: from this step on the model gets what a step made only at the end of the next one; None: at once.
-    `finished_after`: steps of those after which it gets that at once all the same.
-    `summed`: a step's gradient is the sum over ranks of each rank's mean over its micro-batches.
+    Attributes:
+        precision: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
+        delayed_from: first step whose update reaches the model only at the end of the next step; None: never.
+        finished_after: steps from `delayed_from` on whose update reaches the model at once all the same.
+        summed: a step's gradient is the sum over ranks of each rank's mean over its micro-batches.
     """
 
     ranks: int = 2
@@ -47,10 +48,15 @@ class Recipe:
 
 @dataclass
 class Trace:
-    """Results of training. Gradients are whole, unclipped, averaged over the global batch; None if there is none.
+    """Results of training.
 
-    `losses[step][rank][micro]`, `grads[step][name]`, `norms[step]`; `params` are the master weights after the last
-    step, `model` the values the model computes with, `buffers` those of rank 0.
+    Gradients are full, unclipped and averaged over the global batch; None if a parameter has none.
+
+    Attributes:
+        losses, grads, norms: `losses[step][rank][micro]`, `grads[step][name]`, `norms[step]`.
+        params: master weights after the last step.
+        model: values with which the model computes.
+        buffers: those of rank 0.
     """
 
     losses: list[list[list[float]]] = field(default_factory=list)
@@ -62,13 +68,13 @@ class Trace:
 
 
 def build(specimen: Specimen, rank: int = 0) -> nn.Module:
-    """The specimen as rank `rank` builds it: from a seed of its own."""
+    """Return the specimen as rank `rank` builds it, from a seed of its own."""
     torch.manual_seed(SEED + rank)
     return specimen.build()
 
 
 def make_optimizer(recipe: Recipe, parameters: list[Any]) -> torch.optim.Optimizer:
-    """The torch optimizer that the recipe names."""
+    """Return the torch optimizer of the recipe."""
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, recipe.optimizer)
     return kind(parameters, **dict(recipe.optimizer_params))
 
@@ -112,7 +118,7 @@ def train(
             _restore(model, kept)
         trace.losses.append(losses)
         trace.grads.append({name: s for (name, _), s in zip(named, sums, strict=True)})
-        _give(named, masters)  # what the step before made, if it was delayed
+        _give(named, masters)  # the delayed update of the previous step
         trace.norms.append(_step(masters, sums, optimizer, recipe.clipping))
         if not recipe.delays(step):
             _give(named, masters)
@@ -136,7 +142,7 @@ def _micro_batch(model: nn.Module, specimen: Specimen, recipe: Recipe, place: Pl
 
 
 def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | None], parts: int) -> None:
-    """Add each parameter's gradient to its fp32 sum, as one micro-batch's share of the mean, and clear it."""
+    """Add each parameter's gradient, weighted by one micro-batch's share, to its fp32 sum, and clear it."""
     for index, (_, parameter) in enumerate(named):
         if parameter.grad is None:
             continue
@@ -153,7 +159,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     clipping: float,
 ) -> float:
-    """Clip and step; the norm before clipping. A parameter without a gradient is left alone."""
+    """Clip and update, except parameters without a gradient. Return the norm before clipping."""
     for master, total in zip(masters, sums, strict=True):
         master.grad = None if total is None else total.clone()
     limit = clipping if clipping > 0 else float("inf")
@@ -165,7 +171,7 @@ def _step(
 
 
 def _give(named: list[tuple[str, nn.Parameter]], masters: list[nn.Parameter]) -> None:
-    """Have the model compute with the masters as they are now."""
+    """Copy the masters into the model."""
     with torch.no_grad():
         for (_, parameter), master in zip(named, masters, strict=True):
             if parameter is not master:
@@ -179,7 +185,7 @@ def _restore(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def relative_error(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> tuple[float, str]:
-    """The largest error of any tensor, and its name.
+    """Return the largest relative error of any tensor, and its name.
 
     The error of a tensor is |found - wanted| / max(|wanted|, rms * sqrt(numel)), with | | the 2-norm and rms that of
     all wanted elements together: relative to the tensor itself, or to one of typical elements if this one is smaller.

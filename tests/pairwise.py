@@ -1,4 +1,4 @@
-"""A small deterministic generator of covering arrays: every pair of values of two factors occurs in some row."""
+"""Deterministic generator of covering arrays: every pair of values of two factors occurs in some row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pair = tuple[str, int, str, int]
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Rows that together cover every pair of values which some allowed row can hold.
+    """Return rows that together cover every pair of values that some allowed row can have.
 
     Greedy: each row starts from the first pair not yet covered and takes, factor by factor, the value that covers most.
     `allowed` also sees partial rows, and must judge them by the factors they have.
@@ -35,7 +35,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool
 def _all_pairs(
     factors: Mapping[str, Sequence[Any]], names: list[str], allowed: Callable[[Row], bool]
 ) -> dict[Pair, None]:
-    """An ordered set of the pairs to cover."""
+    """Return the ordered set of pairs to cover."""
     pairs: dict[Pair, None] = {}
     for a, b in combinations(names, 2):
         for i, x in enumerate(factors[a]):
@@ -52,7 +52,7 @@ def _fill(
     left: Mapping[Pair, None],
     first: Pair,
 ) -> dict[str, int] | None:
-    """An allowed row around the pair `first`; None if there is none. Backtracks only when a rule forces it to."""
+    """Return an allowed row with the pair `first`, or None if there is none. Backtracks only if a rule requires it."""
     chosen = {first[0]: first[1], first[2]: first[3]}
     rest = [name for name in names if name not in chosen]
 

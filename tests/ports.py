@@ -1,4 +1,4 @@
-"""Ports for ranks to meet at."""
+"""Free ports for the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ _LOWEST, _BEYOND = 20_000, 32_000
 
 
 def free_port() -> int:
-    """Return a free port below the range that the kernel gives to connections: one of these may be gone a moment
-    later, where other tests connect."""
+    """Return a free port below the range of the kernel's ephemeral ports.
+
+    The kernel may assign an ephemeral port to a connection of another test at any moment.
+    """
     while True:
         port = random.SystemRandom().randrange(_LOWEST, _BEYOND)
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Two lossy codecs of the kinds that compressed collectives are for; tests alone use them."""
+"""Two lossy codecs, of the kinds that compressed collectives transport, for tests only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class BlockInt8Codec:
-    """int8 values with one float32 scale for each block of 64."""
+    """Codec of int8 values with one float32 scale per block of 64."""
 
     name = "toy-int8"
     exact = False
@@ -36,7 +36,7 @@ class BlockInt8Codec:
 
 
 class SignCodec:
-    """One bit an element and the mean of the absolute values, as in 1-bit Adam."""
+    """Codec of one bit per element and the mean absolute value, as in 1-bit Adam."""
 
     name = "toy-sign"
     exact = False

@@ -1,7 +1,7 @@
-"""More of the zoo: what people write that is neither wrong nor expected; kept apart so that `models` stays readable.
+"""Additional specimens: unusual code of users that is still correct.
 
-Only what `models` has not: tables with sparse gradients, whole `nn.Transformer`s, hooks of the user's own, containers
-that torch does not know, inner loops with second derivatives, parameters that wander between modules.
+They cover what `models` does not: tables with sparse gradients, full `nn.Transformer`s, user-defined hooks, containers
+that torch does not know, inner loops with second derivatives, and parameters that modules pass to each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.models import VOCABULARY, WIDTH, Block, Regressor, Specimen, cross_en
 
 
 class SparseTables(nn.Module):
-    """Tables with sparse gradients, one of them used twice; `sparse=False` is what the oracle can clip."""
+    """Model of tables with sparse gradients, one of them used twice. The oracle can clip only `sparse=False`."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class SparseTables(nn.Module):
 
 
 class WholeTransformer(nn.Module):
-    """Encoder and decoder of torch's own: lists within modules within a module."""
+    """Model with torch's own encoder and decoder: lists within modules within a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class WholeTransformer(nn.Module):
 
 
 class Gated(nn.Module):
-    """A GRU in two directions and two layers: sixteen flat weights."""
+    """Model with a GRU in two directions and two layers: sixteen flat weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Gated(nn.Module):
 
 
 def old_weight_norm() -> nn.Module:
-    """The hook-based weight norm: a pre-hook computes the weight and leaves it on the module."""
+    """Apply the hook-based weight norm: a pre-hook computes the weight and sets it on the module."""
     model = Regressor()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and still in use
@@ -75,14 +75,14 @@ def old_weight_norm() -> nn.Module:
 
 
 class GeneratorBlock(Block):
-    """Takes an iterable of parts."""
+    """Block that takes an iterable of parts."""
 
     def forward(self, parts: Any) -> Tensor:
         return super().forward(sum(parts))
 
 
 class Generators(nn.Module):
-    """Hands generators to its blocks, which nothing can look into beforehand."""
+    """Model that passes generators to its blocks, whose tensors cannot be found in advance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,18 +100,18 @@ Pair = namedtuple("Pair", "a b")
 
 @dataclasses.dataclass
 class Bag:
-    """A dataclass that carries a leaf, a parameter and nothing."""
+    """Dataclass that holds a leaf, a parameter and None."""
 
     h: Tensor
     extra: Any = None
 
 
 class Output(OrderedDict[str, Tensor]):
-    """As transformers' ModelOutput is."""
+    """Output class like transformers' ModelOutput."""
 
 
 class KeywordBlock(Block):
-    """Keywords only; returns a named tuple, a dataclass or a mapping in turn."""
+    """Block that takes keywords only and returns a named tuple, a dataclass or a mapping in turn."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class KeywordBlock(Block):
 
 
 class Keywords(nn.Module):
-    """Every container that people return, and a leaf that needs a gradient inside one."""
+    """Model that returns every kind of container, with a leaf that needs a gradient inside one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Keywords(nn.Module):
 
 
 class OwnLinear(torch.autograd.Function):
-    """Keeps the weight itself, not by `save_for_backward`."""
+    """Autograd function that keeps the weight on its context, not by `save_for_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -155,14 +155,14 @@ class OwnLinear(torch.autograd.Function):
 
 
 class FunctionBlock(Block):
-    """Computes with an autograd function of the user's own."""
+    """Block that computes with a user-defined autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(OwnLinear.apply(self.norm(x), self.up.weight) + self.up.bias))
 
 
 class Table(nn.Module):
-    """Returns its parameter as it is."""
+    """Module that returns its parameter itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Table(nn.Module):
 
 
 class ReturnsParameter(Regressor):
-    """Computes with a parameter that a module returned."""
+    """Model that computes with a parameter that a module returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class ReturnsParameter(Regressor):
 
 
 class WithoutCall(Regressor):
-    """Blocks are entered by `block.forward(x)`, past every hook."""
+    """Model that calls `block.forward(x)`, which skips all hooks."""
 
     def hidden(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -194,7 +194,7 @@ class WithoutCall(Regressor):
 
 
 class InnerLoop(nn.Module):
-    """One step of inner training, by `functional_call`, through which the outer gradient passes: second derivatives."""
+    """Model with one step of inner training by `functional_call`, whose outer gradient has second derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,13 +205,13 @@ class InnerLoop(nn.Module):
         x = self.blocks[0](x)
         slow = dict(self.net.named_parameters())
         inner = mse(torch.func.functional_call(self.net, slow, (x,)), y)
-        found = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
-        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), found, strict=True)}
+        result = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), result, strict=True)}
         return mse(torch.func.functional_call(self.net, fast, (x,)), y)
 
 
 class SharedModules(nn.Module):
-    """One block in two lists."""
+    """Model with one block in two lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,14 +227,14 @@ class SharedModules(nn.Module):
 
 
 class BorrowingBlock(Block):
-    """Is handed parameters of its parent."""
+    """Block that receives parameters of its parent as arguments."""
 
     def forward(self, x: Tensor, scale: Tensor, table: dict[str, Tensor]) -> Tensor:
         return super().forward(x) * scale + table["t"][0]
 
 
 class PassesParameters(nn.Module):
-    """Hands parameters of its own to its blocks, bare and in a dict."""
+    """Model that passes its own parameters to its blocks, directly and in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class PassesParameters(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """Hooks of the user's own that read weights: on the way in, on the way out, and in the backward."""
+    """Register user-defined hooks that read weights in the forward (pre and post) and in the backward."""
     model = Regressor(3)
     first, second, third = model.blocks
     first.register_forward_hook(lambda module, args, out: out * 1.5 + module.up.weight.sum() * 0.01)
@@ -261,7 +261,7 @@ def hooked() -> nn.Module:
 
 
 class Target(Regressor):
-    """A part of the forward under `no_grad`, with the same blocks that train."""
+    """Model that runs part of the forward under `no_grad`, with the blocks that it trains."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -271,7 +271,7 @@ class Target(Regressor):
 
 
 class Forces(Regressor):
-    """The prediction is a gradient with respect to the input, as of an energy."""
+    """Model whose prediction is the gradient of its output with respect to the input, as forces of an energy."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -280,7 +280,7 @@ class Forces(Regressor):
 
 
 class CheckpointedClosure(Regressor):
-    """Recomputes a closure that reads a weight of another module."""
+    """Model that recomputes a closure, which reads a weight of another module."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = checkpoint(self.blocks[0], x, use_reentrant=False)
@@ -289,7 +289,7 @@ class CheckpointedClosure(Regressor):
 
 
 class ManySmall(nn.Module):
-    """Hundreds of numbers, each a parameter."""
+    """Model of hundreds of parameters with one element each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/guides/parallel.md and writes its generated table, from the formulas alone.
+"""Draw the pictures of docs/guides/parallel.md and write its generated table, from the formulas alone.
 
 `python tools/draw_parallel_guide.py` writes them; with `--check` it only says whether the table is out of date.
 """
@@ -35,13 +35,13 @@ Colours = Sequence[Sequence[str]]
 
 
 def fill_layout_table(text: str) -> str:
-    """The guide with its generated table renewed."""
+    """Return the guide with a new generated table."""
     marks = r"(<!-- generated: layouts -->\n\n).*?(\n\n<!-- end generated -->)"
     return re.sub(marks, lambda match: match[1] + layout_table() + match[2], text, flags=re.DOTALL)
 
 
 def make_figures() -> Iterator[tuple[str, Any]]:
-    """The figures, by the names of their files."""
+    """Return the figures by file name."""
     yield "parallel-cuts.png", _draw_shards()
     yield "parallel-bytes.png", _draw_axis_bytes()
     yield "parallel-length.png", _draw_sequence_lengths()
@@ -49,7 +49,7 @@ def make_figures() -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check; returns the exit code."""
+    """Write or check the files. Return the exit code."""
     text = GUIDE.read_text("utf-8")
     if "--check" in arguments:
         if stale := fill_layout_table(text) != text:
@@ -71,18 +71,18 @@ def _new_figure(width: float, height: float, rows: int, columns: int, **more: An
 
 
 def _draw_shards() -> Any:
-    """Draw the parts of batch and model on four ranks, axis by axis."""
+    """Draw the shards of batch and model on four ranks, axis by axis."""
     figure, panels = _new_figure(11, 4.6, 2, 5)
     cells = range(4)
     by_row = [[RANK_COLOURS[row] for _ in cells] for row in cells]
     by_column = [[RANK_COLOURS[column] for column in cells] for _ in cells]
-    whole = [[REPLICATED_COLOUR] * 4 for _ in cells]
+    full = [[REPLICATED_COLOUR] * 4 for _ in cells]
     experts = [[REPLICATED_COLOUR] * 4, RANK_COLOURS, [REPLICATED_COLOUR] * 4, RANK_COLOURS]
     axes: dict[str, tuple[Colours, Colours, str]] = {
-        "data (dp)": (by_row, whole, "ZeRO cuts what rests"),
-        "tensor (tp)": (whole, by_column, ""),
-        "pipeline (pp)": (whole, by_row, ""),
-        "sequence (sp)": (by_column, whole, "ZeRO cuts what rests"),
+        "data (dp)": (by_row, full, "ZeRO cuts what rests"),
+        "tensor (tp)": (full, by_column, ""),
+        "pipeline (pp)": (full, by_row, ""),
+        "sequence (sp)": (by_column, full, "ZeRO cuts what rests"),
         "experts (ep)": (by_row, experts, "ZeRO cuts what rests"),
     }
     for column, (title, (batch, model, note)) in enumerate(axes.items()):
@@ -109,12 +109,12 @@ def _draw_blocks(panel: Any, colours: Colours, below: str, beside: str) -> None:
 
 
 def _draw_axis_bytes() -> Any:
-    """Bars of received bytes: a row a model, a column a number of GPUs."""
+    """Draw bars of received bytes, one row per model and one column per number of GPUs."""
     figure, panels = _new_figure(13, 7.5, len(MODEL_TITLES), len(LAYOUTS))
     for row, (model, name) in enumerate(MODEL_TITLES.items()):
         for column, gpus in enumerate(LAYOUTS):
-            panel, found = panels[row][column], layout_bytes(PRESETS[model], gpus)
-            _draw_stacked_bars(panel, found, [_bar_label(bar) for bar in found])
+            panel, result = panels[row][column], layout_bytes(PRESETS[model], gpus)
+            _draw_stacked_bars(panel, result, [_bar_label(bar) for bar in result])
             panel.set_title(f"{name}, {gpus} GPUs on {gpus // GPUS_PER_NODE} node{'s' * (gpus > GPUS_PER_NODE)}")
             panel.set_xlabel("GB received by a rank in a step")
     marks = {axis: AXIS_COLOURS[axis] for axis in ("data", "tp", "pp", "sp")}
@@ -146,7 +146,7 @@ def _draw_stacked_bars(panel: Any, found: Sequence[LayoutBytes], labels: Sequenc
 
 
 def _draw_sequence_lengths() -> Any:
-    """Bytes over the length of one sequence on eight ranks."""
+    """Draw bytes over the length of one sequence on eight ranks."""
     figure, panels = _new_figure(11, 4, 1, len(MODEL_TITLES), sharey=True)
     tokens = [2**power for power in range(12, 21)]
     colours = {
@@ -156,10 +156,10 @@ def _draw_sequence_lengths() -> Any:
         "ZeRO-3": AXIS_COLOURS["data"],
     }
     for panel, (model, name) in zip(panels[0], MODEL_TITLES.items(), strict=True):
-        found = [bytes_by_sequence_method(PRESETS[model], count) for count in tokens]
+        results = [bytes_by_sequence_method(PRESETS[model], count) for count in tokens]
         for way, colour in colours.items():
             line = "--" if way == "ring" else "-"
-            gb = [one[way] / 1e9 for one in found]
+            gb = [item[way] / 1e9 for item in results]
             panel.loglog(tokens, gb, color=colour, label=way, base=2, marker=".", linestyle=line)
         panel.set_yscale("log", base=10)
         panel.set(title=f"{name}, one sequence on 8 ranks", xlabel="tokens", ylabel="GB received by a rank")
@@ -198,8 +198,8 @@ def _draw_schedules() -> Any:
         panel.invert_yaxis()
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1][0].set_xlabel("time, in forwards of a stage")
-    whole = "backward (zero-bubble: of inputs)"
-    _add_legend(figure, {"forward": "#a9c4de", whole: "#588157", "backward of weights": "#a3b18a"})
+    full = "backward (zero-bubble: of inputs)"
+    _add_legend(figure, {"forward": "#a9c4de", full: "#588157", "backward of weights": "#a3b18a"})
     return figure
 
 

@@ -26,7 +26,7 @@ _PYTHON_PATTERNS = {"*.py", "**/*.py", "*"}
 
 @dataclass
 class FileFacts:
-    """Mentions of other files in one file, before they are resolved against the files that exist.
+    """Names and paths in one file's text, before they are resolved against the files that exist.
 
     Docstrings and `if TYPE_CHECKING:` run nothing and are left out.
 
@@ -52,7 +52,7 @@ def facts_of_files(root: Path, files: list[str], cache: Path | None = None) -> d
         cache: file that keeps the facts of unchanged files between calls, by the hashes of their texts.
     """
     kept = _load(cache) if cache is not None else {}
-    found: dict[str, FileFacts] = {}
+    results: dict[str, FileFacts] = {}
     hashes: dict[str, str] = {}
     collects = gc.isenabled()
     gc.disable()  # syntax trees hold no cycles, and collections during their construction double its time
@@ -62,41 +62,41 @@ def facts_of_files(root: Path, files: list[str], cache: Path | None = None) -> d
                 text = (root / file).read_bytes()
                 hashes[file] = hashlib.sha1(text, usedforsecurity=False).hexdigest()
                 known = kept.get(file)
-                found[file] = known[1] if known and known[0] == hashes[file] else facts(file, text.decode("utf-8"))
+                results[file] = known[1] if known and known[0] == hashes[file] else facts(file, text.decode("utf-8"))
     finally:
         if collects:
             gc.enable()
     if cache is not None and {file: entry[0] for file, entry in kept.items()} != hashes:
-        _save(cache, {file: (hashes[file], one) for file, one in found.items()})
-    return found
+        _save(cache, {file: (hashes[file], item) for file, item in results.items()})
+    return results
 
 
 def facts(file: str, text: str) -> FileFacts:
     """Return the facts of one file with this text. A page (`*.md`) counts as a program: readers run its examples."""
     if not file.endswith(".py"):
-        found = FileFacts()
-        _add_text(found, text)
-        return found
+        result = FileFacts()
+        _add_text(result, text)
+        return result
     return _facts_of_tree(file, ast.parse(text, file))
 
 
 def _facts_of_tree(file: str, tree: ast.Module) -> FileFacts:
-    found = FileFacts()
+    result = FileFacts()
     if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-        found.lazy = dict(_type_checking_names(tree))
+        result.lazy = dict(_type_checking_names(tree))
     in_package = file.startswith("windlass/")
     aliases: dict[str, str] = {}
     nodes = _running_nodes(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found.names.add(alias.name)
+                result.names.add(alias.name)
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
                 aliases[alias.asname or name] = name
         elif isinstance(node, ast.ImportFrom):
             module = _absolute(file, node)
             for alias in node.names:
-                found.names.add(f"{module}.{alias.name}")
+                result.names.add(f"{module}.{alias.name}")
                 aliases[alias.asname or alias.name] = f"{module}.{alias.name}"
     strings: set[str] = set()
     walks: set[str] = set()
@@ -107,25 +107,25 @@ def _facts_of_tree(file: str, tree: ast.Module) -> FileFacts:
             if chain:
                 with_attribute.add(id(chain[0]))
                 if chain[0].id in aliases:
-                    found.names.add(".".join([aliases[chain[0].id], *chain[1]]))
+                    result.names.add(".".join([aliases[chain[0].id], *chain[1]]))
             if node.attr in _WALKS and not in_package:
                 walks.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
         elif isinstance(node, (ast.List, ast.Tuple)):
-            _add_command(found, node, in_package)
+            _add_command(result, node, in_package)
         elif isinstance(node, (ast.BinOp, ast.Call)) and not in_package:
-            _add_console_scripts(found, [node.right] if isinstance(node, ast.BinOp) else _looked_up(node))
-    found.walks_python = any(walk != "rglob" or bool(_PYTHON_PATTERNS & strings) for walk in walks)
-    if found.lazy is None:  # the strings of a lazy package are its own names
+            _add_console_scripts(result, [node.right] if isinstance(node, ast.BinOp) else _looked_up(node))
+    result.walks_python = any(walk != "rglob" or bool(_PYTHON_PATTERNS & strings) for walk in walks)
+    if result.lazy is None:  # the strings of a lazy package are its own names
         for value in strings:
-            _add_string(found, value, in_package)
-    found.whole = {
+            _add_string(result, value, in_package)
+    result.whole = {
         aliases[node.id]
         for node in nodes
         if isinstance(node, ast.Name) and node.id in aliases and id(node) not in with_attribute
     }
-    return found
+    return result
 
 
 def _add_command(found: FileFacts, node: ast.List | ast.Tuple, in_package: bool) -> None:
@@ -149,7 +149,7 @@ def _add_string(found: FileFacts, text: str, in_package: bool) -> None:
     elif _IMPORT_LINE.search(text) or (not in_package and "import " in text):
         _add_text(found, text)
     if in_package:
-        return  # messages name documents and commands that they do not read
+        return  # files and commands in messages are not read
     command = text.strip().partition(" ")
     if command[1] and command[0] in _CONSOLE_SCRIPTS:
         found.names.add(_CONSOLE_SCRIPTS[command[0]])
@@ -196,9 +196,9 @@ def _is_type_checking(node: ast.If) -> bool:
 def _type_checking_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.If) and _is_type_checking(node):
-            for one in node.body:
-                if isinstance(one, ast.ImportFrom):
-                    yield from ((alias.asname or alias.name, f"{one.module}.{alias.name}") for alias in one.names)
+            for item in node.body:
+                if isinstance(item, ast.ImportFrom):
+                    yield from ((alias.asname or alias.name, f"{item.module}.{alias.name}") for alias in item.names)
 
 
 def _attribute_chain(node: ast.Attribute) -> tuple[ast.Name, list[str]] | None:
@@ -238,15 +238,22 @@ def _load(cache: Path) -> dict[str, tuple[str, FileFacts]]:
     if content.pop("version", None) != _version():
         return {}
     return {
-        file: (digest, FileFacts(set(names), set(tokens), set(whole), walks_python, lazy))
-        for file, (digest, names, tokens, whole, walks_python, lazy) in content.items()
+        file: (digest, FileFacts(set(names), set(tokens), set(full), walks_python, lazy))
+        for file, (digest, names, tokens, full, walks_python, lazy) in content.items()
     }
 
 
 def _save(cache: Path, entries: dict[str, tuple[str, FileFacts]]) -> None:
     content: dict[str, object] = {"version": _version()}
-    for file, (digest, one) in entries.items():
-        content[file] = (digest, sorted(one.names), sorted(one.tokens), sorted(one.whole), one.walks_python, one.lazy)
+    for file, (digest, item) in entries.items():
+        content[file] = (
+            digest,
+            sorted(item.names),
+            sorted(item.tokens),
+            sorted(item.whole),
+            item.walks_python,
+            item.lazy,
+        )
     cache.parent.mkdir(parents=True, exist_ok=True)
     part = cache.with_name(f"{cache.name}.{os.getpid()}")
     part.write_text(json.dumps(content), encoding="utf-8")

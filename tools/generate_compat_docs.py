@@ -1,4 +1,4 @@
-"""Writes the generated part of docs/compat.md: every old dotted name, and what it is in windlass.
+"""Write the generated part of docs/compat.md: every DeepSpeed name, and its counterpart in windlass.
 
 `python tools/generate_compat_docs.py` writes it; with `--check` it only says whether it is out of date.
 """
@@ -21,7 +21,7 @@ _DEEP = ("runtime", "utils", "ops", "inference", "compile", "compression", "prof
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the page; returns the exit code."""
+    """Write or check the page. Return the exit code."""
     text = render_page(PAGE.read_text("utf-8"))
     if text == PAGE.read_text("utf-8"):
         return 0
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
 
 def render_page(text: str) -> str:
-    """The page with the text between each pair of marks renewed."""
+    """Return the page with new text between each pair of marks."""
     parts = {"counts": _count_text, "members": _member_table, "names": _name_tables}
 
     def renew(match: re.Match[str]) -> str:
@@ -61,7 +61,7 @@ def _member_table() -> str:
 
 
 def _module_area(name: str) -> str:
-    """The module that a name is listed under: one level below the root, two in the folders that hold many things."""
+    """Return the module under which a name is listed: one level below the root, two in folders with many names."""
     parts = name.split(".")
     depth = 3 if len(parts) > 3 and parts[1] in _DEEP else 2
     return ".".join(parts[: min(depth, len(parts) - 1)]) or parts[0]
@@ -78,7 +78,7 @@ def _name_tables() -> str:
 
 
 def _markdown_table(area: str, rows: Iterable[tuple[str, StandInEntry]]) -> str:
-    """One line for all names of an area that share state, note and, but for their own name, home."""
+    """Return a table with one line for all names of an area that have the same state, note and counterpart."""
     alike: dict[tuple[NameStatus, str, str], list[str]] = defaultdict(list)
     for name, entry in sorted(rows):
         own = name.rpartition(".")[2]

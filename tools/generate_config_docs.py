@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/config.md and docs/composition.md, and docs/ds_config.schema.json.
+"""Write the generated parts of docs/config.md and docs/composition.md, and docs/ds_config.schema.json.
 
 `python tools/generate_config_docs.py` writes them; with `--check` it only lists those that are out of date.
 """
@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check all generated text; returns the exit code."""
+    """Write or check all generated text. Return the exit code."""
     stale = [path for path, text in render_pages(DOCS).items() if not path.is_file() or path.read_text("utf-8") != text]
     if "--check" in arguments:
         for path in stale:
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def render_pages(docs: Path) -> dict[Path, str]:
-    """The text that each generated file should have, by path."""
+    """Return the text of each generated file by path."""
     return {
         docs / "config.md": _fill_page(docs / "config.md"),
         docs / "composition.md": _fill_page(docs / "composition.md"),
@@ -45,7 +45,7 @@ def render_pages(docs: Path) -> dict[Path, str]:
 
 
 def _fill_page(path: Path) -> str:
-    """The file with the text between each pair of `generated` marks renewed."""
+    """Return the file with new text between each pair of `generated` marks."""
 
     def renew(match: re.Match[str]) -> str:
         return f"{match['head']}\n\n{PAGE_PARTS[match['name']]()}\n\n{match['tail']}"
@@ -101,9 +101,9 @@ def _optimizer_defaults_table() -> str:
             body.append((f"`{name}`", f"refused: {UNSUPPORTED_OPTIMIZERS[name]}"))
             continue
         known = [
-            f"`{key}` {format_value(one.default)}"
-            for key, one in parameters.items()
-            if one.status is KeyStatus.HONOURED
+            f"`{key}` {format_value(item.default)}"
+            for key, item in parameters.items()
+            if item.status is KeyStatus.HONOURED
         ]
         body.append((f"`{name}`", ", ".join(known)))
     return _markdown_table(("optimizer", "honoured parameters and their defaults"), body)

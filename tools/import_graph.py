@@ -1,4 +1,4 @@
-"""Graph of what each file of the repository reads: imports, names of modules in strings, scripts, programs and data."""
+"""Graph of the files that each file of the repository reads: imports, names in strings, scripts, programs and data."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ImportGraph:
         self._compat = {file for file in self._python if file.startswith("windlass/compat/")}
         self._folders = {str(parent) for file in self._python for parent in PurePosixPath(file).parents}
         facts = facts_of_files(root, sorted(self.files), cache)
-        self._lazy = {file: one.lazy for file, one in facts.items() if one.lazy is not None}
-        self.edges = {file: self._edges(file, one) - {file} for file, one in facts.items()}
+        self._lazy = {file: item.lazy for file, item in facts.items() if item.lazy is not None}
+        self.edges = {file: self._edges(file, item) - {file} for file, item in facts.items()}
 
     def reached_by(self, changed: set[str]) -> set[str]:
         """Return every file that depends on a file of `changed`, directly or not, and `changed` itself."""
         readers: dict[str, set[str]] = {}
         for file, read in self.edges.items():
-            for one in read:
-                readers.setdefault(one, set()).add(file)
+            for item in read:
+                readers.setdefault(item, set()).add(file)
         reached, waiting = set(changed), list(changed)
         while waiting:
             new = readers.get(waiting.pop(), set()) - reached
@@ -54,18 +54,18 @@ class ImportGraph:
         return reached
 
     def _edges(self, file: str, facts: FileFacts) -> set[str]:
-        found = self._implied_edges(file) if file.endswith(".py") else set()
+        result = self._implied_edges(file) if file.endswith(".py") else set()
         for name in facts.names:
-            found |= self._resolve(file, name)
-        for name in facts.whole:  # a lazy module passed on whole: any of its names may be asked for
+            result |= self._resolve(file, name)
+        for name in facts.whole:  # a lazy module passed as a value: any of its names may be used
             module = name.replace(".", "/") + "/__init__.py"
             for target in self._lazy.get(module, {}).values():
-                found |= self._resolve(file, target)
+                result |= self._resolve(file, target)
         for token in facts.tokens:
-            found |= self._by_name.get(token, set())
+            result |= self._by_name.get(token, set())
             if token.startswith("*.") and token != "*.py":
-                found |= self._ending_with(token[1:])
-        return found | self._python if facts.walks_python else found
+                result |= self._ending_with(token[1:])
+        return result | self._python if facts.walks_python else result
 
     @functools.cache  # noqa: B019  (one graph a process)
     def _ending_with(self, end: str) -> set[str]:
@@ -75,40 +75,42 @@ class ImportGraph:
         """Return the files that an import of `dotted` runs: its packages, its module, and the module of a lazy name."""
         if dotted.partition(".")[0] == "deepspeed":
             return self._compat
-        found: set[str] = set()
+        results: set[str] = set()
         for root in {*IMPORT_ROOTS, file.rpartition("/")[0]}:
-            found |= self._resolve_under(root, dotted)
-        return found
+            results |= self._resolve_under(root, dotted)
+        return results
 
     @functools.cache  # noqa: B019  (one graph a process)
     def _resolve_under(self, root: str, dotted: str, lazy: bool = True) -> set[str]:
-        found: set[str] = set()
+        results: set[str] = set()
         at = f"{root}/" if root else ""
         parts = dotted.split(".")
         for index, part in enumerate(parts):
             at += part
             if f"{at}.py" in self.files:
-                return found | {f"{at}.py"}
+                return results | {f"{at}.py"}
             package = f"{at}/__init__.py"
             if package in self.files:
-                found.add(package)
+                results.add(package)
                 following = parts[index + 1] if index + 1 < len(parts) else ""
                 target = self._lazy.get(package, {}).get(following) if lazy else None
                 if target is not None:  # `windlass.initialize` is in `windlass.initialize`: not lazy a second time
-                    return found | self._resolve_under(root, ".".join([target, *parts[index + 2 :]]), lazy=False)
+                    return results | self._resolve_under(root, ".".join([target, *parts[index + 2 :]]), lazy=False)
             elif at not in self._folders:
-                return found
+                return results
             at += "/"
-        return found
+        return results
 
     def _implied_edges(self, file: str) -> set[str]:
-        """Return what pytest and Python load beside a file: packages above it, conftest files, the stand-in package."""
-        found = set()
+        """Return the files that pytest and Python load with a file: packages above it, conftest files, the stand-in
+        package.
+        """
+        results = set()
         for parent in PurePosixPath(file).parents:
             above = {f"{parent}/__init__.py"}
             if file.startswith("tests/"):
                 above.add(f"{parent}/conftest.py")
-            found |= above & self.files
+            results |= above & self.files
         if file == "windlass/compat/stand_in_path.py":
-            found |= {one for one in self._python if one.startswith("windlass/compat/path/")}
-        return found
+            results |= {item for item in self._python if item.startswith("windlass/compat/path/")}
+        return results

@@ -1,4 +1,4 @@
-"""Make a virtual environment that lies over another one: what it has of its own goes before what it finds below.
+"""Make a virtual environment on top of another one: its own packages take precedence over those of the one below.
 
     python tools/make_layered_venv.py BELOW TARGET [REQUIREMENT | --upgrade]...
 
@@ -18,10 +18,10 @@ CLIENT_PACKAGES = ("transformers", "accelerate", "peft", "trl", "lightning", "da
 
 
 def main(base_environment: str, target: str, *requirements: str) -> None:
-    """Create the environment and install what it needs."""
+    """Create the environment and install the requirements."""
     packages = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
     venv.create(target, with_pip=True, clear=True)
-    # Through site, so that editable installations of the environment below count too.
+    # Added through `site`, so that editable installations of the environment below are found too.
     line = f"import site; site.addsitedir({str(Path(base_environment).resolve() / packages)!r})\n"
     Path(target, packages, "below.pth").write_text(line)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as pin:

@@ -1,4 +1,4 @@
-"""Layouts of a 7B and a 70B model on 8 and 64 GPUs, and what each costs by the formulas: arithmetic alone."""
+"""Layouts of a 7B and a 70B model on 8 and 64 GPUs, and the cost of each by the formulas; arithmetic only."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MODEL_TITLES = {"7b": "7B", "70b": "70B"}
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """Ranks on axes, and how they are used.
+    """Ranks on axes, and settings of each axis.
 
     Attributes:
-        name: as the pictures have it.
+        name: label in the pictures.
         grid: the axes.
-        stage: of ZeRO.
-        ring: along sp keys and values pass round; else heads are exchanged.
+        stage: ZeRO stage.
+        ring: True for ring attention along sp, False for Ulysses.
     """
 
     name: str
@@ -43,25 +43,25 @@ class GpuLayout:
 
     @property
     def workload(self) -> StepWorkload:
-        """A step of `EACH` tokens for each GPU, in micro-batches of `TOKENS` on each rank along sp."""
+        """Workload of a step: `EACH` tokens per GPU, in micro-batches of `TOKENS` on each rank along sp."""
         tokens = TOKENS_PER_MICRO_BATCH * self.grid.sp
         micros = TOKENS_PER_GPU * self.grid.world // (self.grid.data_loading_size * tokens)
         return StepWorkload(tokens, micros, self.zero_stage, ulysses_degree=1 if self.uses_ring_attention else 0)
 
     @property
     def idle_fraction(self) -> float:
-        """The part of a step in which ranks of a pipeline wait, under 1F1B with equal stages."""
+        """Fraction of a step in which ranks of a pipeline wait, under 1F1B with equal stages."""
         return compute_bubble_fraction("1f1b", self.grid.pp, self.workload.micro_batches)
 
     def state_bytes(self, model: ModelShape) -> float:
-        """Bytes of parameters (2), gradients (4), masters and Adam's moments (12 an element) at rest on a rank."""
+        """Bytes of parameters (2), gradients (4), masters and Adam's moments (12) per element, between steps."""
         dense, experts = max((count_local_parameters(model, self.grid, p) for p in range(self.grid.pp)), key=sum)
         cut = self.grid.dp_shard * self.grid.ep * self.grid.sp
         cuts = [cut if self.zero_stage >= first else 1 for first in (3, 2, 1)]
         return (dense + experts) * sum(size / ranks for size, ranks in zip((2, 4, 12), cuts, strict=True))
 
     def received_bytes(self, model: ModelShape) -> dict[tuple[str, bool], int]:
-        """Bytes that a rank receives in a step, by axis and by whether they leave a node."""
+        """Received bytes of a rank in a step, by axis and by whether they cross nodes."""
         stages = [compute_step_volumes(model, self.grid, self.workload, pipe) for pipe in range(self.grid.pp)]
         most = max(stages, key=lambda found: sum(sum_bytes_by_axis(found).values()))
         totals: dict[tuple[str, bool], int] = {}
@@ -104,7 +104,7 @@ LAYOUTS: dict[int, list[GpuLayout]] = {
 
 @dataclass
 class LayoutBytes:
-    """One layout's bytes, for a row of the table and a bar of the picture."""
+    """Bytes of one layout, for a row of the table and a bar of the picture."""
 
     layout: GpuLayout
     state_bytes: float
@@ -112,24 +112,24 @@ class LayoutBytes:
 
     @property
     def cross_node_bytes(self) -> int:
-        """Bytes that leave a node."""
+        """Bytes that cross nodes."""
         return sum(nbytes for (_, leaves), nbytes in self.received_bytes.items() if leaves)
 
 
 def layout_bytes(model: ModelShape, gpus: int) -> list[LayoutBytes]:
-    """All layouts of a model on so many GPUs."""
+    """Return the bytes of all layouts of a model on this number of GPUs."""
     return [LayoutBytes(layout, layout.state_bytes(model), layout.received_bytes(model)) for layout in LAYOUTS[gpus]]
 
 
 def layout_table() -> str:
-    """The numbers behind the bars, as Markdown."""
+    """Return the numbers behind the bars as Markdown."""
     lines = [
         "| GPUs | layout | " + " | ".join(f"{name}: states, received, of it across" for name in MODEL_TITLES.values())
     ]
     lines = [f"{lines[0]} |", "|---|---|" + "---|" * len(MODEL_TITLES)]
     for gpus in LAYOUTS:
-        found = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
-        for row in zip(*found, strict=True):
+        results = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
+        for row in zip(*results, strict=True):
             cells = (
                 ", ".join(map(format_gb, (bar.state_bytes, sum(bar.received_bytes.values()), bar.cross_node_bytes)))
                 for bar in row
@@ -139,20 +139,20 @@ def layout_table() -> str:
 
 
 def format_gb(nbytes: float) -> str:
-    """Gigabytes, in as many digits as matter."""
+    """Format gigabytes with as many digits as matter."""
     return f"{nbytes / 1e9:,.1f}" if nbytes < 1e11 else f"{nbytes / 1e9:,.0f}"
 
 
 def bytes_by_sequence_method(model: ModelShape, tokens: int, ranks: int = 8) -> dict[str, int]:
-    """Bytes that a rank receives for one sequence of so many tokens, forward and backward, by what it is for."""
+    """Return the received bytes per rank for one sequence, forward and backward, by method."""
     shared = tokens * model.hidden * 2
     ways = {"Ulysses": 0, "ring": 1}
-    found = {"tp": compute_tensor_parallel_volumes(model.layers, shared, tokens, ranks, StepWorkload(tokens))}
-    found |= {
+    results = {"tp": compute_tensor_parallel_volumes(model.layers, shared, tokens, ranks, StepWorkload(tokens))}
+    results |= {
         name: compute_sequence_parallel_volumes(
             model, model.layers, ranks, 1, StepWorkload(tokens, ulysses_degree=ways[name])
         )
         for name in ways
     }
-    found["ZeRO-3"] = compute_data_parallel_volumes("data", model.numel, ranks, 1, StepWorkload(tokens, zero_stage=3))
-    return {name: sum(volume.nbytes for volume in volumes_of) for name, volumes_of in found.items()}
+    results["ZeRO-3"] = compute_data_parallel_volumes("data", model.numel, ranks, 1, StepWorkload(tokens, zero_stage=3))
+    return {name: sum(volume.nbytes for volume in volumes_of) for name, volumes_of in results.items()}

@@ -87,9 +87,9 @@ def find_problems(path: Path) -> Iterator[tuple[int, str]]:
             yield line, f"a docstring begins with {first_word.group()!r}: begin with a verb or a noun phrase"
     for line, text in [*docstrings, *_comments(source)]:
         for pattern, instead in _RETIRED_PATTERNS:
-            found = pattern.search(text)
-            if found:
-                yield line, f"{found.group()!r}: {instead}"
+            result = pattern.search(text)
+            if result:
+                yield line, f"{result.group()!r}: {instead}"
 
 
 def find_repeated_classes(package: Path) -> Iterator[tuple[Path, int, str]]:
@@ -104,9 +104,9 @@ def find_repeated_classes(package: Path) -> Iterator[tuple[Path, int, str]]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append((path, node.lineno))
-    for name, found in places.items():
-        for path, line in found[1:]:
-            yield path, line, f"class {name} stands in {found[0][0]} too"
+    for name, result in places.items():
+        for path, line in result[1:]:
+            yield path, line, f"class {name} stands in {result[0][0]} too"
 
 
 def main(arguments: list[str]) -> int:

@@ -113,7 +113,7 @@ def _num_ranks(item: Any) -> int:
 
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
-    """Record that a test has begun: one that is never heard of again has hung or crashed."""
+    """Record that a test has begun. A test without a later record has hung or crashed."""
     _append_record({"test": nodeid, "begun": True})
 
 
@@ -145,7 +145,7 @@ def _append_record(entry: dict[str, Any]) -> None:
 
 
 class TestSide:
-    """One of the two runs: an interpreter, what comes first on its path, and the file of its outcomes."""
+    """One of the two runs: an interpreter, the first entries of its path, and the file of its outcomes."""
 
     def __init__(self, name: str, python: str, tests: Path, out: Path, first: Sequence[str] = ()) -> None:
         self.name = name
@@ -160,7 +160,7 @@ class TestSide:
             "HF_HUB_OFFLINE": "1",
             "DS_UNITTEST_TIMEOUT": "90",
             "DEEPSPEED_SUITE_RECORD": str(self.file),
-            # Of this side alone: kernels are built anew whenever another environment used the folder in between.
+            # A folder for this side alone: kernels are rebuilt whenever another environment used the folder in between.
             "TORCH_EXTENSIONS_DIR": str(out / "extensions" / name),
             "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join([*first, here, str(tests), *_python_path()]),
@@ -188,15 +188,15 @@ class TestSide:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
-        """Read what is recorded so far: the worst outcome of each test; `begun` for one that has not ended."""
-        found: dict[str, dict[str, Any]] = {}
+        """Read the recorded outcomes: the worst of each test; `begun` for a test that has not ended."""
+        results: dict[str, dict[str, Any]] = {}
         if self.file.exists():
             for line in self.file.read_text().splitlines():
                 entry = json.loads(line)
-                old = found.get(entry.get("test", ""))
+                old = results.get(entry.get("test", ""))
                 if "test" in entry and (old is None or "begun" in old or entry.get("outcome") == "failed"):
-                    found[entry["test"]] = entry
-        return found
+                    results[entry["test"]] = entry
+        return results
 
     def drop_failures(self) -> None:
         """Keep the recorded passes alone, so that the next run repeats the rest."""
@@ -206,7 +206,7 @@ class TestSide:
     def run(self, tests: Sequence[str], ranks: Mapping[str, int], patience: float) -> None:
         """Run the tests that have no outcome yet: those without ranks file by file, all others in one process.
 
-        What tests with ranks do happens in their ranks, which are new for each test, so that one process suffices.
+        Tests with ranks do their work in the ranks, which are new for each test, so one process suffices.
         """
         groups = [
             list(group) for _, group in groupby(tests, key=lambda test: test.split("::")[0] if not ranks[test] else "")
@@ -220,7 +220,7 @@ class TestSide:
         return self.file.stat().st_size if self.file.exists() else 0
 
     def run_once(self, tests: Sequence[str], patience: float) -> None:
-        """Run tests in one process; record the one at which it hung, died or gave up as failed."""
+        """Run tests in one process. Record the test at which it hung, died or stopped as failed."""
         listed = self.file.with_suffix(".tests")
         listed.write_text("\n".join(tests) + "\n")
         files = dict.fromkeys(test.split("::")[0] for test in tests)
@@ -236,11 +236,11 @@ class TestSide:
             if time.monotonic() - seen > (patience if size != first else 5 * patience):
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        found = self.outcomes()
-        left = [test for test in tests if "outcome" not in found.get(test, {})]
-        begun = [test for test in left if test in found]
+        result = self.outcomes()
+        left = [test for test in tests if "outcome" not in result.get(test, {})]
+        begun = [test for test in left if test in result]
         if left:
-            blamed = begun or left  # none begun: their files cannot be imported
+            blamed = begun or left  # no test has begun: their files cannot be imported
             with open(self.file, "a") as file:
                 why = "hung, or the process died" if begun else "not collected: see the log"
                 for test in blamed:
@@ -319,11 +319,11 @@ def main() -> int:
     standin = TestSide("standin", sys.executable, tests, out, [standin_path])
     collected = out / "collected.jsonl"
     if collected.exists():
-        found = [json.loads(line) for line in collected.read_text().splitlines()]
+        result = [json.loads(line) for line in collected.read_text().splitlines()]
     else:
-        found = reference.collect(collected)
-    selected = select_tests(found, options.cases, options.files)
-    ranks = {entry["test"]: entry["ranks"] for entry in found}
+        result = reference.collect(collected)
+    selected = select_tests(result, options.cases, options.files)
+    ranks = {entry["test"]: entry["ranks"] for entry in result}
     if not options.report:
         if options.only != "standin":
             reference.run(selected, ranks, options.patience)

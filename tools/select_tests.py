@@ -30,7 +30,7 @@ def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | 
         root: folder of the repository.
         files: every file of it, relative to `root`.
         changed: files that were changed, added or deleted, relative to `root`.
-        cache: file that keeps what was read of unchanged files between calls.
+        cache: file that keeps the facts of unchanged files between calls.
     """
     tests = sorted(file for file in files if is_test(file))
     graph = ImportGraph(root, files, cache)
@@ -41,7 +41,7 @@ def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | 
         if file in REACHES_ALL:
             return tests, f"{file} reaches every test"
         if file.startswith(NATIVE) and path.suffix != ".py":
-            seeds |= {one for one in files if one.startswith("windlass/kernels/") and one.endswith(".py")}
+            seeds |= {item for item in files if item.startswith("windlass/kernels/") and item.endswith(".py")}
         elif file not in graph.files:
             if not is_test(file) and path.suffix not in PROSE:
                 return tests, f"{file} was deleted: what read it is not known"
@@ -53,7 +53,7 @@ def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | 
 
 
 def is_test(file: str) -> bool:
-    """Return whether `make test` collects `file`."""
+    """Return True if `make test` collects `file`."""
     path = PurePosixPath(file)
     return path.parts[0] == "tests" and path.parts[1] != "parity" and path.match("test_*.py")
 
@@ -72,9 +72,9 @@ def changed_files(root: Path, base: str) -> set[str]:
 
 
 def default_base(root: Path) -> str:
-    """Return the commit where this branch left `main`; `HEAD` where there is no `main`."""
-    found = subprocess.run(["git", "merge-base", "main", "HEAD"], cwd=root, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "HEAD"
+    """Return the commit where this branch left `main`, or `HEAD` if there is no `main`."""
+    result = subprocess.run(["git", "merge-base", "main", "HEAD"], cwd=root, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else "HEAD"
 
 
 def _git(root: Path, *arguments: str) -> str:

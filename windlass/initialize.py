@@ -170,13 +170,13 @@ def build_engine(
     mesh = _get_or_build_mesh(model, settings_of, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
-            whole = {id(parameter) for parameter in model.parameters()}
+            full = {id(parameter) for parameter in model.parameters()}
             if shards_model(mpu):
                 mpu.apply(model)
             parallelize(
                 model, mesh, settings_of, script_axes=_script_owned_axes(model, by_script, by_model, settings_of)
             )
-            gone = whole.difference(id(parameter) for parameter in model.parameters())
+            gone = full.difference(id(parameter) for parameter in model.parameters())
             optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, gone)
         built = _build_optimizer(model, optimizer, model_parameters, settings_of, mesh)
         _check_checkpoint_format(built, settings_of)
@@ -251,8 +251,8 @@ def _script_owned_axes(model: nn.Module, by_script: AxisSizes, by_model: AxisSiz
     shard along them. The tp axis is included if parameters carry Megatron's tensor-parallel flags.
     """
     known = {axis for sizes in by_script.values() for axis, size in sizes.items() if size > 1}
-    asked = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if axis_size(config, a) > 1}
-    return known - asked | ({"tp"} & known if has_flagged_parameters(model) else set())
+    requested = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if axis_size(config, a) > 1}
+    return known - requested | ({"tp"} & known if has_flagged_parameters(model) else set())
 
 
 def _watchdog_limits(config: Config) -> watchdog.WatchdogLimits | None:

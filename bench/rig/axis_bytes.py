@@ -16,8 +16,10 @@ Told = tuple[int, int, Moved]  # case, pipeline stage, and bytes moved
 
 
 def count(cases: Sequence[Case], say: Say) -> list[Line]:
-    """Return formulas and measured bytes of every rank of every case; equal values of all ranks of a stage are one
-    line."""
+    """Return the formulas and the measured bytes of every rank of every case.
+
+    Ranks of a stage with equal values are one line.
+    """
     from torch.multiprocessing.spawn import spawn
 
     lines: list[Line] = []
@@ -27,10 +29,10 @@ def count(cases: Sequence[Case], say: Say) -> list[Line]:
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
             spawn(_rank, (ranks, here, f"file://{folder}/meeting", answers), nprocs=ranks)
-            told: list[Told] = answers.get()
+            results: list[Told] = answers.get()
         for number, case in enumerate(here):
-            mine = [compare(case, pipe, moved) for which, pipe, moved in told if which == number]
-            alike = {line for each in mine for line in each}
+            local = [compare(case, pipe, moved) for which, pipe, moved in results if which == number]
+            alike = {line for each in local for line in each}
             lines += sorted(alike, key=lambda line: (line.pipe, line.axis, line.operation, line.measured))
     return lines
 
@@ -42,14 +44,14 @@ def _rank(rank: int, ranks: int, cases: list[Case], meeting: str, answers: Any) 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    found: list[Told] = []
+    results: list[Told] = []
     for number, case in enumerate(cases):
         pipe, moved = moved_by(case)
-        found.append((number, pipe, moved))
-    heard: list[Any] = [None] * ranks
-    dist.all_gather_object(heard, found)
+        results.append((number, pipe, moved))
+    received: list[Any] = [None] * ranks
+    dist.all_gather_object(received, results)
     if rank == 0:
-        answers.put([one for each in heard for one in each])
+        answers.put([item for each in received for item in each])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -70,7 +72,8 @@ def moved_by(case: Case) -> tuple[int, Moved]:
     moved = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     report = engine.report()
     moved["data"] = dict(report["bytes_moved"])
-    if case.grid.dp_replicate == 1:  # sums over tp of partial gradients, and norms: no formula includes them
+    # with replicas the axis also sums partial gradients and norms, which no formula includes
+    if case.grid.dp_replicate == 1:
         moved["data"].pop("replicate", None)
     pipe = engine.mesh.pp.index
     engine.destroy()

@@ -16,8 +16,9 @@ EXPERTS = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=96, vocab
 """Each token chooses every expert, so that routing is even, as the formula assumes."""
 
 SAMPLES, LENGTH, MICRO_BATCHES, FLOAT, COUNT = 2, 32, 2, 4, 8
-_DATA = ("data", "experts")  # which one transport counts as one operation
-_PASSED = {"activations": "activations", "gradients of activations": "gradients"}  # names in formulas and in axes
+_DATA = ("data", "experts")  # the transport counts these groups as one operation
+# names of the formulas -> names of the counters
+_PASSED = {"activations": "activations", "gradients of activations": "gradients"}
 
 Moved = dict[str, dict[str, int]]
 """Bytes by axis and operation; of ZeRO's collectives the axis is `data`."""
@@ -25,7 +26,7 @@ Moved = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Mesh and settings of one case. The remaining ranks are data ranks.
+    """Mesh and settings of one case. The remaining ranks are data-parallel.
 
     Attributes:
         axes: the section `parallel`.
@@ -114,27 +115,29 @@ CASES = (
 
 def formulas(case: Case, pipe: int = 0) -> Moved:
     """Return the bytes that a rank of pipeline stage `pipe` receives in a step, by `windlass.parallel.comm_volumes`."""
-    found: Moved = defaultdict(lambda: defaultdict(int))
-    for one in compute_step_volumes(case.sizes.shape(), case.grid, case.work, pipe):
-        operation = _PASSED[one.tensors] if one.axis == "pp" else one.operation
-        found["data" if one.axis in _DATA else one.axis][operation] += one.nbytes
-    return {axis: dict(operations) for axis, operations in found.items()}
+    results: Moved = defaultdict(lambda: defaultdict(int))
+    for item in compute_step_volumes(case.sizes.shape(), case.grid, case.work, pipe):
+        operation = _PASSED[item.tensors] if item.axis == "pp" else item.operation
+        results["data" if item.axis in _DATA else item.axis][operation] += item.nbytes
+    return {axis: dict(operations) for axis, operations in results.items()}
 
 
 def scalars(case: Case, pipe: int = 0) -> Moved:
-    """Return the bytes that the formulas do not count: along sp the sum of losses and the count of tokens, forward and
-    backward; along ep the number of rows for each expert, sent again if a layer is recomputed; along pp the loss,
-    which the last stage broadcasts."""
+    """Return the bytes that the formulas do not count, by axis.
+
+    Along sp: the sum of losses and the count of tokens, forward and backward. Along ep: the number of rows for each
+    expert, sent again if a layer is recomputed. Along pp: the loss, which the last stage broadcasts.
+    """
     grid, micros = case.grid, case.work.micro_batches
-    found: Moved = {}
+    results: Moved = {}
     if pipe < grid.pp - 1:
-        found["pp"] = {"broadcast": FLOAT}
+        results["pp"] = {"broadcast": FLOAT}
     if grid.sp > 1 and pipe == grid.pp - 1:
-        found["sp"] = {"all_reduce": 2 * micros * (2 * 2 * FLOAT * (grid.sp - 1) // grid.sp)}
+        results["sp"] = {"all_reduce": 2 * micros * (2 * 2 * FLOAT * (grid.sp - 1) // grid.sp)}
     if grid.ep > 1:
         often = micros * (2 if case.recompute else 1) * count_local_layers(case.sizes.layers, grid.pp, pipe)
-        found["ep"] = {"all_to_all": often * (grid.ep - 1) * (case.sizes.experts // grid.ep) * COUNT}
-    return found
+        results["ep"] = {"all_to_all": often * (grid.ep - 1) * (case.sizes.experts // grid.ep) * COUNT}
+    return results
 
 
 @dataclass(frozen=True)
@@ -161,13 +164,13 @@ class Line:
 
 def compare(case: Case, pipe: int, measured: Moved) -> list[Line]:
     """Return a line for each operation that a formula has or that moved bytes."""
-    said, small = formulas(case, pipe), scalars(case, pipe)
-    keys = {(axis, name) for each in (said, small, measured) for axis, of in each.items() for name in of}
+    text, small = formulas(case, pipe), scalars(case, pipe)
+    keys = {(axis, name) for each in (text, small, measured) for axis, of in each.items() for name in of}
 
     def of(found: Moved, key: tuple[str, str]) -> int:
         return found.get(key[0], {}).get(key[1], 0)
 
-    lines = [Line(case.name, pipe, *key, of(said, key), of(small, key), of(measured, key)) for key in sorted(keys)]
+    lines = [Line(case.name, pipe, *key, of(text, key), of(small, key), of(measured, key)) for key in sorted(keys)]
     return [line for line in lines if line.formula or line.scalars or line.measured]
 
 

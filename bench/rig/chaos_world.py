@@ -27,7 +27,7 @@ CALLS = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "mkdir")
 
 @dataclass(frozen=True)
 class Fate:
-    """End of a world by itself: after a number of file-system calls, a rank or all ranks are killed."""
+    """Planned end of a world: after a number of file-system calls, a rank or all ranks are killed."""
 
     rank: int
     calls: int
@@ -35,7 +35,7 @@ class Fate:
 
 
 class Marks:
-    """Lines that a rank wrote, each with one call, so that they survive its death."""
+    """Log of a rank. Each line is written by one system call, so that lines survive the rank's death."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(folder / f"marks{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -116,10 +116,10 @@ def obey(fate: Fate) -> None:
 
 
 class World:
-    """Ranks forked from this process, which has torch imported and must have started no thread.
+    """Ranks forked from this process, which has imported torch and must not have started a thread.
 
     Args:
-        fate: how the run ends by itself; None: it does not.
+        fate: planned end; None: the run is not killed.
     """
 
     def __init__(self, folder: Path, last: int, *, fate: Fate | None = None, saves: bool = True) -> None:
@@ -136,7 +136,7 @@ class World:
         return self._left
 
     def wait(self, seconds: float) -> set[int]:
-        """Wait at most so long for all of them to end. Return those that have not."""
+        """Wait at most `seconds` for all ranks to end. Return the running ones."""
         until = time.monotonic() + seconds
         while self.running() and time.monotonic() < until:
             time.sleep(0.01)

@@ -20,7 +20,7 @@ import windlass
 from windlass.cli.benches.bench_engines import import_deepspeed
 
 Wait = Callable[[], None]
-Save = Callable[[Path], Wait]  # returns once training may go on; the result waits until all is durable
+Save = Callable[[Path], Wait]  # returns once training may continue; its result waits until all data is durable
 
 
 def ways(engine: Any, tensors: dict[str, torch.Tensor], rival: Any | None) -> dict[str, Save]:
@@ -85,7 +85,7 @@ def _sync(file: Path) -> None:
 
 
 class Trial:
-    """Saves and steps of one run, timed.
+    """Timed saves and steps of one run.
 
     Args:
         step: trains one step.
@@ -180,7 +180,7 @@ def main(folder: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     rival = _rival(work, rows) if "DeepSpeed" in work["names"] else None
     saves = {name: save for name, save in ways(engine, tensors, rival).items() if name in work["names"]}
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     trial = Trial(folder, step, work["steps"])
     for number in range(work["rounds"] + 1):  # the first warms up
         for name, save in saves.items() if number % 2 == 0 else reversed(saves.items()):
@@ -189,11 +189,11 @@ def main(folder: Path) -> None:
             }
             trial.measure(save, into)
             if number:
-                kept = found.setdefault(name, {key: [] for key in into})
+                kept = results.setdefault(name, {key: [] for key in into})
                 for key, values in into.items():
                     kept[key] += values
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / f"rank{rank}.json").write_text(json.dumps({"bytes": nbytes, "saves": found}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"bytes": nbytes, "saves": results}))
     engine.destroy()
     dist.destroy_process_group()
 

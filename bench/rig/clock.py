@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-Step = Callable[[torch.Tensor], torch.Tensor]  # trains on `[batch, length]` tokens; returns the loss, not waited for
+# trains on `[batch, length]` tokens; returns the loss without synchronizing
+Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def run(
@@ -17,9 +18,9 @@ def run(
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of each of `count` steps, and their losses.
 
-    On a GPU events mark the stream between steps, and nothing waits until the last is queued: the CPU may run ahead as
-    it does in training, and any wait of an engine is part of its own steps. Work on other streams counts as far
-    as the step's own stream waits for it.
+    On a GPU, events mark the stream between steps, and nothing synchronizes until the last step is queued: the CPU may
+    run ahead as in training, and a synchronization inside an engine counts in its own steps. Work on other streams
+    counts as far as the step's stream waits for it.
     """
     losses = []
     if device.type == "cuda":
@@ -50,9 +51,9 @@ def free(device: torch.device) -> None:
 
 def roofs(device: torch.device) -> dict[str, float]:
     """Measure the device's peak rates: bf16 matrix products (FLOP/s) and copies (bytes/s, read and written)."""
-    found = {"matmul": _matmul(device), "copy": _copy(device)}
+    results = {"matmul": _matmul(device), "copy": _copy(device)}
     free(device)
-    return found
+    return results
 
 
 def _matmul(device: torch.device) -> float:

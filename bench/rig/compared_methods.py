@@ -52,8 +52,7 @@ class TrainingMethod:
 
 
 _DP = TrainingMethod("dp", "windlass")
-# The part of the experts' model that a token passes, without routers: one network as wide as its chosen experts
-# together.
+# The part of the mixture that a token passes, without routers: one network as wide as its chosen experts together.
 _ACTIVE = replace(EXPERTS, intermediate=EXPERTS.intermediate * EXPERTS.chosen, experts=0, chosen=0)
 _FIELDS = {
     "tp": (
@@ -88,7 +87,7 @@ _FIELDS = {
         TrainingMethod("torch pp", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
     ),
 }
-FIELDS = {axis: {one.name: one for one in (TrainingMethod(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
+FIELDS = {axis: {item.name: item for item in (TrainingMethod(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
 """Methods by axis, including the compute alone."""
 
 SIZES = {axis: EXPERTS if axis == "ep" else DENSE for axis in FIELDS}

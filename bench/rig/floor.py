@@ -35,10 +35,10 @@ def floor(engine: str, parameters: int, ranks: int, compute: float, roofs: Roofs
     """
     if engine.startswith("none"):
         return compute + _ADAM_BYTES * parameters / roofs.adam
-    found = re.fullmatch(r"windlass-([0-3])(?:-(\w+))?", engine)
-    if found is None:
+    result = re.fullmatch(r"windlass-([0-3])(?:-(\w+))?", engine)
+    if result is None:
         return None
-    stage, transport = int(found[1]), found[2] or "shm"
+    stage, transport = int(result[1]), result[2] or "shm"
     updated = parameters / ranks if stage else parameters
     moved: float = 0
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""Growth of step time and memory: with parameters at two ranks, and with ranks at one size. One picture."""
+"""Growth of step time and memory with parameters (on two ranks) and with ranks (at one size), as one picture."""
 
 from __future__ import annotations
 

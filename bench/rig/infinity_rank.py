@@ -13,12 +13,12 @@ from typing import Any
 
 from windlass.observe.memory_usage import proportional_bytes
 
-_EVERY_SECONDS = 0.4  # the kernel walks all pages for it
+_EVERY_SECONDS = 0.4  # each sample makes the kernel walk all pages
 _VOCABULARY = 256  # bytes
 
 
 class Watch:
-    """Proportional bytes of this process over time.
+    """Recorder of this process's proportional set size over time.
 
     Attributes:
         samples: pairs of seconds since the start and bytes. marks: pairs of seconds since the start and the phase that
@@ -138,12 +138,12 @@ def _batches(work: dict[str, Any], rank: int) -> Any:
 
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(path.read_bytes() for path in sources)
-    wanted = work["steps"] * work["batch"] * work["length"]
+    expected = work["steps"] * work["batch"] * work["length"]
     generator = torch.Generator().manual_seed(rank)
-    found = []
-    for first in torch.randint(len(text) - work["length"], (wanted // work["length"],), generator=generator).tolist():
-        found.append(torch.frombuffer(bytearray(text[first : first + work["length"]]), dtype=torch.uint8).long())
-    return torch.stack(found).view(work["steps"], work["batch"], work["length"])
+    results = []
+    for first in torch.randint(len(text) - work["length"], (expected // work["length"],), generator=generator).tolist():
+        results.append(torch.frombuffer(bytearray(text[first : first + work["length"]]), dtype=torch.uint8).long())
+    return torch.stack(results).view(work["steps"], work["batch"], work["length"])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Peak:
-    """Peak of resident bytes, and of those that are not offloaded to host memory, while sampling."""
+    """Peak of resident bytes, and of resident bytes without those offloaded to host memory, while sampling."""
 
     def __init__(self, away: Any) -> None:
         self._away, self._ended = away, threading.Event()
@@ -90,9 +90,9 @@ class LengthRank(Worker):
         loss = self._engine(input_ids=tokens, labels=tokens).loss
         self._engine.backward(loss)
         self._engine.step()
-        told = {"loss": loss.item(), "seconds": time.perf_counter() - start}
+        results = {"loss": loss.item(), "seconds": time.perf_counter() - start}
         peak.stop()
-        return {**told, "peak": peak.here - self._base, "resident": peak.resident - self._base}
+        return {**results, "peak": peak.here - self._base, "resident": peak.resident - self._base}
 
     def _waiting(self) -> int:
         """Return the bytes in host memory, if that is separate from the device's."""

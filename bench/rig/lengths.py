@@ -44,19 +44,19 @@ EXPLANATION = (
 
 def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -> Found:
     """Measure each row. Return all points by row."""
-    found: Found = {}
+    results: Found = {}
     for name in rows:
         with _environment(name), start_ranks(Job(name, ROWS[name].sp), LengthRank) as pool:
             pool.ask("build")
 
             def measure(length: int, pool: RankPool = pool) -> Point:
-                told = pool.ask("step", length=length)
-                most_of = {key: max(one[key] for one in told) for key in ("peak", "resident", "seconds")}
-                return Point(length, loss=told[0]["loss"], **most_of)
+                result = pool.ask("step", length=length)
+                most_of = {key: max(item[key] for item in result) for key in ("peak", "resident", "seconds")}
+                return Point(length, loss=result[0]["loss"], **most_of)
 
-            found[name] = search(measure, cap, first=first, most=most, grain=32)
-        say(f"length: {name}: {said(found[name], cap)} tokens fit")
-    return found
+            results[name] = search(measure, cap, first=first, most=most, grain=32)
+        say(f"length: {name}: {said(results[name], cap)} tokens fit")
+    return results
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _environment(name: str) -> Iterator[None]:
 def losses_apart(found: Mapping[str, Sequence[Point]]) -> float:
     """Return the relative difference of the losses of the first length from those without any technique."""
     losses = [points[0].loss for points in found.values()]
-    return max((abs(one - losses[0]) / abs(losses[0]) if math.isfinite(one) else math.inf) for one in losses)
+    return max((abs(item - losses[0]) / abs(losses[0]) if math.isfinite(item) else math.inf) for item in losses)
 
 
 def table(found: Found, cap: int) -> Table:
@@ -125,7 +125,7 @@ def plain(found: Found, cap: int) -> dict[str, Any]:
         "rows": {
             name: {
                 "tricks": asdict(ROWS[name]),
-                "longest": one.length if (one := best[name]) is not None else None,
+                "longest": entry.length if (entry := best[name]) is not None else None,
                 "points": [asdict(point) for point in points],
             }
             for name, points in found.items()

@@ -25,9 +25,9 @@ def pace(rate: int) -> int:
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(number)) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    found.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate or _FREE)
+            with socket.socket(fileno=os.dup(number)) as result:
+                if result.family in (socket.AF_INET, socket.AF_INET6) and result.type == socket.SOCK_STREAM:
+                    result.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate or _FREE)
                     paced += 1
         except OSError as error:
             if error.errno != errno.EBADF:  # closed meanwhile: the descriptor of the folder itself is listed too

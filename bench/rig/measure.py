@@ -31,8 +31,8 @@ class Result:
     memory_kind: str = ""
     memory: list[int] = field(default_factory=list)  # the peak of each rank, above the baseline
     footprint: int = 0  # of all ranks, baseline included
-    first_losses: list[float] = field(default_factory=list)  # of the fresh processes, mean over ranks
-    losses: list[float] = field(default_factory=list)  # while timed, the untimed first step of a round included
+    first_losses: list[float] = field(default_factory=list)  # in fresh processes, mean over ranks
+    losses: list[float] = field(default_factory=list)  # in the timed rounds, including the untimed first step of each
     loss_apart: float | None = None  # largest difference from the reference, over all steps
     rounds: list[list[float]] = field(default_factory=list)  # timed steps
     base_rounds: list[list[float]] = field(default_factory=list)  # those of `BASE` in the same rounds
@@ -50,12 +50,12 @@ class Result:
     @property
     def steps(self) -> list[float]:
         """All timed steps."""
-        return [seconds for one in self.rounds for seconds in one]
+        return [seconds for item in self.rounds for seconds in item]
 
     @property
     def base_median(self) -> float:
         """Seconds of a step of `BASE` in the same rounds."""
-        return statistics.median(seconds for one in self.base_rounds for seconds in one)
+        return statistics.median(seconds for item in self.base_rounds for seconds in item)
 
     @property
     def ratios(self) -> list[float]:
@@ -148,8 +148,8 @@ def _in_fresh_ranks(result: Result, size: Size, ranks: int, check_steps: int) ->
         result.failure = str(error)
         return
     result.memory_kind = memory[0]["kind"]
-    result.memory = [one["peak"] for one in memory]
-    result.footprint = sum(one["peak"] + one["base"] for one in memory)
+    result.memory = [item["peak"] for item in memory]
+    result.footprint = sum(item["peak"] + item["base"] for item in memory)
     result.first_losses = _means(first, "losses") + _means(rest, "losses")
 
 
@@ -169,7 +169,7 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
             roofs = _roofs(pools[BASE])
             _rounds(pools, results, effort)
             compute = statistics.median(results[BASE].compute[before:])  # of this group: the machine may change
-            base = statistics.median(s for one in results[BASE].rounds[rounds_before:] for s in one)
+            base = statistics.median(s for item in results[BASE].rounds[rounds_before:] for s in item)
             for name, pool in pools.items():
                 results[name].traffic = pool.ask("traffic")[0]
                 least = floor(name, results[name].parameters, ranks, compute, roofs)
@@ -181,8 +181,8 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
 
 
 def _roofs(pool: RankPool) -> Roofs:
-    found = pool.ask("roofs")
-    return Roofs(*(min(one[key] for one in found) for key in ("memory", "adam")))
+    result = pool.ask("roofs")
+    return Roofs(*(min(item[key] for item in result) for key in ("memory", "adam")))
 
 
 def _rounds(pools: dict[str, RankPool], results: dict[str, Result], effort: Effort) -> None:
@@ -190,16 +190,16 @@ def _rounds(pools: dict[str, RankPool], results: dict[str, Result], effort: Effo
     for number in range(effort.rounds):
         of_round = {}
         for name in turn(list(pools), number):
-            told = pools[name].ask("steps", count=effort.steps + 1)  # the first finds cold caches
-            of_round[name] = _slowest(told, "seconds")[1:]
-            results[name].compute += _slowest(told, "compute")[1:]
-            results[name].between += _slowest(told, "between")[1:]
-            losses[name] += _means(told, "losses")
+            result = pools[name].ask("steps", count=effort.steps + 1)  # the first finds cold caches
+            of_round[name] = _slowest(result, "seconds")[1:]
+            results[name].compute += _slowest(result, "compute")[1:]
+            results[name].between += _slowest(result, "between")[1:]
+            losses[name] += _means(result, "losses")
         for name, seconds in of_round.items():
             results[name].rounds.append(seconds)
             results[name].base_rounds.append(of_round[BASE])
-    for name, one in losses.items():
-        results[name].losses = one
+    for name, item in losses.items():
+        results[name].losses = item
 
 
 def _compare(measured: Measured) -> None:

@@ -31,12 +31,13 @@ class Outcome:
     """Measurements of one method.
 
     Attributes:
-        rounds: seconds of the timed steps of each round; those of the slowest rank. busy: CPU seconds of a rank in each
-        timed step, as the mean over ranks. losses: loss of the whole batch, for each step. failure: reason why it has
-        no time.
-        apart: largest difference of its losses from the reference's; None if there is nothing to compare.
+        rounds: seconds of the timed steps of each round, on the slowest rank.
+        busy: CPU seconds of a rank in each timed step, as the mean over ranks.
+        losses: loss of the whole batch, for each step.
+        failure: reason for a missing time.
+        apart: largest difference of its losses from the reference's; None if there is no other to compare.
         floor: lower bound of a step in seconds.
-        memory: bytes of the rank that takes most, between steps; None if it cannot be measured.
+        memory: bytes of the rank with the largest memory, between steps; None if it cannot be measured.
     """
 
     name: str
@@ -51,12 +52,12 @@ class Outcome:
     @property
     def medians(self) -> list[float]:
         """Median step time of each round."""
-        return [statistics.median(one) for one in self.rounds]
+        return [statistics.median(item) for item in self.rounds]
 
     @property
     def median(self) -> float:
         """Median time of all timed steps."""
-        return statistics.median(seconds for one in self.rounds for seconds in one)
+        return statistics.median(seconds for item in self.rounds for seconds in item)
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Comparison:
     @property
     def unequal(self) -> list[str]:
         """Methods whose losses differ from the reference's."""
-        return [one.name for one in self.outcomes.values() if one.apart is not None and not one.apart <= EQUAL_LOSS]
+        return [item.name for item in self.outcomes.values() if item.apart is not None and not item.apart <= EQUAL_LOSS]
 
     def ratios(self, name: str, other: str) -> list[float]:
         """Return the ratios of the medians of `name` to those of `other`, by round; empty if one has no time."""
@@ -88,72 +89,72 @@ class Comparison:
 
     def ratio(self, name: str, other: str | None) -> float | None:
         """Return the median of `ratios`."""
-        found = self.ratios(name, other) if other is not None else []
-        return statistics.median(found) if found else None
+        result = self.ratios(name, other) if other is not None else []
+        return statistics.median(result) if result else None
 
     def rival(self, name: str) -> str | None:
         """Return the fastest of its rivals that ran."""
-        ran = [one for one in FIELDS[self.axis][name].rivals if one in self.outcomes and self.outcomes[one].rounds]
+        ran = [item for item in FIELDS[self.axis][name].rivals if item in self.outcomes and self.outcomes[item].rounds]
         return min(ran, key=lambda one: self.outcomes[one].median) if ran else None
 
     @property
     def slower(self) -> list[str]:
         """Methods that take longer than torch's own."""
-        found = []
+        results = []
         for name in self.outcomes:
             ratio = self.ratio(name, self.rival(name))
             if ratio is not None and ratio > NOT_SLOWER:
-                found.append(f"{name}: {ratio:.3f} x {self.rival(name)}")
-        return found
+                results.append(f"{name}: {ratio:.3f} x {self.rival(name)}")
+        return results
 
 
 def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Comparison:
     """Run the methods of an axis in turn. A method that fails, or whose losses differ from the reference's, has no
     time."""
-    found = Comparison(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
+    result = Comparison(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
     pools: dict[str, RankPool] = {}
     try:
-        _start(pools, found, say)
-        compare(found)
-        for name in found.unequal:
-            found.outcomes[name].failure = f"its losses differ by {found.outcomes[name].apart:.1e}"
+        _start(pools, result, say)
+        compare(result)
+        for name in result.unequal:
+            result.outcomes[name].failure = f"its losses differ by {result.outcomes[name].apart:.1e}"
             pools.pop(name).close()
         say(f"{axis}: {', '.join(pools)} in turns, {rounds} rounds of {steps} steps")
         if load.link:
             for pool in pools.values():
                 pool.ask("pace", rate=load.link)
         roofs = pools[BASE].ask("roofs")
-        found.roofs = Roofs(*(min(one[key] for one in roofs) for key in ("memory", "adam")))
+        result.roofs = Roofs(*(min(entry[key] for entry in roofs) for key in ("memory", "adam")))
         for number in range(rounds):
             for name in turn(list(pools), number):
-                _timed(pools[name], found, steps)
+                _timed(pools[name], result, steps)
         for name, pool in pools.items():
             taken = pool.ask("memory")
-            found.outcomes[name].memory = None if None in taken else max(taken)
-        compare(found)
+            result.outcomes[name].memory = None if None in taken else max(taken)
+        compare(result)
     finally:
         for pool in pools.values():
             pool.close()
-    for name, one in found.outcomes.items():
+    for name, item in result.outcomes.items():
         way = FIELDS[axis][name]
         if way.sizes is None:
-            one.floor = floor(way, SIZES[axis], load, statistics.median(found.compute), found.roofs)
-    return found
+            item.floor = floor(way, SIZES[axis], load, statistics.median(result.compute), result.roofs)
+    return result
 
 
 def _start(pools: dict[str, RankPool], found: Comparison, say: Say) -> None:
-    for name, one in found.outcomes.items():
+    for name, item in found.outcomes.items():
         say(f"{found.axis}: first steps of {name}")
         job = Job(f"{found.axis}/{name}", RANKS, Size(batch=found.load.samples, length=found.load.length))
         pool = start_ranks(job, MethodRank)
         try:
             pool.ask("build")
-            one.losses += mean_losses(pool.ask("steps", count=_FIRST_STEPS))
+            item.losses += mean_losses(pool.ask("steps", count=_FIRST_STEPS))
             pools[name] = pool
         except RankPoolError as error:
             if name in (BASE, REFERENCE):
                 raise
-            one.failure = str(error)
+            item.failure = str(error)
         finally:
             if name not in pools:
                 pool.close()
@@ -164,19 +165,19 @@ def _timed(pool: RankPool, found: Comparison, steps: int) -> None:
     name = pool.label.split("/")[1]
     if name == BASE:
         found.compute += [max(step) for step in zip(*pool.ask("compute", count=3), strict=True)][1:]
-    told, one = pool.ask("steps", count=steps + 1), found.outcomes[name]
-    one.rounds.append(slowest(told)[1:])
-    one.busy += [statistics.mean(step) for step in zip(*(rank["busy"] for rank in told), strict=True)][1:]
-    one.losses += mean_losses(told)
+    results, item = pool.ask("steps", count=steps + 1), found.outcomes[name]
+    item.rounds.append(slowest(results)[1:])
+    item.busy += [statistics.mean(step) for step in zip(*(rank["busy"] for rank in results), strict=True)][1:]
+    item.losses += mean_losses(results)
 
 
 def compare(found: Comparison) -> None:
     """Record the difference of each method's losses from the reference's."""
     reference = found.outcomes[REFERENCE].losses
-    for name, one in found.outcomes.items():
+    for name, item in found.outcomes.items():
         way = FIELDS[found.axis][name]
-        if way.synchronises and way.sizes is None and not one.failure:
-            one.apart = max_loss_difference(one.losses, reference)
+        if way.synchronises and way.sizes is None and not item.failure:
+            item.apart = max_loss_difference(item.losses, reference)
 
 
 def max_loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -184,7 +185,7 @@ def max_loss_difference(losses: Sequence[float], reference: Sequence[float]) -> 
     if len(losses) != len(reference):
         return math.inf
     apart = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
-    return max((math.inf if math.isnan(one) else one for one in apart), default=0.0)
+    return max((math.inf if math.isnan(item) else item for item in apart), default=0.0)
 
 
 def slowest(told: Iterable[dict[str, Any]]) -> list[float]:
@@ -207,38 +208,37 @@ def table(found: Comparison) -> Table:
     made.add_column("", no_wrap=True)
     for column in (*_COLUMNS, "x none", "x dp", "x torch's", "spread", "torch's", "limit ms", "of limit"):
         made.add_column(column, justify="right", no_wrap=True)
-    for name, one in found.outcomes.items():
-        if not one.rounds:
+    for name, item in found.outcomes.items():
+        if not item.rounds:
             made.add_row(name, "absent")
             continue
         rival, ratios = found.rival(name), found.ratios(name, found.rival(name) or "")
         made.add_row(
             name,
-            f"{one.median * 1e3:.0f}",
-            f"{min(seconds for each in one.rounds for seconds in each) * 1e3:.0f}",
-            f"{statistics.median(one.busy) * 1e3:.0f}",
-            f"{load.samples * load.length / one.median:.0f}",
-            f"{one.memory / 2**20:.0f}" if one.memory else "",
+            f"{item.median * 1e3:.0f}",
+            f"{min(seconds for each in item.rounds for seconds in each) * 1e3:.0f}",
+            f"{statistics.median(item.busy) * 1e3:.0f}",
+            f"{load.samples * load.length / item.median:.0f}",
+            f"{item.memory / 2**20:.0f}" if item.memory else "",
             *(_said(found.ratio(name, other)) for other in (BASE, REFERENCE, rival)),
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "",
             rival or "",
-            f"{one.floor * 1e3:.0f}" if one.floor else "",
-            f"{one.floor / one.median:.0%}" if one.floor else "",
+            f"{item.floor * 1e3:.0f}" if item.floor else "",
+            f"{item.floor / item.median:.0%}" if item.floor else "",
         )
     return made
 
 
 def links(races: Sequence[Comparison]) -> Table:
-    """Return a table of data parallelism and a pipeline on links of decreasing speed: measured times and physical
-    limits."""
+    """Return a table of data parallelism and a pipeline on slower and slower links: measured times and lower bounds."""
     made = Table(title="data parallelism over a pipeline, time of a step", title_justify="left")
     for column in ("MiB/s", "windlass", "torch's", "by the limits"):
         made.add_column(column, justify="right", no_wrap=True)
-    for one in races:
-        ours, theirs = (one.ratio(*pair) for pair in (("dp", "pp"), ("torch ddp", "torch pp")))
-        least = [one.outcomes[name].floor for name in ("dp", "pp")]
+    for item in races:
+        ours, theirs = (item.ratio(*pair) for pair in (("dp", "pp"), ("torch ddp", "torch pp")))
+        least = [item.outcomes[name].floor for name in ("dp", "pp")]
         bound = least[0] / least[1] if least[0] and least[1] else None
-        made.add_row(f"{one.load.link / 2**20:g}", _said(ours), _said(theirs), _said(bound))
+        made.add_row(f"{item.load.link / 2**20:g}", _said(ours), _said(theirs), _said(bound))
     return made
 
 
@@ -248,12 +248,12 @@ def _said(ratio: float | None) -> str:
 
 def notes(found: Comparison) -> list[str]:
     """Return notes for readers of the table."""
-    apart = {one.name: one.apart for one in found.outcomes.values() if one.apart is not None}
+    apart = {item.name: item.apart for item in found.outcomes.values() if item.apart is not None}
     worst = max(apart, key=lambda name: apart[name], default=REFERENCE)
     lines = (
         [f"losses: the largest difference from {REFERENCE} is {apart[worst]:.1e}, of {worst}"] if len(apart) > 1 else []
     )
-    lines += [f"absent: {one.name}: {one.failure}" for one in found.outcomes.values() if one.failure]
+    lines += [f"absent: {item.name}: {item.failure}" for item in found.outcomes.values() if item.failure]
     return lines + [f"slower than torch's own: {line}" for line in found.slower]
 
 
@@ -261,15 +261,15 @@ def plain(found: Comparison) -> dict[str, Any]:
     """Return plain data for the JSON."""
     results = {
         name: {
-            **asdict(one),
-            "median_ms": one.median * 1e3 if one.rounds else None,
-            "tokens_per_second": found.load.samples * found.load.length / one.median if one.rounds else None,
+            **asdict(item),
+            "median_ms": item.median * 1e3 if item.rounds else None,
+            "tokens_per_second": found.load.samples * found.load.length / item.median if item.rounds else None,
             "x_none": found.ratio(name, BASE),
             "x_dp": found.ratio(name, REFERENCE),
             "rival": found.rival(name),
             "x_rival": found.ratio(name, found.rival(name)),
         }
-        for name, one in found.outcomes.items()
+        for name, item in found.outcomes.items()
     }
     return {
         "load": asdict(found.load),

@@ -39,19 +39,23 @@ class MethodRank(Worker):
         return {}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Train. Return for each step its seconds, from a barrier until this rank has the loss as a number, the CPU
-        seconds of this process, and its loss; None if this rank has no loss."""
-        told: dict[str, Any] = {"seconds": [], "busy": [], "losses": []}
+        """Train on command.
+
+        Returns:
+            For each step its seconds from a barrier until this rank has the loss as a number, the CPU seconds of this
+            process, and its loss; None if this rank has no loss.
+        """
+        results: dict[str, Any] = {"seconds": [], "busy": [], "losses": []}
         for _ in range(count):
             tokens = self._batch()
             self._dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
             loss = self._step(tokens)
-            told["losses"].append(None if loss is None else loss.item())
-            told["seconds"].append(time.perf_counter() - start)
-            told["busy"].append(time.process_time() - busy)
+            results["losses"].append(None if loss is None else loss.item())
+            results["seconds"].append(time.perf_counter() - start)
+            results["busy"].append(time.process_time() - busy)
             del loss
-        return told
+        return results
 
     def pace(self, rate: int) -> int:
         """Call `rig.link.pace` for the existing connections."""
@@ -70,15 +74,15 @@ class MethodRank(Worker):
         from rig.models import build
 
         self._apart = self._apart or build(self._sizes)
-        model, found = self._apart, []
+        model, result = self._apart, []
         for _ in range(count):
             tokens = self._batch()
             self._dist.barrier()
             start = time.perf_counter()
             model(input_ids=tokens, labels=tokens).loss.backward()
-            found.append(time.perf_counter() - start)
+            result.append(time.perf_counter() - start)
             model.zero_grad(set_to_none=True)
-        return found
+        return result
 
     def _batch(self) -> Any:
         """Return this rank's tokens of the next global batch, which is the same for every method."""

@@ -32,7 +32,7 @@ class Sizes:
 
     def plain(self) -> dict[str, Any]:
         """Arguments of the transformers configuration."""
-        found = {
+        results = {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -44,8 +44,8 @@ class Sizes:
             "use_cache": False,
         }
         if self.experts:
-            found |= {"num_local_experts": self.experts, "num_experts_per_tok": self.chosen, "sliding_window": None}
-        return found
+            results |= {"num_local_experts": self.experts, "num_experts_per_tok": self.chosen, "sliding_window": None}
+        return results
 
     def shape(self) -> ModelShape:
         """Return the shape for formulas."""

@@ -14,21 +14,21 @@ def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> lis
         needs: bytes of all ranks of an engine. budget: maximum bytes of a group. An engine that exceeds it together
         with `BASE` gets its own group.
     """
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     taken: list[int] = []
     for engine in engines:
         if engine == BASE:
             continue
         place = next((i for i, size in enumerate(taken) if size + needs[engine] <= budget), None)
         if place is None:
-            found.append([BASE])
+            results.append([BASE])
             taken.append(needs[BASE])
-            place = len(found) - 1
-        found[place].append(engine)
+            place = len(results) - 1
+        results[place].append(engine)
         taken[place] += needs[engine]
-    return found or [[BASE]]
+    return results or [[BASE]]
 
 
 def turn(group: Sequence[str], number: int) -> list[str]:
-    """Return the order within a round: every other round in reverse, so that drift of the machine affects all alike."""
+    """Return the order within a round. Every other round is reversed, so that drift of the machine affects all."""
     return list(group) if number % 2 == 0 else list(reversed(group))

@@ -14,7 +14,7 @@ from rig.targets import memory_target, missed, speed_target
 
 
 def equality_line(measured: Measured) -> str:
-    """Describe in one sentence if all engines that train one model had the same losses."""
+    """Return a sentence that states whether all engines that train one model had the same losses."""
     compared = {name: r for name, r in measured.results.items() if r.loss_apart is not None}
     if measured.reference is None or len(compared) < 2:
         return "losses: nothing to compare (fewer than two engines that train one model)"
@@ -31,12 +31,12 @@ def table(measured: Measured) -> Table:
     """Return a table of speed and memory of every engine, compared with the targets."""
     results, size = measured.results, measured.size
     parameters = next(iter(results.values())).parameters
-    found = Table(
+    actual = Table(
         title=f"{parameters / 1e6:.1f}M-parameter Llama in fp32, {measured.ranks} ranks x 1 thread, "
         f"{size.batch} x {size.length} tokens each",
         title_justify="left",
     )
-    found.add_column("engine", no_wrap=True)
+    actual.add_column("engine", no_wrap=True)
     for column in (
         "ms",
         "min",
@@ -51,17 +51,17 @@ def table(measured: Measured) -> Table:
         "target",
         "",
     ):
-        found.add_column(column, justify="right", no_wrap=True)
+        actual.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         if result.failure:
-            found.add_row(name, result.failure if len(result.failure) < 30 else "failed, see below")
+            actual.add_row(name, result.failure if len(result.failure) < 30 else "failed, see below")
             continue
-        found.add_row(
+        actual.add_row(
             name,
             *_time_cells(result, speed_target(measured, name)),
             *_memory_cells(result, memory_target(measured, name)),
         )
-    return found
+    return actual
 
 
 def _time_cells(result: Result, target: float | None) -> list[str]:
@@ -111,9 +111,9 @@ def plain(measured: Measured) -> dict[str, Any]:
     """Return the measurement as plain data."""
     results = {}
     for name, result in measured.results.items():
-        one = asdict(result)
+        item = asdict(result)
         if result.rounds:
-            one |= {
+            item |= {
                 "median_ms": result.median * 1e3,
                 "min_ms": min(result.steps) * 1e3,
                 "ratio": result.ratio,
@@ -124,8 +124,8 @@ def plain(measured: Measured) -> dict[str, Any]:
                 "median_compute_ms": statistics.median(result.compute) * 1e3,
             }
         if result.memory:
-            one |= {"bytes_per_parameter": result.bytes_per_parameter, "memory_target": memory_target(measured, name)}
-        results[name] = one
+            item |= {"bytes_per_parameter": result.bytes_per_parameter, "memory_target": memory_target(measured, name)}
+        results[name] = item
     return {
         "size": asdict(measured.size),
         "ranks": measured.ranks,

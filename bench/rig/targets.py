@@ -36,16 +36,16 @@ def memory_target(measured: Measured, engine: str) -> float | None:
 
 def missed(measured: Measured) -> list[str]:
     """Return one sentence for each missed target."""
-    found = []
+    results = []
     for engine, result in measured.results.items():
         target, limit = speed_target(measured, engine), memory_target(measured, engine)
         if target is not None and result.rounds and result.ratio > target:
-            found.append(f"{engine}: {result.ratio:.3f} x none, target {target:.3f}")
+            results.append(f"{engine}: {result.ratio:.3f} x none, target {target:.3f}")
         if limit is not None and result.memory and result.bytes_per_parameter > limit:
-            found.append(f"{engine}: {result.bytes_per_parameter:.1f} bytes a parameter, target {limit:.1f}")
-    return found
+            results.append(f"{engine}: {result.bytes_per_parameter:.1f} bytes a parameter, target {limit:.1f}")
+    return results
 
 
 def _promised(measured: Measured) -> bool:
-    """Return True if targets apply to this size and number of ranks; constant costs dominate small ones."""
+    """Return True if targets apply to this size and number of ranks. At small sizes constant costs dominate."""
     return measured.size == Size() and measured.ranks == 2

@@ -1,4 +1,7 @@
-"""Techniques for long sequences: each alone, all, all but one; and the search for the longest sequence that fits."""
+"""Techniques for long sequences: combinations to measure, and the search for the longest sequence that fits.
+
+Measured are each technique alone, all together, and all but one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from rig.models import Sizes
 
 SIZES = Sizes(hidden=128, layers=8, heads=2, intermediate=512, vocabulary=8192)
 TILE = 256  # tokens in a tile of MLPs and losses
-_PROBES = 3  # relative distance of one that fits and one that does not
+_PROBES = 3  # largest number of lengths tried between one that fits and one that does not
 _NEAR = 0.02  # relative precision of the search
 
 
@@ -76,37 +79,39 @@ class Point:
 
 
 def search(measure: Callable[[int], Point], cap: int, *, first: int, most: int, grain: int) -> list[Point]:
-    """Measure sequences of growing length until one does not fit, then lengths between the last that fits and that one.
+    """Measure sequences of growing length until one does not fit, then lengths between the last two.
 
     Args:
-        measure: runs one step on a sequence of this length. cap: maximum peak bytes. first: initial length; each is
-        twice the one before, up to `most`. grain: searched lengths are multiples of it.
+        measure: runs one step on a sequence of this length.
+        cap: maximum peak bytes.
+        first: initial length, which is doubled up to `most`.
+        grain: searched lengths are multiples of it.
 
     Returns:
         All measurements, by length.
     """
-    found = [measure(first)]
-    while found[-1].peak <= cap and found[-1].length < most:
-        found.append(measure(min(2 * found[-1].length, most)))
-    for _ in range(_PROBES if len(found) > 1 and found[-1].peak > cap else 0):
-        low, high = max(fitting(found, cap), key=_length), min(exceeding(found, cap), key=_length)
+    results = [measure(first)]
+    while results[-1].peak <= cap and results[-1].length < most:
+        results.append(measure(min(2 * results[-1].length, most)))
+    for _ in range(_PROBES if len(results) > 1 and results[-1].peak > cap else 0):
+        low, high = max(fitting(results, cap), key=_length), min(exceeding(results, cap), key=_length)
         guess = low.length + (high.length - low.length) * (cap - low.peak) / max(high.peak - low.peak, 1)
         length = min(max(int(guess) // grain * grain, low.length + grain), high.length - grain)
         if high.length - low.length <= max(grain, _NEAR * low.length) or not low.length < length < high.length:
             break
-        found.append(measure(length))
-    return sorted(found, key=_length)
+        results.append(measure(length))
+    return sorted(results, key=_length)
 
 
 def fitting(points: Sequence[Point], cap: int) -> list[Point]:
     """Return the points within the cap, up to the first that is not."""
-    least = min((one.length for one in points if one.peak > cap), default=None)
-    return [one for one in points if least is None or one.length < least]
+    least = min((item.length for item in points if item.peak > cap), default=None)
+    return [item for item in points if least is None or item.length < least]
 
 
 def exceeding(points: Sequence[Point], cap: int) -> list[Point]:
     """Return the points over the cap."""
-    return [one for one in points if one.peak > cap]
+    return [item for item in points if item.peak > cap]
 
 
 def longest(points: Sequence[Point], cap: int) -> Point | None:

@@ -86,8 +86,8 @@ def main(folder: Path) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     data = Lines(BATCH * work["ranks"] * work["steps"], work["length"])
     Trainer(model=model, args=args, train_dataset=data, callbacks=[clock]).train()
-    told = {"steps": clock.steps[WARM:], "losses": clock.losses, "parameters": parameters}
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
+    results = {"steps": clock.steps[WARM:], "losses": clock.losses, "parameters": parameters}
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

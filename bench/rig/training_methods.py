@@ -102,8 +102,8 @@ def _tensor(one: TrainingMethod, model: Any, load: Load) -> Step:
     plan |= {f"{layer}self_attn.o_proj": RowwiseParallel(), f"{layer}mlp.down_proj": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
-    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    optimizer = _adamw([{"params": cut}, {"params": whole}])  # one fused step takes either kind
+    full = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    optimizer = _adamw([{"params": cut}, {"params": full}])  # one fused step takes either kind
     return _plain(model, optimizer, loss_parallel if cut_loss else nullcontext)
 
 

@@ -63,7 +63,7 @@ class Worker:
 
     def steps(self, count: int) -> dict[str, list[float]]:
         """Train. Return the seconds of each step, those of forward and backward, and its loss on this rank."""
-        told: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
+        results: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
         ended = time.perf_counter()
         for _ in range(count):
             tokens = self._batch()
@@ -73,13 +73,13 @@ class Worker:
             self._trainee.backward(loss)
             computed = time.perf_counter()
             self._trainee.step()
-            told["losses"].append(loss.item())
-            told["between"].append(start - ended)
+            results["losses"].append(loss.item())
+            results["between"].append(start - ended)
             ended = time.perf_counter()
-            told["seconds"].append(ended - start)
-            told["compute"].append(computed - start)
+            results["seconds"].append(ended - start)
+            results["compute"].append(computed - start)
             del loss
-        return told
+        return results
 
     def memory(self) -> dict[str, Any]:
         """Return the peak bytes since `build` and the kind of the counter, and stop sampling."""

@@ -1,4 +1,4 @@
-"""Fixtures of all tests of clients."""
+"""Fixtures for the tests of DeepSpeed's clients."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def patience() -> None:
-    """Take pytest's limit of five minutes away, which is short for two runs of a client: `Client.run` has its own."""
+    """Disable pytest's limit of five minutes, which is too short for two runs of a client: `Client.run` has its own."""
     faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""Runs unmodified clients that are installed somewhere else, plainly and with windlass in the place of DeepSpeed.
+"""Runs unmodified clients that are installed somewhere else, plainly and with with windlass as DeepSpeed.
 
 A client NAME is found by two variables: WINDLASS_CLIENT_NAME, a checkout of its repository, and
 WINDLASS_CLIENT_NAME_PYTHON, the interpreter of a virtual environment with its requirements. One over this project's is
@@ -25,7 +25,7 @@ TEXT = "the cat sat on a mat and looked at two red birds that sang in one old tr
 
 @dataclass(frozen=True)
 class Client:
-    """A checkout and the interpreter that runs it."""
+    """Checkout of a client and the Python interpreter that runs it."""
 
     folder: Path
     python: str
@@ -69,14 +69,14 @@ class Client:
         return printed
 
     def versions(self, *packages: str) -> dict[str, str]:
-        """Versions of what is installed for it."""
+        """Return the versions of the installed packages."""
         asked = f"import importlib.metadata as m, json; print(json.dumps({{p: m.version(p) for p in {packages!r}}}))"
         found: dict[str, str] = json.loads(subprocess.check_output([self.python, "-c", asked], text=True))
         return found
 
 
 def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = os.environ) -> Client:
-    """The client of that name, or skip the test with instructions for installing it."""
+    """Return the client of that name, or skip the test with instructions for installing it."""
     variable = f"WINDLASS_CLIENT_{name}"
     folder, python = environ.get(variable), environ.get(f"{variable}_PYTHON")
     if not folder or not python:
@@ -88,7 +88,7 @@ def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = 
 
 
 def words(number: int, length: int) -> str:
-    """A text of so many words, another one for each number."""
+    """Return a text of `count` words, which differs for each number."""
     return " ".join(random.Random(number).choices(TEXT.split(), k=length))
 
 

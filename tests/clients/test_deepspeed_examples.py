@@ -27,7 +27,7 @@ LOCAL = Path(__file__).parent / "local"
 PLAIN = Path(__file__).parent / "plain"
 NUMBER = r"(-?\d+\.\d+(?:e-?\d+)?)"
 
-# CIFAR's own network in plain PyTorch, on one process that computes each rank's part of a batch by itself.
+# The network of the CIFAR script in plain PyTorch, in one process that computes the ranks' parts of a batch in turn.
 STEPS = 24
 BATCH = 16
 CIFAR = """
@@ -69,7 +69,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(examples: Client, tmp_path: Path) -> Run:
-    """Runs a script by the `deepspeed` command in its own new folder, under the stand-in or plain PyTorch."""
+    """Runner of a script by the `deepspeed` command in a new folder, with windlass or plain PyTorch as DeepSpeed."""
 
     def run(script: str, *arguments: object, ranks: int, plain: bool = False, **env: str) -> str:
         where = tmp_path / ("plain" if plain else "ours")
@@ -82,20 +82,20 @@ def run(examples: Client, tmp_path: Path) -> Run:
 
 
 def numbers(printed: str, line: str) -> list[float]:
-    """Numbers of a pattern's groups, in order."""
-    found = re.findall(line, printed)
-    return [float(number) for one in found for number in (one if isinstance(one, tuple) else (one,))]
+    """Return the numbers in a pattern's groups, in order."""
+    result = re.findall(line, printed)
+    return [float(number) for item in result for number in (item if isinstance(item, tuple) else (item,))]
 
 
 def check(found: list[float], wanted: list[float], count: int, tolerance: float = 1.01e-4) -> None:
-    """Compare numbers, of which there are so many and which move."""
+    """Assert that both lists have `count` equal numbers, which are not constant."""
     print(f"found {found}, plainly {wanted}")
     assert len(wanted) == count and len(set(wanted)) > count / 2 and all(map(math.isfinite, wanted))
     assert found == pytest.approx(wanted, abs=tolerance, rel=tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2])  # alone, the rows come in an order that the seed does not tell
+@pytest.mark.parametrize("ranks", [2])  # on one rank the order of the rows does not depend on the seed
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_cifar_trains_as_in_plain_pytorch(examples: Client, tmp_path: Path, stage: int, ranks: int) -> None:
     """Law: the first rank's losses, to the three decimals that the script prints."""
@@ -105,8 +105,8 @@ def test_cifar_trains_as_in_plain_pytorch(examples: Client, tmp_path: Path, stag
     printed = examples.run(script, "--deepspeed", *options, ranks=ranks, path=(LOCAL,), **pictures)
     (tmp_path / "plain.py").write_text(CIFAR.format(batch=BATCH))
     standing_in = examples.run(tmp_path / "plain.py", script, ranks, path=(LOCAL,), stands_in=True, **pictures)
-    wanted = json.loads(standing_in.partition("PLAIN ")[2].splitlines()[0])
-    check(numbers(printed, r"\[ 1, +\d+\] loss: +(\S+)"), wanted, STEPS, 6e-4)
+    expected = json.loads(standing_in.partition("PLAIN ")[2].splitlines()[0])
+    check(numbers(printed, r"\[ 1, +\d+\] loss: +(\S+)"), expected, STEPS, 6e-4)
 
 
 GAN = rf"Loss_D: {NUMBER} Loss_G: {NUMBER} D\(x\): {NUMBER} D\(G\(z\)\): {NUMBER} / {NUMBER}"
@@ -126,7 +126,7 @@ def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool,
     printed = run(*deepspeed, ranks=ranks, **pictures)
     twin = deepspeed if clips else ("training/gan/gan_baseline_train.py", *options)
     plain = run(*twin, ranks=int(clips), plain=True, **pictures)
-    steps = list(dict.fromkeys(re.findall(GAN, printed)))  # of all ranks, which have the same pictures
+    steps = list(dict.fromkeys(re.findall(GAN, printed)))  # every rank prints them: all have the same pictures
     check([float(number) for step in steps for number in step], numbers(plain, GAN), 4 * 5)
 
 
@@ -159,7 +159,7 @@ PIPELINE = "training/pipeline_parallelism/train.py"
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("stages", [0, 2])
 def test_a_pipeline_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, stages: int, ranks: int) -> None:
-    """Law: an AlexNet over two stages, and by the same script without any, over copies."""
+    """Law: an AlexNet over two pipeline stages, and with data parallelism alone, has the plain losses."""
     if stages > ranks:
         pytest.skip("two stages need two ranks")
     config = {
@@ -185,7 +185,7 @@ CHAT = "applications/DeepSpeed-Chat/training"
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny OPT with random weights, its tokenizer, and pairs of answers."""
+    """Write a tiny OPT with random weights, its tokenizer, and pairs of answers. Return the folder."""
     from datasets import Dataset, DatasetDict
 
     made = tmp_path_factory.mktemp("chat")
@@ -204,7 +204,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat_options(chat: Path, out: Path) -> tuple[object, ...]:
-    """Options of all three steps."""
+    """Return the options of all three steps."""
     data = ("--data_path", chat / "Dahoas" / "rm-static", "--data_output_path", out / "data", "--output_dir", out)
     return (*data, "--dtype", "bf16", "--seed", 1, "--lr_scheduler_type", "constant", "--num_warmup_steps", 0)
 
@@ -219,19 +219,19 @@ AWAY = pytest.mark.parametrize("away", [(), ("--offload",)], ids=["device", "hos
 def test_chat_is_fine_tuned_as_in_plain_pytorch(
     run: Run, chat: Path, tmp_path: Path, stage: int, away: tuple[str, ...], ranks: int
 ) -> None:
-    """Law: step 1 of DeepSpeed-Chat in bf16: the losses of all ranks, and those before and after."""
+    """Law: step 1 of DeepSpeed-Chat in bf16 has the plain losses, in training and in both evaluations."""
     model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
     options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-2, "--print_loss")
     script = f"{CHAT}/step1_supervised_finetuning/main.py"
-    found = []
+    results = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
         zero = ("--zero_stage", stage, *(() if plain else away))
         printed = run(script, *options, *common, *zero, ranks=ranks, plain=plain)
         losses = [numbers(printed, rf"Rank: {rank}, loss = {NUMBER}") for rank in range(ranks)]
-        found.append([*numbers(printed, rf"ppl: \S+, loss: {NUMBER}"), *sum(losses, [])])
-    check(*found, 2 + 2 * ranks, 1e-3)
+        results.append([*numbers(printed, rf"ppl: \S+, loss: {NUMBER}"), *sum(losses, [])])
+    check(*results, 2 + 2 * ranks, 1e-3)
 
 
 SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_scores \(lower is better\) : {NUMBER}"
@@ -243,40 +243,39 @@ SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_sc
 def test_chat_reward_model_trains_as_in_plain_pytorch(
     run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int
 ) -> None:
-    """Law: step 2 of DeepSpeed-Chat in bf16: the mean loss of each epoch, and the scores before and after each."""
+    """Law: step 2 of DeepSpeed-Chat in bf16 has the plain mean loss of each epoch, and the plain scores around each."""
     model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
     options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-3, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step2_reward_model_finetuning/main.py"
-    found = []
+    results = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
         more = ("--num_train_epochs", 3, "--zero_stage", stage)
         printed = run(script, *options, *common, *more, ranks=ranks, plain=plain)
-        found.append([*numbers(printed, rf"with loss {NUMBER}"), *numbers(printed, SCORES)])
-    check(*found, 3 + 4 * 2, 2e-3)
+        results.append([*numbers(printed, rf"with loss {NUMBER}"), *numbers(printed, SCORES)])
+    check(*results, 3 + 4 * 2, 2e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_chat_rlhf_trains_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
-    """Law: step 3 of DeepSpeed-Chat in bf16: four models, the losses of actor and critic, and rewards of what the
-    actor wrote."""
+    """Law: step 3 of DeepSpeed-Chat in bf16, with four models, has the plain actor and critic losses and rewards."""
     batches = ("--per_device_training_batch_size", 4 // ranks, "--per_device_generation_batch_size", 4 // ranks)
     models = ("--actor_model_name_or_path", chat / "model", "--critic_model_name_or_path", critic(chat))
     lengths = ("--max_prompt_seq_len", 40, "--max_answer_seq_len", 8)
     rates = ("--actor_learning_rate", 1e-3, "--critic_learning_rate", 1e-3)
     options = (*batches, *lengths, *rates, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step3_rlhf_finetuning/main.py"
-    found = []
+    results = []
     for plain in (False, True):
         stages = ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
         common = chat_options(chat, tmp_path / f"out-{plain}")
         printed = run(script, *models, *options, *common, *stages, ranks=ranks, plain=plain)
         losses = rf"Actor Loss: {NUMBER} \| Critic Loss: {NUMBER}"
-        found.append([*numbers(printed, losses), *numbers(printed, rf"Average reward score: {NUMBER}")])
-    check(*found, 4 * 3, 2e-3)
+        results.append([*numbers(printed, losses), *numbers(printed, rf"Average reward score: {NUMBER}")])
+    check(*results, 4 * 3, 2e-3)
 
 
 def critic(chat: Path) -> Path:
@@ -307,7 +306,7 @@ def opt(folder: Path) -> None:
     size = tokenizer(folder, "GPT2Tokenizer", ["<|endoftext|>"], eos_token="<|endoftext|>", bos_token="<|endoftext|>")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    size = -(-size // 8) * 8  # as the scripts resize it, with random rows
+    size = -(-size // 8) * 8  # the scripts round the vocabulary up to a multiple of 8, and the new rows are random
     tokens = {"vocab_size": size, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
     config = OPTConfig(**sizes, **tokens, word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.0, init_std=0.2)
     OPTForCausalLM(config).save_pretrained(folder)
@@ -339,7 +338,7 @@ def tokenizer(folder: Path, kind: str, special: list[str], **named: str) -> int:
 
 
 def wikitext(folder: Path) -> None:
-    """Write what `load_dataset("wikitext", "wikitext-2-v1")` finds in the folder where it is asked for."""
+    """Write the files that `load_dataset("wikitext", "wikitext-2-v1")` finds in the working directory."""
     folder.mkdir(parents=True)
     described = "configs:\n- config_name: wikitext-2-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
     (folder / "README.md").write_text(f"---\n{described}---\n")

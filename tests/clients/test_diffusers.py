@@ -60,7 +60,7 @@ json.dump(index, open(f"{out}/model_index.json", "w"))
 
 AUTO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
 HOST = {"device": "cpu", "pin_memory": False}
-# Not stage 3: transformers then shards the text encoder too, with which the script computes outside of any engine.
+# Not stage 3: transformers would then shard the text encoder too, which the script uses outside of any engine.
 CONFIGS = {
     "z2": {"stage": 2},
     "z2-offload": {"stage": 2, "offload_optimizer": HOST},
@@ -78,7 +78,7 @@ def folder(diffusers: Client, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(diffusers: Client, made: Path) -> Path:
-    """Write a model, pictures with their captions, and the configurations."""
+    """Write a model, pictures with captions, and the configurations."""
     from PIL import Image
 
     (made / "model.py").write_text(MODEL)
@@ -90,7 +90,7 @@ def make(diffusers: Client, made: Path) -> Path:
         name = f"{number}.png"
         Image.fromarray(random.integers(0, 255, (16, 16, 3), np.uint8)).save(made / "pictures" / name)
         lines.append(json.dumps({"file_name": name, "text": words(number, 3)}))
-    assert set("".join(TEXT.split())) <= set("abcdefghijklmnopqrstuvwxyz")  # what the tokenizer knows
+    assert set("".join(TEXT.split())) <= set("abcdefghijklmnopqrstuvwxyz")  # the vocabulary of the tokenizer
     (made / "pictures" / "metadata.jsonl").write_text("\n".join(lines))
     for name, zero in CONFIGS.items():
         config = {**AUTO, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
@@ -99,7 +99,7 @@ def make(diffusers: Client, made: Path) -> Path:
 
 
 def losses(diffusers: Client, folder: Path, config: str | None, ranks: int) -> list[float]:
-    """Losses of the first steps, from what the script wrote for TensorBoard."""
+    """Return the losses of the first steps from the script's TensorBoard files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = folder / f"{config}-{ranks}"
@@ -135,7 +135,7 @@ def losses(diffusers: Client, folder: Path, config: str | None, ranks: int) -> l
 
 @pytest.fixture(scope="module")
 def plain(diffusers: Client, folder: Path) -> Callable[[int], list[float]]:
-    """Losses without DeepSpeed, by number of ranks."""
+    """Return the losses without DeepSpeed, by number of ranks."""
     return functools.cache(lambda ranks: losses(diffusers, folder, None, ranks))
 
 
@@ -145,7 +145,7 @@ def plain(diffusers: Client, folder: Path) -> Callable[[int], list[float]]:
 def test_losses_equal_plain_training(
     diffusers: Client, folder: Path, plain: Callable[[int], list[float]], config: str, ranks: int
 ) -> None:
-    wanted, found = plain(ranks), losses(diffusers, folder, config, ranks)
-    print(f"{config} on {ranks}: {found}, plainly {wanted}")
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+    expected, actual = plain(ranks), losses(diffusers, folder, config, ranks)
+    print(f"{config} on {ranks}: {actual}, plainly {expected}")
+    assert len(expected) == STEPS and len(set(expected)) == STEPS
+    assert actual == pytest.approx(expected, abs=1.01e-4)

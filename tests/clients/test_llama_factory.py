@@ -45,14 +45,14 @@ def factory() -> Client:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with random weights, its tokenizer, and data of each kind."""
+    """Write a tiny Llama with random weights, its tokenizer, and data of each kind. Return the folder."""
     made = tmp_path_factory.mktemp("factory")
     tiny_llama(made / "model")
     data = made / "data"
     data.mkdir()
 
     rows = conversations()
-    chat = [{"instruction": asked, "input": "", "output": answer} for asked, answer, _ in rows]
+    chat = [{"instruction": requested, "input": "", "output": answer} for requested, answer, _ in rows]
     pairs = [{**row, "chosen": row["output"], "rejected": worse} for row, (_, _, worse) in zip(chat, rows, strict=True)]
     tagged = [{**row, "label": n % 2 == 0} for n, row in enumerate(chat)]
     columns = {"prompt": "instruction", "query": "input"}
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, content in {"chat": chat, "pairs": pairs, "tagged": tagged, "dataset_info": described}.items():
         (data / f"{name}.json").write_text(json.dumps(content))
-    # LLaMA-Factory imports torchaudio, which has no build for every torch, and uses it on sound alone.
+    # LLaMA-Factory imports torchaudio, which is not available for every torch version, and uses it for sound only.
     (made / "path" / "torchaudio").mkdir(parents=True)
     (made / "path" / "torchaudio" / "__init__.py").touch()
     return made

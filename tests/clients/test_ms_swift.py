@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("swift")
     tiny_llama(made / "model")
     rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
-        for asked, answer, _ in conversations()
+        {"messages": [{"role": "user", "content": requested}, {"role": "assistant", "content": answer}]}
+        for requested, answer, _ in conversations()
     ]
     (made / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return made
@@ -58,7 +58,7 @@ def comparison(swift: Client, folder: Path) -> Comparison:
             "torch_dtype": "float32",
             "fp16": False,  # else float32 means fp16: weights of fp16 in DeepSpeed, autocast without it
             "bf16": False,
-            "lora_dropout": 0,  # ranks draw what they drop each for itself
+            "lora_dropout": 0,  # each rank would draw its own masks
             "max_length": 64,
             "gradient_accumulation_steps": 1,
             "gradient_checkpointing": False,

@@ -20,7 +20,7 @@ NEEDS = "sentence-transformers"
 STEPS = 5
 BATCH = 8
 
-# What its documentation shows, of a model that is made here.
+# The program of its documentation, for a model that this file writes.
 SCRIPT = """
 import json, sys
 import torch
@@ -103,7 +103,7 @@ def make(made: Path) -> Path:
 
 
 def losses(sentences: Client, folder: Path, loss: str, config: str | None, ranks: int) -> list[float]:
-    """Losses of the first steps; plainly, several ranks are those of DistributedDataParallel."""
+    """Return the losses of the first steps. Without DeepSpeed, several ranks use DistributedDataParallel."""
     out = f"{loss}-{config}-{ranks}"
     here = replace(sentences, folder=folder)
     spoken = ("script.py", out, f"{config}.json" if config else "none", loss, ranks)
@@ -121,7 +121,7 @@ def losses(sentences: Client, folder: Path, loss: str, config: str | None, ranks
 
 @pytest.fixture(scope="module")
 def plain(sentences: Client, folder: Path) -> Callable[[str, int], list[float]]:
-    """Losses without DeepSpeed, by loss and number of ranks."""
+    """Return the losses without DeepSpeed, by loss and number of ranks."""
     return functools.cache(lambda loss, ranks: losses(sentences, folder, loss, None, ranks))
 
 
@@ -132,7 +132,7 @@ def plain(sentences: Client, folder: Path) -> Callable[[str, int], list[float]]:
 def test_losses_equal_plain_training(
     sentences: Client, folder: Path, plain: Callable[[str, int], list[float]], loss: str, config: str, ranks: int
 ) -> None:
-    wanted, found = plain(loss, ranks), losses(sentences, folder, loss, config, ranks)
-    print(f"{loss} {config} on {ranks}: {found}, plainly {wanted}")
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+    expected, actual = plain(loss, ranks), losses(sentences, folder, loss, config, ranks)
+    print(f"{loss} {config} on {ranks}: {actual}, plainly {expected}")
+    assert len(expected) == STEPS and len(set(expected)) == STEPS
+    assert actual == pytest.approx(expected, abs=1.01e-4)

@@ -26,7 +26,7 @@ NEEDS = (
 STEPS = 5
 BATCH = 4
 
-# A metric of this name, which the scripts otherwise load from the hub. They compute none: nothing is evaluated by it.
+# A metric of the name that the scripts load from the hub. Its values are not used.
 METRIC = """
 import datasets
 import evaluate
@@ -60,7 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Script:
-    """A script, its options, and what writes the model and the data that they name in the folder where it runs."""
+    """Script, its options, and the function that writes the model and data that the options name."""
 
     path: str
     make: Callable[[Path], None]
@@ -69,7 +69,7 @@ class Script:
 
 
 def text_model(folder: Path, model: Any) -> None:
-    """Save a model, and a tokenizer of 300 tokens."""
+    """Save a model and a tokenizer of 300 tokens."""
     from windlass.data.tokenizer import train_tokenizer
 
     train_tokenizer([TEXT] * 5, 300, folder)
@@ -86,7 +86,7 @@ def make_clm(folder: Path) -> None:
 
 
 def make_glue(folder: Path) -> None:
-    """A BERT without the head that the script trains: it is new, and random."""
+    """Write a BERT without the head that the script trains, which the script initializes randomly."""
     from transformers import BertConfig, BertModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -109,7 +109,7 @@ def make_summarization(folder: Path) -> None:
 
 
 def make_images(folder: Path) -> None:
-    """With its head: a new one has other values at stage 3, where transformers draws while it builds a ViT."""
+    """Write a ViT with its head. At stage 3 transformers would draw other values for a new head."""
     from PIL import Image
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
@@ -125,7 +125,7 @@ def make_images(folder: Path) -> None:
 
 
 def tiny_wav2vec(**options: Any) -> Any:
-    """The configuration of a Wav2Vec2 without dropout."""
+    """Return the configuration of a Wav2Vec2 without dropout."""
     from transformers import Wav2Vec2Config
 
     dropouts = ("hidden", "activation", "attention", "feat_proj", "feat_quantizer")
@@ -162,7 +162,7 @@ def record(file: Path, seed: int, samples: int) -> None:
 def make_speech(folder: Path) -> None:
     from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Model
 
-    # The script takes a folder for a checkpoint from which to go on: the model lies as if downloaded.
+    # The script would resume from a model given as a folder, so the model lies in the hub's cache.
     downloaded = folder / "hub" / "models--tiny--wav2vec2"
     (downloaded / "refs").mkdir(parents=True)
     (downloaded / "refs" / "main").write_text("0" * 40)
@@ -239,7 +239,7 @@ def examples() -> Client:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders with the model and the data of each script."""
+    """Return the folders with the model and the data of each script."""
 
     @functools.cache
     def get(name: str) -> Path:
@@ -259,7 +259,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def losses(examples: Client, folder: Path, name: str, config: str | None, ranks: int) -> list[float]:
-    """Losses of the first steps; plainly, several ranks are those of DistributedDataParallel."""
+    """Return the losses of the first steps. Without DeepSpeed, several ranks use DistributedDataParallel."""
     script = SCRIPTS[name]
     out = folder / f"{config}-{ranks}"
     options = {
@@ -284,7 +284,7 @@ def losses(examples: Client, folder: Path, name: str, config: str | None, ranks:
     spoken = [word for option, value in options.items() for word in (f"--{option}", value)]
     path = examples.folder / "examples" / "pytorch" / script.path
     here = replace(examples, folder=folder)
-    # Downloads and what datasets prepared lie in the folder: nothing is left behind, and no run sees another one's.
+    # The caches of the hub and of datasets are in the folder, so that runs share no files and leave none behind.
     home = {"HF_HOME": folder / f"home-{config}-{ranks}", "HF_HUB_CACHE": folder / "hub"}
     env = {name: str(value) for name, value in {**home, "NLTK_DATA": folder / "nltk_data"}.items()}
     if config is not None:
@@ -300,7 +300,7 @@ def losses(examples: Client, folder: Path, name: str, config: str | None, ranks:
 
 @pytest.fixture(scope="module")
 def plain(examples: Client, folder: Callable[[str], Path]) -> Callable[[str, int], list[float]]:
-    """Losses without DeepSpeed, by script and number of ranks."""
+    """Return the losses without DeepSpeed, by script and number of ranks."""
 
     @functools.cache
     def get(name: str, ranks: int) -> list[float]:
@@ -323,7 +323,7 @@ def test_losses_equal_plain_training(
     config: str,
     ranks: int,
 ) -> None:
-    wanted, found = plain(name, ranks), losses(examples, folder(name), name, config, ranks)
-    print(f"{name} {config} on {ranks}: {found}, plainly {wanted}")
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+    expected, actual = plain(name, ranks), losses(examples, folder(name), name, config, ranks)
+    print(f"{name} {config} on {ranks}: {actual}, plainly {expected}")
+    assert len(expected) == STEPS and len(set(expected)) == STEPS
+    assert actual == pytest.approx(expected, abs=1.01e-4)

@@ -1,4 +1,4 @@
-"""Clients that are built on transformers' Trainer: options under which two runs compare, and data."""
+"""Clients built on transformers' Trainer: options that make two runs comparable, and data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Losses = list[float]
 
 
 def options(out: Path, ranks: int) -> dict[str, Any]:
-    """Options of the Trainer: a few steps of one batch, whatever the number of ranks (0 is a plain process)."""
+    """Return options of the Trainer for a few steps of one batch, for any number of ranks (0: a plain process)."""
     return {
         "output_dir": str(out),
         "per_device_train_batch_size": BATCH // max(ranks, 1),
@@ -34,12 +34,12 @@ def options(out: Path, ranks: int) -> dict[str, Any]:
 
 
 def conversations() -> list[tuple[str, str, str]]:
-    """A question, its answer and a worse one for each row of the steps, of as many words each."""
+    """Return a question, its answer and a rejected answer for each row of the steps, all of equal length."""
     return [(words(n, 4), words(n + 3, 6), words(n + 9, 6)) for n in range(STEPS * BATCH)]
 
 
 class Comparison:
-    """Losses of a client's runs, of which the plain ones are made once.
+    """Losses of a client's runs. The plain runs are made once.
 
     Args:
         run: trains what is named with a configuration over so many ranks, or plainly with None and 0.
@@ -50,13 +50,13 @@ class Comparison:
         self.plain = functools.cache(lambda name: run(name, None, 0))
 
     def check(self, name: str, config: str, ranks: int) -> None:
-        """Compare the losses of both to four decimals.
+        """Compare the losses of both runs to four decimals.
 
         Raises:
-            AssertionError: they differ, or the plain ones show no training.
+            AssertionError: the losses differ, or the plain losses are constant.
         """
-        wanted, found = self.plain(name), self.run(name, config, ranks)
-        print(f"{name} {config} on {ranks}: {found}, plainly {wanted}")
-        assert len(wanted) == STEPS
-        assert all(abs(one - other) > 1e-3 for one, other in zip(wanted, wanted[1:], strict=False)), wanted
-        assert found == pytest.approx(wanted, abs=1.01e-4)
+        expected, actual = self.plain(name), self.run(name, config, ranks)
+        print(f"{name} {config} on {ranks}: {actual}, plainly {expected}")
+        assert len(expected) == STEPS
+        assert all(abs(item - other) > 1e-3 for item, other in zip(expected, expected[1:], strict=False)), expected
+        assert actual == pytest.approx(expected, abs=1.01e-4)

@@ -54,6 +54,6 @@ def _environment(stands_in: bool) -> dict[str, str]:
 
 
 def require_package(name: str) -> None:
-    """Skip the calling module where a client is not installed, without an import of it, which takes seconds."""
+    """Skip the calling module if a client is not installed, without importing it, which takes seconds."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)

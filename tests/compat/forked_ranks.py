@@ -60,8 +60,8 @@ class ForkingServer:
             self._process.stdin.flush()
             codes = json.loads(self._process.stdout.readline())
             files = sorted(Path(outputs).iterdir(), key=lambda file: (file.suffix == ".err", file.name))
-            said = "".join(file.read_text(errors="replace") for file in files)
-        return not any(codes), f"{said}\nexit codes of the ranks: {codes}" if any(codes) else said
+            text = "".join(file.read_text(errors="replace") for file in files)
+        return not any(codes), f"{text}\nexit codes of the ranks: {codes}" if any(codes) else text
 
     def close(self) -> None:
         """End the process."""
@@ -102,9 +102,9 @@ def _wait(template: int, outputs: Path, seconds: float) -> list[int]:
             return [-signal.SIGKILL]
         time.sleep(0.02)
     codes = outputs / "codes"
-    found = json.loads(codes.read_text()) if codes.exists() else [1]
+    result = json.loads(codes.read_text()) if codes.exists() else [1]
     codes.unlink(missing_ok=True)
-    return list(found)
+    return list(result)
 
 
 def _run_ranks(request: Request) -> NoReturn:

@@ -58,37 +58,37 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step) if scheduled else 1.0)
     x, y = accelerate_training.batches().tensors
-    told: dict[str, Any] = {"losses": [], "norms": []}
+    results: dict[str, Any] = {"losses": [], "norms": []}
     for start_ in range(0, len(x), accelerate_training.WORLD_BATCH):
         part = slice(start_, start_ + accelerate_training.WORLD_BATCH)
         loss = (net(x[part]) * net.scale - y[part]).square().mean()
         loss.backward()
-        told["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, accelerate_training.CLIP)))
+        results["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, accelerate_training.CLIP)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        told["losses"].append(loss.item())
-    told["weights"] = net.state_dict()
-    return told
+        results["losses"].append(loss.item())
+    results["weights"] = net.state_dict()
+    return results
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Results of all cases, by number of ranks."""
+    """Return the results of all cases, by number of ranks."""
     out = tmp_path_factory.mktemp("accelerate")
-    found: dict[int, Told] = {}
+    results: dict[int, Told] = {}
 
     def get(ranks: int) -> Told:
-        if ranks not in found:
-            found[ranks] = {}  # a failing run is not repeated
+        if ranks not in results:
+            results[ranks] = {}  # a failing run is not repeated
             cases = json.loads(json.dumps([{"name": name, "ranks": ranks, **case} for name, case in _CASES.items()]))
             for case in cases:
                 if case["config"]["train_micro_batch_size_per_gpu"] == 0:
                     case["config"]["train_micro_batch_size_per_gpu"] = 8 // ranks
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("accelerate_training.py", out, out / f"cases-{ranks}.json", ranks=ranks)
-            found[ranks] = json.loads((out / f"told-{ranks}.json").read_text())
-        return found[ranks]
+            results[ranks] = json.loads((out / f"told-{ranks}.json").read_text())
+        return results[ranks]
 
     return get
 
@@ -97,17 +97,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 @pytest.mark.parametrize("name", [name for name in _CASES if not name.startswith("two")])
 def test_training_equals_plain_pytorch(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms, gathered weights and losses after `load_state` equal plain PyTorch's."""
-    plain, one = _plain(scheduled="scheduled" in name), told(ranks)[name]
+    plain, item = _plain(scheduled="scheduled" in name), told(ranks)[name]
     steps = _CASES[name].get("accumulation", 1)
-    means = [sum(one["losses"][i : i + steps]) / steps for i in range(0, len(one["losses"]), steps)]
-    assert one["processes"] == ranks
+    means = [sum(item["losses"][i : i + steps]) / steps for i in range(0, len(item["losses"]), steps)]
+    assert item["processes"] == ranks
     assert means == pytest.approx(plain["losses"], abs=2e-6)
-    assert one["norms"] == pytest.approx(plain["norms"], rel=2e-5)
-    assert one["weights"].keys() == plain["weights"].keys()
+    assert item["norms"] == pytest.approx(plain["norms"], rel=2e-5)
+    assert item["weights"].keys() == plain["weights"].keys()
     for key, value in plain["weights"].items():
-        torch.testing.assert_close(torch.tensor(one["weights"][key]), value, atol=2e-6, rtol=1e-5)
-    if "resumed" in one:
-        assert one["resumed"] == pytest.approx(plain["losses"][3:], abs=2e-6)
+        torch.testing.assert_close(torch.tensor(item["weights"][key]), value, atol=2e-6, rtol=1e-5)
+    if "resumed" in item:
+        assert item["resumed"] == pytest.approx(plain["losses"][3:], abs=2e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -128,7 +128,7 @@ def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, 
         return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
 
     (student, first), (critic, second), teacher = ready(0), ready(3), accelerate_training.model(7).requires_grad_(False)
-    x, y = (one.split(accelerate_training.WORLD_BATCH) for one in accelerate_training.batches().tensors)
+    x, y = (entry.split(accelerate_training.WORLD_BATCH) for entry in accelerate_training.batches().tensors)
     losses = [clipped(student, first, (student(a) - teacher(a)).square().mean()) for a in x]
     both = [
         [
@@ -137,10 +137,10 @@ def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, 
         ]
         for a, b in zip(x, y, strict=True)
     ]
-    one = told(ranks)[f"two-{stage}"]
-    assert one["losses"] == pytest.approx(losses, abs=2e-6)
-    for found, expected in zip(one["both"], both, strict=True):
-        assert found == pytest.approx(expected, abs=2e-6)
+    item = told(ranks)[f"two-{stage}"]
+    assert item["losses"] == pytest.approx(losses, abs=2e-6)
+    for actual, expected in zip(item["both"], both, strict=True):
+        assert actual == pytest.approx(expected, abs=2e-6)
 
 
 def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
@@ -159,6 +159,6 @@ def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, env=env | stand_in_environment(env), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "told-2.json").read_text())["stage-2"]
-    assert found["processes"] == 2
-    assert found["losses"] == pytest.approx(_plain()["losses"], abs=2e-6)
+    result = json.loads((tmp_path / "told-2.json").read_text())["stage-2"]
+    assert result["processes"] == 2
+    assert result["losses"] == pytest.approx(_plain()["losses"], abs=2e-6)

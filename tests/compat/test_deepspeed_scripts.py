@@ -51,14 +51,14 @@ def losses(said: str) -> dict[int, float]:
 
 def perplexities(said: str) -> list[float]:
     """Return the perplexities in the order of the output."""
-    return [float(found) for found in re.findall(r"^ppl: (\S+),", said, re.M)]
+    return [float(result) for result in re.findall(r"^ppl: (\S+),", said, re.M)]
 
 
 def assert_same(found: Numbers, wanted: Numbers, tolerance: float = 1e-4) -> None:
     """Assert that both have the same lines, with numbers within `tolerance` of each other."""
     assert wanted and [len(line) for line in found] == [len(line) for line in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        values = [[float(value) for value in line] for line in (one, other)]
+    for item, other in zip(found, wanted, strict=True):
+        values = [[float(value) for value in line] for line in (item, other)]
         assert values[0] == pytest.approx(values[1], rel=tolerance, abs=tolerance)
 
 
@@ -78,8 +78,8 @@ def test_hello_world_trains_as_plain_pytorch_and_resumes(tmp_path: Path) -> None
     assert_same(numbers(begun), numbers(plain)[:12])
     resumed = start(HELLO, *_HELLO, "--load_dir", tmp_path, ranks=2)
     assert "resumed at step 10" in resumed
-    wanted = {step: loss for step, loss in losses(plain).items() if step > 10}
-    assert losses(resumed) == pytest.approx(wanted, abs=1e-4)
+    expected = {step: loss for step, loss in losses(plain).items() if step > 10}
+    assert losses(resumed) == pytest.approx(expected, abs=1e-4)
     assert losses(plain)[24] < 0.7 * losses(plain)[1]
 
 
@@ -97,10 +97,12 @@ def test_classifier_with_experts_is_equal_under_any_expert_sharding() -> None:
 
     No expert is over capacity here, since the dropped tokens would depend on the samples of each batch.
     """
-    asked = (*_CLASSIFIER, "--moe", "--num-experts", 2, 4, "--mlp-type", "residual", "--min-capacity", 32)
-    alone = start(CLASSIFIER, *asked)
-    assert_same(numbers(start(CLASSIFIER, *asked, "--moe-param-group", "--stage", 1, ranks=2)), numbers(alone), 5e-4)
-    spread = (*asked, "--moe-param-group", "--ep-world-size", 2)
+    requested = (*_CLASSIFIER, "--moe", "--num-experts", 2, 4, "--mlp-type", "residual", "--min-capacity", 32)
+    alone = start(CLASSIFIER, *requested)
+    assert_same(
+        numbers(start(CLASSIFIER, *requested, "--moe-param-group", "--stage", 1, ranks=2)), numbers(alone), 5e-4
+    )
+    spread = (*requested, "--moe-param-group", "--ep-world-size", 2)
     for stage in (0, 2):
         assert_same(numbers(start(CLASSIFIER, *spread, "--stage", stage, ranks=2)), numbers(alone), 5e-4)
     assert float(re.findall(r"accuracy (\S+) %", alone)[0]) > 60
@@ -119,8 +121,8 @@ def test_classifier_at_every_stage(stage: int, ranks: int) -> None:
     """Losses and accuracies equal plain PyTorch's at every stage, and bf16 learns too."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
     assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, ranks=ranks)), numbers(plain), 5e-4)
-    said = start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, "--dtype", "bf16", ranks=ranks)
-    assert float(re.findall(r"accuracy (\S+) %", said)[0]) > 70
+    text = start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, "--dtype", "bf16", ranks=ranks)
+    assert float(re.findall(r"accuracy (\S+) %", text)[0]) > 70
 
 
 @pytest.fixture
@@ -142,9 +144,9 @@ def test_llama_fine_tuning(llama: Callable[..., str], tmp_path: Path) -> None:
 
     plain = llama("--stream", "--compare_saved", ranks=2, out="plain")
     far = ("--zero_stage", 3, "--offload", "--gradient_checkpointing", "--enable_tensorboard")
-    said = llama("--stream", "--compare_saved", *far, "--tensorboard_path", tmp_path / "board", ranks=2)
-    assert_same(numbers(said), numbers(plain))
-    seen = perplexities(said)
+    text = llama("--stream", "--compare_saved", *far, "--tensorboard_path", tmp_path / "board", ranks=2)
+    assert_same(numbers(text), numbers(plain))
+    seen = perplexities(text)
     assert seen[2] < 0.7 * seen[0]
     assert seen[3] == pytest.approx(seen[2], rel=1e-4)
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
@@ -168,8 +170,8 @@ def test_llama_resumes_from_a_checkpoint(llama: Callable[..., str], ranks: int, 
     options = (*every, *order, "--zero_stage", stage, "--save_steps", 4)
     llama(*options, "--max_train_steps", 5, ranks=ranks)
     resumed = llama(*options, "--resume_from", llama_checkpoints(llama), ranks=ranks)
-    wanted = {step: loss for step, loss in losses(plain).items() if step > 4}
-    assert wanted and losses(resumed) == pytest.approx(wanted, abs=1e-4)
+    expected = {step: loss for step, loss in losses(plain).items() if step > 4}
+    assert expected and losses(resumed) == pytest.approx(expected, abs=1e-4)
     assert perplexities(resumed)[-1] == pytest.approx(perplexities(plain)[-1], rel=1e-3)
 
 
@@ -180,11 +182,11 @@ def test_llama_resumes_from_a_checkpoint(llama: Callable[..., str], ranks: int, 
 def test_llama_fine_tuning_in_16_bits(llama: Callable[..., str], dtype: str, stage: int, far: tuple[str]) -> None:
     """Losses equal float32's within the dtype's precision. Under fp16 the loss scale may skip some steps."""
     wide = llama("--stream", ranks=2, out="wide")
-    said = llama("--stream", "--dtype", dtype, "--zero_stage", stage, *far, ranks=2)
-    seen, wanted = perplexities(said), perplexities(wide)
-    assert losses(said)[1] == pytest.approx(losses(wide)[1], rel=1e-2)
+    text = llama("--stream", "--dtype", dtype, "--zero_stage", stage, *far, ranks=2)
+    seen, expected = perplexities(text), perplexities(wide)
+    assert losses(text)[1] == pytest.approx(losses(wide)[1], rel=1e-2)
     assert seen[-1] < 0.8 * seen[0]
-    assert seen[-1] == pytest.approx(wanted[-1], rel=0.1)
+    assert seen[-1] == pytest.approx(expected[-1], rel=0.1)
 
 
 def llama_checkpoints(run: Callable[..., str]) -> Path:
@@ -202,12 +204,12 @@ def test_tour_script(tmp_path: Path, ranks: int) -> None:
     """
     cycle = ("--schedule", "OneCycle")
     plain = start(TOUR, *cycle, "--stage", 0, ranks=ranks)
-    said = start(TOUR, *cycle, "--stage", 3, "--checkpoint_activations", "--monitor_path", tmp_path, ranks=ranks)
-    assert_same(numbers(said), numbers(plain))
+    text = start(TOUR, *cycle, "--stage", 3, "--checkpoint_activations", "--monitor_path", tmp_path, ranks=ranks)
+    assert_same(numbers(text), numbers(plain))
     rows = (tmp_path / "tour" / "Train_Samples_lr.csv").read_text().splitlines()
     assert rows[0] == "step,lr"
-    found = [float(row.split(",")[1]) for row in rows[1:]]
-    assert found == pytest.approx([float(rate) for rate in re.findall(r" lr (\S+)", said)], abs=1e-6)
+    results = [float(row.split(",")[1]) for row in rows[1:]]
+    assert results == pytest.approx([float(rate) for rate in re.findall(r" lr (\S+)", text)], abs=1e-6)
 
 
 # tests against the installed DeepSpeed
@@ -245,5 +247,5 @@ def test_deepspeed_prints_the_same(tmp_path: Path, name: str, ranks: int) -> Non
     script, *arguments = _SAME[name]
     if script == LLAMA:
         arguments += ["--output_dir", tmp_path]
-    wanted = in_deepspeed(Path(str(script)), *arguments, ranks=ranks)
-    assert_same(numbers(start(Path(str(script)), *arguments, ranks=ranks)), numbers(wanted), 2e-4)
+    expected = in_deepspeed(Path(str(script)), *arguments, ranks=ranks)
+    assert_same(numbers(start(Path(str(script)), *arguments, ranks=ranks)), numbers(expected), 2e-4)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # test_transformers_trainer.py checks more on the
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
+    """Return the losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
     folder = tmp_path_factory.mktemp("versions")
     launch("short_training.py", folder, "plain", ranks=0, stands_in=False, seconds=900)
     launch("short_training.py", folder, "sharded", ranks=2, seconds=900)
@@ -31,7 +31,7 @@ def test_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]])
     This holds in bf16 and fp32, with a layer that is missing in the file.
     """
     assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32"} <= losses.keys()
-    for name, found in losses.items():
+    for name, result in losses.items():
         plain = losses[f"plain-{name.partition('-')[2]}"]
-        assert len(found) == len(plain) == 3 and found[0] != found[-1]
-        assert found == pytest.approx(plain, rel=2e-4 if name.endswith("fp32") else 1e-2), (name, losses)
+        assert len(result) == len(plain) == 3 and result[0] != result[-1]
+        assert result == pytest.approx(plain, rel=2e-4 if name.endswith("fp32") else 1e-2), (name, losses)

@@ -57,12 +57,12 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
+    """Return the results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
     out = tmp_path_factory.mktemp("lightning")
-    found: dict[int, Told] = {}
+    results: dict[int, Told] = {}
 
     def get(ranks: int) -> Told:
-        if ranks not in found:
+        if ranks not in results:
             chosen = _CASES if ranks else _PLAIN
             cases = [
                 {"name": name, "ranks": max(ranks, 1), **{key: value for key, value in case.items() if key != "like"}}
@@ -70,10 +70,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
             ]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("lightning_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
-            found[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
-            for name, one in found[ranks].items():
-                one["folder"] = out / f"{name}-{max(ranks, 1)}"
-        return found[ranks]
+            results[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            for name, item in results[ranks].items():
+                item["folder"] = out / f"{name}-{max(ranks, 1)}"
+        return results[ranks]
 
     return get
 
@@ -85,12 +85,12 @@ _RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 @pytest.mark.parametrize("name", _CASES)
 def test_losses_equal_plain_lightning(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses of training, after a resume in a new Trainer and of validation, and the rate, equal plain lightning's."""
-    plain, one = told(0)[_CASES[name]["like"]], told(ranks)[name]
-    assert one["engine"] == "windlass.compat.deepspeed_engine"
-    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
-    assert one["validated"] == pytest.approx(plain["validated"], abs=2e-6)
-    assert one["rates"] == pytest.approx(plain["rates"])
-    assert one.get("steps") == plain.get("steps")
+    plain, item = told(0)[_CASES[name]["like"]], told(ranks)[name]
+    assert item["engine"] == "windlass.compat.deepspeed_engine"
+    assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert item["validated"] == pytest.approx(plain["validated"], abs=2e-6)
+    assert item["rates"] == pytest.approx(plain["rates"])
+    assert item.get("steps") == plain.get("steps")
 
 
 @pytest.mark.parametrize("ranks", _RANKS)
@@ -98,13 +98,13 @@ def test_losses_equal_plain_lightning(told: Callable[[int], Told], name: str, ra
 def test_lightning_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
     """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
     expected = _loaded(told(0)["resumed"]["folder"] / "half.ckpt")
-    found = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
+    actual = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
     for name, value in expected["state_dict"].items():
-        torch.testing.assert_close(found["state_dict"][name], value, atol=2e-6, rtol=1e-5)
-    assert found["global_step"] == expected["global_step"] == 2
-    assert found["epoch"] == expected["epoch"]
+        torch.testing.assert_close(actual["state_dict"][name], value, atol=2e-6, rtol=1e-5)
+    assert actual["global_step"] == expected["global_step"] == 2
+    assert actual["epoch"] == expected["epoch"]
 
 
 def _loaded(path: Path) -> dict[str, Any]:
-    whole: dict[str, Any] = torch.load(path, weights_only=False)
-    return whole
+    full: dict[str, Any] = torch.load(path, weights_only=False)
+    return full

@@ -46,9 +46,9 @@ def plain_texts(directory: Path) -> list[str]:
 def test_a_pipeline_answers_with_text_and_lengths(directory: Path) -> None:
     expected = plain_texts(directory)
     pipe = pipeline(str(directory), **SMALL)
-    found = pipe(PROMPTS, max_new_tokens=6, do_sample=False, ignore_eos=True)
-    assert [str(one) for one in found] == expected
-    assert [(one.prompt_length, one.generated_length, one.finish_reason) for one in found] == [
+    actual = pipe(PROMPTS, max_new_tokens=6, do_sample=False, ignore_eos=True)
+    assert [str(item) for item in actual] == expected
+    assert [(item.prompt_length, item.generated_length, item.finish_reason) for item in actual] == [
         (4, 6, "length"),
         (2, 6, "length"),
     ]
@@ -71,7 +71,7 @@ def test_a_deployment_answers_threads_and_streams(directory: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [[one.generated_text for one in answers[number]] for number in range(4)] == [expected] * 4
+    assert [[item.generated_text for item in answers[number]] for number in range(4)] == [expected] * 4
     parts: list[str] = []
     assert deployment.generate(PROMPTS[0], lambda new: parts.append(new[0].generated_text), **settings) is None
     assert "".join(parts) == expected[0]

@@ -50,7 +50,7 @@ Ask = Callable[[int, bool], Told]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Results of the cases, all or the quick ones: on 0 ranks without DeepSpeed, on 1 and 2 with it."""
+    """Return the results of the cases, all or the quick ones: on 0 ranks without DeepSpeed, on 1 and 2 with it."""
     from transformers import LlamaForCausalLM
 
     from tests.compat.scripts import transformers_training
@@ -61,10 +61,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
         shape = transformers_training.model_config()
         shape.tie_word_embeddings = tied
         LlamaForCausalLM(shape).save_pretrained(out / ("tied" if tied else "untied"))
-    found: dict[tuple[int, bool], Told] = {}
+    results: dict[tuple[int, bool], Told] = {}
 
     def get(ranks: int, every: bool) -> Told:
-        if (ranks, every) not in found:
+        if (ranks, every) not in results:
             chosen = {name: case for name, case in _CASES.items() if every or name in _QUICK}
             if ranks == 0:
                 both = [(variant, route) for variant in _VARIANTS for route in ("trainer", "engine")]
@@ -73,8 +73,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
             (out / "cases.json").write_text(json.dumps(cases))
             start("peft_training.py", out, out / "cases.json", ranks=ranks, stands_in=ranks > 0, seconds=600)
             file = out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json"
-            found[ranks, every] = json.loads(file.read_text())
-        return found[ranks, every]
+            results[ranks, every] = json.loads(file.read_text())
+        return results[ranks, every]
 
     return get
 

@@ -53,7 +53,7 @@ _AXES: dict[str, dict[str, Any]] = {
             "save": True,
             "resume": True,
         }
-        for stage in (0, 2)  # above these, transformers itself refuses to load a model
+        for stage in (0, 2)  # at other stages transformers itself refuses to load a model
     },
     **{f"sequence-{stage}": {"config": _config(stage), "readers": 1, "sequences": 2, "save": True} for stage in (1, 3)},
 }
@@ -62,7 +62,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Results of all cases: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed configurations."""
+    """Return the results of all cases: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed configurations."""
     from transformers import LlamaForCausalLM
 
     from tests.compat.scripts import transformers_training
@@ -70,21 +70,21 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
     out = tmp_path_factory.mktemp("trainer")
     torch.manual_seed(0)
     LlamaForCausalLM(transformers_training.model_config()).save_pretrained(out / "start")
-    found: dict[int, Told] = {}
+    results: dict[int, Told] = {}
 
     def get(ranks: int) -> Told:
-        if ranks not in found:
-            found[ranks] = {}  # a failing run is not repeated
-            asked = {**_CASES, **_AXES} if ranks == 2 else _CASES
-            cases = [{"name": name, "ranks": ranks, **case} for name, case in asked.items()]
+        if ranks not in results:
+            results[ranks] = {}  # a failing run is not repeated
+            requested = {**_CASES, **_AXES} if ranks == 2 else _CASES
+            cases = [{"name": name, "ranks": ranks, **case} for name, case in requested.items()]
             if ranks == 0:
                 cases = [{"name": "plain", **_ALL}, {"name": "resized", "resize": 56, "save": True}]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("transformers_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
-            found[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
-            for name, one in found[ranks].items():
-                one["folder"] = out / f"{name}-{ranks}"
-        return found[ranks]
+            results[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            for name, item in results[ranks].items():
+                item["folder"] = out / f"{name}-{ranks}"
+        return results[ranks]
 
     return get
 
@@ -93,25 +93,25 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
 def test_losses_equal_the_plain_trainer(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms and learning rates, also after a resume in a new Trainer, equal the plain Trainer's."""
-    plain, one = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
-    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
-    assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    plain, item = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
+    assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert item["norms"] == pytest.approx(plain["norms"], rel=1e-5)
     if _CASES[name].get("resume"):
-        assert one["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
+        assert item["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
     if _CASES[name].get("evaluate"):
-        assert one["eval_loss"] == pytest.approx(plain["eval_loss"], abs=2e-6)
+        assert item["eval_loss"] == pytest.approx(plain["eval_loss"], abs=2e-6)
     if _CASES[name].get("generate"):
-        assert one["generated"] == plain["generated"]
+        assert item["generated"] == plain["generated"]
 
 
 @pytest.mark.parametrize("name", _AXES)
 def test_models_and_sequences_sharded_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
     """Losses and norms with tensor and with sequence parallelism on two ranks equal the plain Trainer's."""
-    plain, one = told(0)["plain"], told(2)[name]
-    assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
-    assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    plain, item = told(0)["plain"], told(2)[name]
+    assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+    assert item["norms"] == pytest.approx(plain["norms"], rel=1e-5)
     if _AXES[name].get("resume"):
-        assert one["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
+        assert item["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -123,10 +123,10 @@ def test_bf16_losses_are_close_to_fp32(told: Callable[[int], Told], ranks: int) 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_schedule_of_the_configuration_equals_deepspeed(told: Callable[[int], Told], ranks: int) -> None:
     """DeepSpeed's warm-up has made no step before the second update, which has the lowest rate too."""
-    plain, one = told(0)["plain"], told(ranks)["schedule"]
-    assert one["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
-    assert one["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
-    assert abs(one["losses"][2] - plain["losses"][2]) > 1e-3
+    plain, item = told(0)["plain"], told(ranks)["schedule"]
+    assert item["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
+    assert item["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
+    assert abs(item["losses"][2] - plain["losses"][2]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_schedule_of_the_configuration_equals_deepspeed(told: Callable[[int], To
 def test_saved_models_are_complete_and_equal(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """`save_model` writes every weight, equal to the plain Trainer's, and resume finds the checkpoints."""
     case = {**_CASES, **_AXES}[name]
-    plain, one = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]
-    expected, found = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, one))
-    assert found.keys() == expected.keys()
+    plain, item = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]
+    expected, actual = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, item))
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, atol=5e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(actual[key], value, atol=5e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
     if case.get("resume"):
-        assert (one["folder"] / "checkpoint-2" / "global_step2").is_dir()
-        assert (one["folder"] / "checkpoint-2" / "latest").read_text() == "global_step2"
+        assert (item["folder"] / "checkpoint-2" / "global_step2").is_dir()
+        assert (item["folder"] / "checkpoint-2" / "latest").read_text() == "global_step2"

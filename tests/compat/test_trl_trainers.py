@@ -45,7 +45,7 @@ Ask = Callable[[int, bool, bool], Told]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Results of the cases, all or the quick ones, by number of ranks, with or without DeepSpeed.
+    """Return the results of the cases, all or the quick ones, by number of ranks, with or without DeepSpeed.
 
     Without DeepSpeed two ranks use DDP. The text that GRPO generates depends on the rank, so it is compared with a run
     on the same number of ranks.
@@ -54,18 +54,20 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 
     out = tmp_path_factory.mktemp("preferences")
     trl_training.write(out)
-    found: dict[tuple[int, bool, bool], Told] = {}
+    results: dict[tuple[int, bool, bool], Told] = {}
 
     def get(ranks: int, plain: bool, every: bool) -> Told:
-        if (ranks, plain, every) not in found:
+        if (ranks, plain, every) not in results:
             chosen = _CASES if not plain else _KINDS
             chosen = {name: case for name, case in chosen.items() if every or name in _QUICK or _has_quick(name)}
             cases = [{"name": name, "ranks": ranks, **case} for name, case in chosen.items()]
             (out / "cases.json").write_text(json.dumps(cases))
             launched = 0 if plain and ranks == 1 else ranks
             start("trl_training.py", out, out / "cases.json", ranks=launched, stands_in=not plain, seconds=600)
-            found[ranks, plain, every] = json.loads((out / f"told-{ranks}{'-plain' if plain else ''}.json").read_text())
-        return found[ranks, plain, every]
+            results[ranks, plain, every] = json.loads(
+                (out / f"told-{ranks}{'-plain' if plain else ''}.json").read_text()
+            )
+        return results[ranks, plain, every]
 
     return get
 
@@ -79,13 +81,13 @@ def _kind_of(name: str) -> str:
 
 
 def _holds(told: Ask, name: str, ranks: int, every: bool) -> None:
-    plain, one = told(ranks, True, every)[_kind_of(name)], told(ranks, False, every)[name]
+    plain, item = told(ranks, True, every)[_kind_of(name)], told(ranks, False, every)[name]
     keys = {key for key, values in plain.items() if values}
     assert {"loss", "grad_norm"} < keys
     for key in keys:
-        assert one[key] == pytest.approx(plain[key], abs=2e-6), key
+        assert item[key] == pytest.approx(plain[key], abs=2e-6), key
     if _CASES[name]["config"]["zero_optimization"]["stage"] == 3:
-        assert one["hooks"] == [1, 1]  # trl removed them to generate, and restored them
+        assert item["hooks"] == [1, 1]  # trl removed them to generate, and restored them
 
 
 @pytest.mark.parametrize("name", _QUICK)

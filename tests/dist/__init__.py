@@ -1,1 +1,1 @@
-"""Laws that hold between ranks. Every test runs functions on a warm pool of gloo workers."""
+"""Tests of laws that hold between ranks. They run functions on a warm pool of gloo workers."""

@@ -13,7 +13,7 @@ from tests.dist.quick_rows import mark_slow_rows
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Thin out the products of transports and stages with other parameters."""
+    """Mark rows of products over transports and stages as slow, as `quick_rows` chooses them."""
     mark_slow_rows([item for item in items if item.path.is_relative_to(Path(__file__).parent)])
 
 
@@ -27,11 +27,11 @@ def _pool() -> Iterator[None]:
 
 @pytest.fixture(params=["shm", "gloo"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Both transports of CPU ranks. A shared-memory gather needs no partner, so only gloo reveals a wrong order."""
+    """Transport of CPU ranks: both in turn. Only gloo reveals a wrong order of collectives."""
     return str(request.param)
 
 
 @pytest.fixture(params=[0, 1, 2, 3])
 def stage(request: pytest.FixtureRequest) -> int:
-    """Each ZeRO stage."""
+    """ZeRO stage, each in turn."""
     return int(request.param)

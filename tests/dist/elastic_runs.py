@@ -125,15 +125,15 @@ def steps(engine: Any, row: Row, first: int, last: int) -> list[float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     means = []
     for step in range(first, last):
-        mine = []
+        local = []
         for number in range(rank, row.micro_batches, world):
-            mine.append(
+            local.append(
                 float(subject.train(engine, cast(subject.batch(Place(step, number, 0)), dtype), engine.backward))
             )
             engine.step()
-        found: list[list[float]] = [[]] * world
-        dist.all_gather_object(found, mine)
-        means.append(sum(map(sum, found)) / row.micro_batches)
+        result: list[list[float]] = [[]] * world
+        dist.all_gather_object(result, local)
+        means.append(sum(map(sum, result)) / row.micro_batches)
     return means
 
 
@@ -171,49 +171,49 @@ def take_up(row: Row, folder: str) -> dict[str, Any]:
 
 def each(take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]]) -> list[dict[str, Any]]:
     """Return the result of every row on these ranks."""
-    found = []
+    results = []
     for row, folder in rows:
         try:
-            found.append(take(row, folder))
+            results.append(take(row, folder))
         except Exception as error:
             error.add_note(f"under {row}")
             raise
-    return found
+    return results
 
 
 def over_ranks(
     take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]], layout_of: Callable[[Row], Layout]
 ) -> dict[Row, dict[str, Any]]:
     """Run `each` on these rows, in one world per number of ranks. Return the results of rank 0."""
-    found: dict[Row, dict[str, Any]] = {}
+    results: dict[Row, dict[str, Any]] = {}
     for ranks in sorted({layout_of(row).ranks for row, _ in rows}):
         these = [(row, folder) for row, folder in rows if layout_of(row).ranks == ranks]
-        came = run_ranks(each, ranks, take, these, env=LATE, timeout=60.0 + 30.0 * len(these))
-        for other in came[1:]:
-            assert [one["saved"] for one in other] == [one["saved"] for one in came[0]], "ranks do not agree"
-        found.update(dict(zip([row for row, _ in these], came[0], strict=True)))
-    return found
+        outcome = run_ranks(each, ranks, take, these, env=LATE, timeout=60.0 + 30.0 * len(these))
+        for other in outcome[1:]:
+            assert [item["saved"] for item in other] == [item["saved"] for item in outcome[0]], "ranks do not agree"
+        results.update(dict(zip([row for row, _ in these], outcome[0], strict=True)))
+    return results
 
 
 def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return the differences between the resumed run and the uninterrupted one."""
-    said = [f"{key}: {found['saved'][key]}, not {value}" for key, value in wanted["saved"].items()
+    """Return the differences between the resumed run and the uninterrupted one, as texts."""
+    text = [f"{key}: {found['saved'][key]}, not {value}" for key, value in wanted["saved"].items()
             if found["saved"][key] != value]  # fmt: skip
     for step, (have, want) in enumerate(zip(found["losses"], wanted["losses"], strict=True)):
         if not abs(have - want) <= row.bound * max(1.0, abs(want)):
-            said.append(f"loss {step} after the save is {have!r}, not {want!r}")
-    return said
+            text.append(f"loss {step} after the save is {have!r}, not {want!r}")
+    return text
 
 
 def hold(rows: list[Row], folder: Any) -> None:
     """Assert that every resumed run equals the uninterrupted one. Common first parts are trained and saved once."""
     begun = list(dict.fromkeys(replace(row, second=row.first) for row in rows))
     places = {row: f"{folder}/{number}" for number, row in enumerate(begun)}
-    wanted = over_ranks(save_and_go_on, list(places.items()), lambda row: row.first)
+    expected = over_ranks(save_and_go_on, list(places.items()), lambda row: row.first)
     numbered = [(row, places[replace(row, second=row.first)]) for row in rows]
-    found = over_ranks(take_up, numbered, lambda row: row.second)
-    said = []
+    actual = over_ranks(take_up, numbered, lambda row: row.second)
+    text = []
     for row in rows:
-        if wrong := complaints(row, wanted[replace(row, second=row.first)], found[row]):
-            said.append(f"{row}: {'; '.join(wrong[:3])}")
-    assert not said, f"{len(said)} of {len(rows)}:\n" + "\n".join(said[:8])
+        if wrong := complaints(row, expected[replace(row, second=row.first)], actual[row]):
+            text.append(f"{row}: {'; '.join(wrong[:3])}")
+    assert not text, f"{len(text)} of {len(rows)}:\n" + "\n".join(text[:8])

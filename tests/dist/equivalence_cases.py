@@ -11,7 +11,7 @@ from tests.models import ZOO
 from tests.oracle import Recipe
 
 TINY_BUCKETS = (("reduce_bucket_size", 600), ("allgather_bucket_size", 500))
-# for larger models, what TINY_BUCKETS is for small ones
+# bucket sizes for larger models, which have as many buckets as small models with TINY_BUCKETS
 SMALL_BUCKETS = (("reduce_bucket_size", 60_000), ("allgather_bucket_size", 50_000))
 FROZEN_KNOBS = (
     ("stage3_prefetch_bucket_size", 0),

@@ -198,62 +198,62 @@ def expected(name: str, recipe: Recipe) -> Trace:
 
 
 def complaints(found: list[RankTrace], wanted: Trace, recipe: Recipe, *, exact: bool = True) -> list[str]:
-    """Return all differences from the oracle in order of appearance, or an empty list.
+    """Return all differences from the oracle as texts, in order of appearance.
 
     Losses, gradients and norms have one bound, parameters another. `exact=False` selects the 16-bit bounds.
     """
     exact = exact and recipe.precision == "fp32"
     grad_bound, param_bound = (FP32_BOUND, FP32_BOUND) if exact else (BF16_GRAD_BOUND, BF16_PARAM_BOUND)
-    said = []
+    text = []
     for step in range(recipe.steps):
         for rank, trace in enumerate(found):
             pairs = zip(trace.losses[step], wanted.losses[step][rank], strict=True)
             for micro, (have, want) in enumerate(pairs):
                 if not abs(have - want) <= grad_bound * max(1.0, abs(want)):
-                    said.append(f"step {step} rank {rank} micro-batch {micro}: loss {have!r}, oracle {want!r}")
+                    text.append(f"step {step} rank {rank} micro-batch {micro}: loss {have!r}, oracle {want!r}")
         if reads_gradients(recipe, step):
             error, where = relative_error(found[0].grads[step], wanted.grads[step])
             if not error <= grad_bound:
-                said.append(f"step {step}: gradient of {where or 'nothing'} off by {error:.2e}")
+                text.append(f"step {step}: gradient of {where or 'nothing'} off by {error:.2e}")
         for rank, trace in enumerate(found):
             have, want = trace.norms[step], wanted.norms[step]
             if not abs(have - want) <= grad_bound * want:
-                said.append(f"step {step} rank {rank}: grad_norm {have!r}, oracle {want!r}")
+                text.append(f"step {step} rank {rank}: grad_norm {have!r}, oracle {want!r}")
     for rank, trace in enumerate(found):
         error, where = relative_error(trace.params, wanted.params)
         if not error <= param_bound:
-            said.append(f"rank {rank}: parameter {where} off by {error:.2e} after {recipe.steps} steps")
-    said.extend(_state_complaints(found[0], wanted, FP32_BOUND if exact else BF16_STATE_BOUND))
-    return said
+            text.append(f"rank {rank}: parameter {where} off by {error:.2e} after {recipe.steps} steps")
+    text.extend(_state_complaints(found[0], wanted, FP32_BOUND if exact else BF16_STATE_BOUND))
+    return text
 
 
 def _state_complaints(first: RankTrace, wanted: Trace, bound: float) -> list[str]:
     """Compare rank 0's full state dict and buffers with the oracle's: names, dtypes and values."""
-    said = []
+    text = []
     have = {key: value for key, value in first.model.items() if key in wanted.model}
     if missing := wanted.model.keys() - have.keys():
-        said.append(f"full_state_dict lacks {sorted(missing)}")
+        text.append(f"full_state_dict lacks {sorted(missing)}")
     else:
         dtypes = [k for k, v in wanted.model.items() if have[k].dtype != v.dtype]
         if dtypes:
-            said.append(
+            text.append(
                 f"full_state_dict: {dtypes[0]} is {have[dtypes[0]].dtype}, oracle {wanted.model[dtypes[0]].dtype}"
             )
         error, where = relative_error(have, wanted.model)
         if not error <= bound:
-            said.append(f"full_state_dict: {where} off by {error:.2e}")
+            text.append(f"full_state_dict: {where} off by {error:.2e}")
     for key, want in wanted.buffers.items():
         close = torch.allclose(first.buffers[key].double(), want.double(), rtol=max(bound, 1e-5), atol=1e-5)
         if not close:
-            said.append(f"buffer {key} of rank 0 differs from the oracle's")
-    return said
+            text.append(f"buffer {key} of rank 0 differs from the oracle's")
+    return text
 
 
 def hold(name: str, recipe: Recipe, setting: Setting) -> None:
     """Assert that training by ranks equals training by the oracle, for one case."""
     exact = "rounds" not in specimen(name).traits
-    said = complaints(train_ranks(name, recipe, setting), expected(name, recipe), recipe, exact=exact)
-    assert not said, f"{name} {recipe} {setting}:\n  " + "\n  ".join(said[:12])
+    text = complaints(train_ranks(name, recipe, setting), expected(name, recipe), recipe, exact=exact)
+    assert not text, f"{name} {recipe} {setting}:\n  " + "\n  ".join(text[:12])
 
 
 def hold_all(
@@ -261,23 +261,23 @@ def hold_all(
 ) -> None:
     """Assert that training by ranks equals training by the oracle for each setting, in one world of ranks."""
     wanted = expected(name, recipe) if wanted is None else wanted
-    for setting, found in zip(settings, train_ranks_in_turn(name, recipe, settings), strict=True):
-        said = complaints(found, wanted, recipe, exact=exact)
-        assert not said, f"{name} {recipe} {setting}:\n  " + "\n  ".join(said[:12])
+    for setting, actual in zip(settings, train_ranks_in_turn(name, recipe, settings), strict=True):
+        text = complaints(actual, wanted, recipe, exact=exact)
+        assert not text, f"{name} {recipe} {setting}:\n  " + "\n  ".join(text[:12])
 
 
 def bitwise_difference(a: list[RankTrace], b: list[RankTrace]) -> list[str]:
     """Return every difference between two runs in any bit of losses, gradients and parameters."""
-    said = []
+    text = []
     for rank, (x, y) in enumerate(zip(a, b, strict=True)):
         if x.losses != y.losses:
-            said.append(f"rank {rank}: losses {x.losses} and {y.losses}")
+            text.append(f"rank {rank}: losses {x.losses} and {y.losses}")
         for step in x.grads:
             for name, gradient in x.grads[step].items():
                 if not _same(gradient, y.grads[step][name]):
-                    said.append(f"step {step}: gradient of {name}")
-        said.extend(f"rank {rank}: parameter {name}" for name in x.params if not _same(x.params[name], y.params[name]))
-    return said
+                    text.append(f"step {step}: gradient of {name}")
+        text.extend(f"rank {rank}: parameter {name}" for name in x.params if not _same(x.params[name], y.params[name]))
+    return text
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

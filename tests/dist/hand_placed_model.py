@@ -40,10 +40,10 @@ class Block(nn.Module):
             scaled = hidden * self.scale
             hidden = hidden + self.down(F.gelu(self.up(scaled)))
         else:
-            mine = autograd_collectives.scatter_to_parallel_region(hidden, mesh.tp, 2)
+            local = autograd_collectives.scatter_to_parallel_region(hidden, mesh.tp, 2)
             each = HIDDEN // mesh.tp.size
             scale = self.scale[mesh.tp.index * each : (mesh.tp.index + 1) * each]
-            scaled = autograd_collectives.gather_from_parallel_region(mine * scale, mesh.tp, 2)
+            scaled = autograd_collectives.gather_from_parallel_region(local * scale, mesh.tp, 2)
             middle = F.gelu(self.up(autograd_collectives.copy_to_parallel_region(scaled, mesh.tp)))
             hidden = hidden + autograd_collectives.reduce_from_parallel_region(self.down(middle), mesh.tp)
         weights = torch.softmax(self.router(hidden), -1)
@@ -93,9 +93,9 @@ def parted(mesh: Mesh) -> Model:
         _cut(block.up.bias, make_ranges_along((MIDDLE,), 0, [middle]), sharded_axes=frozenset({"tp"}))
         _cut(block.down.weight, make_ranges_along((HIDDEN, MIDDLE), 1, [middle]), sharded_axes=frozenset({"tp"}))
         _cut(block.scale, make_full_ranges((HIDDEN,)), partial_axes=frozenset({"tp"}))
-        mine = compute_shard_range(EXPERTS, mesh.ep.size, mesh.ep.index)
+        local = compute_shard_range(EXPERTS, mesh.ep.size, mesh.ep.index)
         shape = (EXPERTS, HIDDEN, HIDDEN)
-        _cut(block.experts, make_ranges_along(shape, 0, [mine]), sharded_axes=frozenset({"ep"}), is_expert=True)
+        _cut(block.experts, make_ranges_along(shape, 0, [local]), sharded_axes=frozenset({"ep"}), is_expert=True)
     return model
 
 

@@ -60,8 +60,8 @@ def adapted(base: nn.Module) -> nn.Module:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of transformers about peft, and of peft about Conv1D
-        found: nn.Module = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
-    return found
+        result: nn.Module = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
+    return result
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -174,30 +174,30 @@ def train(case: Case, steps: int = STEPS, save: str | None = None, source: str |
     if source is not None:
         engine.load_checkpoint(source)
     readers, reader = engine.data_loading_ranks
-    found = Found(reader=reader)
+    result = Found(reader=reader)
     for step in range(engine.global_steps, engine.global_steps + steps):
         batches = [batch(step, micro, reader) for micro in range(case.accumulation)]
         if engine.mesh.pp.size > 1:
-            found.losses.append(float(engine.train_batch(iter(batches))))
+            result.losses.append(float(engine.train_batch(iter(batches))))
         else:
             total = 0.0
-            for number, one in enumerate(batches):
-                loss = engine(**one).loss
+            for number, item in enumerate(batches):
+                loss = engine(**item).loss
                 engine.backward(loss)
                 total += loss.item() / case.accumulation
                 if number == case.accumulation - 1 and step != 1:  # step 1 runs as users' steps do, without reads
                     named = engine.module.named_parameters()
-                    found.grads[step] = {name: _copy(windlass.zero.full_grad(p)) for name, p in named}
+                    result.grads[step] = {name: _copy(windlass.zero.full_grad(p)) for name, p in named}
                 engine.step()
-            found.losses.append(total)
-        found.norms.append(engine.get_global_grad_norm())
-    found.params = {n: windlass.zero.full_param(p).detach().clone() for n, p in engine.module.named_parameters()}
-    found.print = str(engine.fingerprint())
-    found.model = engine.full_state_dict()
+            result.losses.append(total)
+        result.norms.append(engine.get_global_grad_norm())
+    result.params = {n: windlass.zero.full_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    result.print = str(engine.fingerprint())
+    result.model = engine.full_state_dict()
     if save is not None:
         engine.save_checkpoint(save)
     engine.destroy()
-    return found
+    return result
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -222,7 +222,7 @@ def plain(
     optimizer = optimizer_factory.build_optimizer(
         rule, dict(params), muon_groups(model) if rule == "Muon" else list(model.parameters())
     )
-    found: dict[str, Any] = {"losses": [], "norms": [], "grads": []}
+    results: dict[str, Any] = {"losses": [], "norms": [], "grads": []}
     for step in range(steps):
         losses = torch.stack(
             [
@@ -231,14 +231,14 @@ def plain(
             ]
         )
         losses.mean().backward()
-        found["losses"].append(losses.tolist())
-        found["grads"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        found["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        results["losses"].append(losses.tolist())
+        results["grads"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        results["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    found["params"] = {n: p.detach().clone() for n, p in model.named_parameters()}
-    found["names"] = set(model.state_dict())
-    return found
+    results["params"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    results["names"] = set(model.state_dict())
+    return results
 
 
 def near(one: torch.Tensor | None, other: torch.Tensor, what: str, bound: float = 1e-5) -> None:
@@ -250,33 +250,33 @@ def near(one: torch.Tensor | None, other: torch.Tensor, what: str, bound: float 
 
 def check(case: Case) -> list[Found]:
     """Train on ranks, and compare losses, gradients, norms and parameters with one process."""
-    found: list[Found] = run_ranks(train, case.ranks, case)
-    readers = 1 + max(one.reader for one in found)
-    wanted = plain(case.model, case.tied, readers, case.accumulation, STEPS, case.optimizer, case.params)
-    return hold(case, found, wanted)
+    actual: list[Found] = run_ranks(train, case.ranks, case)
+    readers = 1 + max(item.reader for item in actual)
+    expected = plain(case.model, case.tied, readers, case.accumulation, STEPS, case.optimizer, case.params)
+    return hold(case, actual, expected)
 
 
 def hold(case: Case, found: list[Found], wanted: dict[str, Any], first: int = 0) -> list[Found]:
     """Compare the traces of the ranks with one process, from step `first` on."""
     pipelined = dict(case.axes).get("pp", 1) > 1
-    for one in found:
-        for at in range(len(one.losses)):
+    for item in found:
+        for at in range(len(item.losses)):
             step = first + at
             losses, norm = wanted["losses"][step], wanted["norms"][step]
-            loss = sum(losses) / len(losses) if pipelined else losses[one.reader]
-            assert abs(one.losses[at] - loss) <= case.bound * abs(loss), f"loss of step {step}"
-            assert abs(one.norms[at] - norm) <= case.bound * norm, f"norm of step {step}"
-            for name, gradient in one.grads.get(step, {}).items():
+            loss = sum(losses) / len(losses) if pipelined else losses[item.reader]
+            assert abs(item.losses[at] - loss) <= case.bound * abs(loss), f"loss of step {step}"
+            assert abs(item.norms[at] - norm) <= case.bound * norm, f"norm of step {step}"
+            for name, gradient in item.grads.get(step, {}).items():
                 what = f"gradient of {name} in step {step}"
                 if name in wanted["grads"][step]:
                     near(gradient, wanted["grads"][step][name], what, 2 * case.bound)
                 else:
                     assert gradient is None, what
-        for name, value in one.params.items():
+        for name, value in item.params.items():
             near(value, wanted["params"][name], name, case.bound)
-    assert {name for one in found for name in one.params} == set(wanted["params"])
+    assert {name for entry in found for name in entry.params} == set(wanted["params"])
     assert set(found[0].model) == wanted["names"]
     for name, value in wanted["params"].items():
         near(found[0].model[name], value, f"{name} in the state dict", case.bound)
-    assert len({one.print for one in found}) == 1
+    assert len({entry.print for entry in found}) == 1
     return found

@@ -84,7 +84,7 @@ def expected_of(case: Case, readers: int) -> Came:
     model = model_of(case)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(torch.optim, case.optimizer)(trained, **_params(case))
-    came = Came()
+    outcome = Came()
     share = 1 / (case.micros * readers)
     for step in range(STEPS):
         losses = []
@@ -93,15 +93,15 @@ def expected_of(case: Case, readers: int) -> Came:
                 loss = loss_of(case, model, micro_batch(case, step, micro, reader))
                 (loss * share).backward()
                 losses.append(float(loss.detach()))
-        came.losses.append(sum(losses) * share)
-        came.norms.append(float(nn.utils.clip_grad_norm_(trained, case.clipping)))
+        outcome.losses.append(sum(losses) * share)
+        outcome.norms.append(float(nn.utils.clip_grad_norm_(trained, case.clipping)))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         batches = [micro_batch(case, STEPS, micro, reader) for reader in range(readers) for micro in range(case.micros)]
-        came.evaluated = sum(float(loss_of(case, model, batch)) for batch in batches) * share
-    came.params = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return came
+        outcome.evaluated = sum(float(loss_of(case, model, batch)) for batch in batches) * share
+    outcome.params = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return outcome
 
 
 def loss_of(case: Case, model: Any, batch: Any) -> Tensor:
@@ -161,22 +161,22 @@ def train(case: Case) -> Came:
     engine = start(case)
     model = engine.module
     _, reader = engine.data_loading_ranks
-    came = Came(names=[name for name, _ in model.named_parameters()])
+    outcome = Came(names=[name for name, _ in model.named_parameters()])
     held = engine._sharded.units
-    came.shapes = {name: shape for unit in held for name, shape in zip(unit.names, unit.shapes, strict=True)}
+    outcome.shapes = {name: shape for unit in held for name, shape in zip(unit.names, unit.shapes, strict=True)}
     for step in range(STEPS):
         batches = iter([micro_batch(case, step, micro, reader) for micro in range(case.micros)])
-        came.losses.append(float(engine.train_batch(batches)))
-        came.norms.append(float(engine.grad_norm()))
-        came.payload = dict(engine._reporter._last_payload)
+        outcome.losses.append(float(engine.train_batch(batches)))
+        outcome.norms.append(float(engine.grad_norm()))
+        outcome.payload = dict(engine._reporter._last_payload)
     batches = iter([micro_batch(case, STEPS, micro, reader) for micro in range(case.micros)])
-    came.evaluated = float(engine.eval_batch(batches))
+    outcome.evaluated = float(engine.eval_batch(batches))
     assert engine.global_steps == STEPS and engine.micro_steps == STEPS * case.micros
     state = engine.full_state_dict()
-    came.params = {name: value.clone() for name, value in state.items()}
+    outcome.params = {name: value.clone() for name, value in state.items()}
     engine.destroy()
     dist.barrier()
-    return came
+    return outcome
 
 
 FAULTS = ("forward", "first forward", "backward", "loss", "memory", "loader", "ended", "form", "evaluation")
@@ -231,33 +231,33 @@ def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list
     """Train, with a batch before each step in which rank `faulty` fails. Every rank catches its exception."""
     engine = start(case)
     _, reader = engine.data_loading_ranks
-    came, told = Came(), []
+    outcome, results = Came(), []
     for step in range(STEPS):
         for fault in faults:
             batches = [micro_batch(case, 7, micro, reader) for micro in range(case.micros)]
             undo = _broken(engine, case, fault, engine.stage_id, batches) if dist.get_rank() == faulty else lambda: None
             try:
                 engine.eval_batch(iter(batches)) if fault == "evaluation" else engine.train_batch(iter(batches))
-                told.append([fault, "nothing", ""])
+                results.append([fault, "nothing", ""])
             except Exception as error:
                 out = isinstance(error, torch.OutOfMemoryError)
                 kind = "PeerError" if isinstance(error, PeerError) else type(error).__name__
                 text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-                told.append([fault, f"{kind}{' out of memory' * out}", text])
+                results.append([fault, f"{kind}{' out of memory' * out}", text])
             undo()
         batches = [micro_batch(case, step, micro, reader) for micro in range(case.micros)]
-        came.losses.append(float(engine.train_batch(iter(batches))))
-        came.norms.append(float(engine.grad_norm()))
+        outcome.losses.append(float(engine.train_batch(iter(batches))))
+        outcome.norms.append(float(engine.grad_norm()))
     batches = [micro_batch(case, STEPS, micro, reader) for micro in range(case.micros)]
-    came.evaluated = float(engine.eval_batch(iter(batches)))
+    outcome.evaluated = float(engine.eval_batch(iter(batches)))
     assert engine.global_steps == STEPS
-    came.params = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    outcome.params = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.destroy()
-    return told, came
+    return results, outcome
 
 
 def manners(kind: str) -> dict[str, Any]:
-    """Check the methods and errors of a pipeline engine; `kind`: "windlass", or "deepspeed" for the compat engine."""
+    """Check the methods and errors of a pipeline engine. `kind` is "windlass", or "deepspeed" for the compat engine."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as of_deepspeed
     from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (scripts import it)
@@ -268,7 +268,7 @@ def manners(kind: str) -> dict[str, Any]:
     config = config_of(case)
     del config["parallel"]  # the module gives the number of stages
     engine = make(model=model, config=config)[0]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "bases": [base.__name__ for base in type(engine).__mro__],
         "first": engine.is_first_stage(),
         "last": engine.is_last_stage(),
@@ -288,31 +288,31 @@ def manners(kind: str) -> dict[str, Any]:
         try:
             call()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            results[name] = f"{type(error).__name__}: {error}"
     try:
         engine.train_batch(iter([]))
     except StopIteration:
-        found["ended"] = True
-    found["steps"] = engine.global_steps
+        results["ended"] = True
+    results["steps"] = engine.global_steps
     before = {name: p.clone() for name, p in model.named_parameters()}
     loss, outputs = engine.eval_batch(iter([(x, y)] * 2), return_logits=True)
-    found["eval"] = float(loss), None if outputs is None else tuple(outputs.shape)
-    found["own"] = engine.eval_batch(iter([(x, y)] * 2), bcast_loss=False)
-    found["each"] = engine.eval_batch(iter([(x, y)] * 3), reduce_output=None, num_micro_batches=3)
-    found["outputs"] = engine.eval_batch(iter([(x, y), row_batch("row", 2)]), compute_loss=False)
-    found["unchanged"] = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    results["eval"] = float(loss), None if outputs is None else tuple(outputs.shape)
+    results["own"] = engine.eval_batch(iter([(x, y)] * 2), bcast_loss=False)
+    results["each"] = engine.eval_batch(iter([(x, y)] * 3), reduce_output=None, num_micro_batches=3)
+    results["outputs"] = engine.eval_batch(iter([(x, y), row_batch("row", 2)]), compute_loss=False)
+    results["unchanged"] = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     engine.set_batch_fn(lambda batch: (batch["x"], batch["y"]))
     engine.set_dataiterator(iter([{"x": x, "y": y}] * 2))
-    found["trained"] = float(engine.train_batch())
+    results["trained"] = float(engine.train_batch())
     engine.set_batch_fn(None)
     engine.set_dataloader([(x, y)] * 3)
     engine.train_batch()
-    found["again"] = float(engine.train_batch())
-    found["boundary"] = engine.is_gradient_accumulation_boundary()
+    results["again"] = float(engine.train_batch())
+    results["boundary"] = engine.is_gradient_accumulation_boundary()
     engine.reset_activation_shape()
     engine.train_batch()
     engine.destroy()
-    return found
+    return results
 
 
 def read_apart() -> None:
@@ -416,17 +416,17 @@ def unfreeze() -> tuple[list[float], dict[str, Tensor], str]:
     losses = [one_step(engine, case, 0)]
     for parameter in frozen:
         parameter.requires_grad_(True)
-    said = ""
+    text = ""
     if frozen:
         try:
             one_step(engine, case, 1)
         except windlass.WindlassError as error:
-            said = str(error)
+            text = str(error)
     engine.refresh()
     losses += [one_step(engine, case, step) for step in (1, 2)]
     state = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.destroy()
-    return losses, state, said
+    return losses, state, text
 
 
 def unfrozen_alone() -> tuple[list[float], dict[str, Tensor]]:

@@ -153,10 +153,10 @@ def row(name: str, **more: Any) -> PipelineSequential:
     torch.manual_seed(SEED)
     kind = name.removesuffix(" frozen").removesuffix(" ragged")
     layers, loss_fn = ROWS[kind]
-    found = layers()
+    result = layers()
     if name.endswith(" ragged"):
-        found.insert(DEPTH // 3, ragged)
-    return PipelineSequential(found, loss_fn=loss_fn, dynamic_shape=name.endswith(" ragged"), **more)
+        result.insert(DEPTH // 3, ragged)
+    return PipelineSequential(result, loss_fn=loss_fn, dynamic_shape=name.endswith(" ragged"), **more)
 
 
 def freeze(name: str, model: nn.Module) -> None:
@@ -280,7 +280,7 @@ def steps(name: str, settings: list[Setting], again: bool = False) -> list[Seen]
         moved = dict(mesh.pp.traffic.bytes_moved)
         sum_shared_gradients(model, stages.shared_parameters, mesh.pp)
         grads = {key: p.grad for key, p in model.named_parameters()}
-        losses = [float(one.loss) for one in ended if one.loss is not None]
+        losses = [float(item.loss) for item in ended if item.loss is not None]
         seen.append(Seen(losses, grads, moved))
     mesh.close()
     return seen
@@ -303,8 +303,8 @@ def evaluate(name: str, micros: int, each: int) -> tuple[list[float], list[Tenso
             keep_outputs=True,
         )
     mesh.close()
-    outputs = [one.output if isinstance(one.output, Tensor) else one.output.logits for one in ended]
-    return [float(one.loss) for one in ended if one.loss is not None], outputs
+    outputs = [item.output if isinstance(item.output, Tensor) else item.output.logits for item in ended]
+    return [float(item.loss) for item in ended if item.loss is not None], outputs
 
 
 def in_16_bits(name: str) -> list[float]:
@@ -328,7 +328,7 @@ def in_16_bits(name: str) -> list[float]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.5 * parameter.grad if parameter.grad is not None else 0
-        losses += [sum(float(one.loss) for one in ended if one.loss is not None) / 2]
+        losses += [sum(float(item.loss) for item in ended if item.loss is not None) / 2]
     mesh.close()
     return losses
 
@@ -363,5 +363,5 @@ def _stages(name: str, rank: int, ranks: int, micros: int, each: int) -> tuple[A
         model = row(name, num_stages=ranks, virtual_stages=each)
         freeze(name, model)
         return model, [row_batch(name, micro) for micro in range(micros)]
-    found = split_into_stages(transformer(name), rank, ranks, virtual_stages=each)
-    return found, [text(micro) for micro in range(micros)]
+    result = split_into_stages(transformer(name), rank, ranks, virtual_stages=each)
+    return result, [text(micro) for micro in range(micros)]

@@ -22,10 +22,10 @@ from windlass.zero.update.elementwise_update import ElementwiseUpdate
 @contextmanager
 def missing_reduce() -> Iterator[None]:
     """Make every rank use its own gradients in place of the reduced sum."""
-    whole = shm_transport.ordered_sum
+    full = shm_transport.ordered_sum
 
     def own_part(parts: Any, out: torch.Tensor, **how: Any) -> Any:
-        return whole([parts[0]], out, **how)
+        return full([parts[0]], out, **how)
 
     with patch.object(shm_transport, "ordered_sum", own_part), patch.object(wire_transport, "ordered_sum", own_part):
         yield

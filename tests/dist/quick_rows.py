@@ -27,7 +27,7 @@ def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
     for other in set(others):
         *lower, highest = _distinct(stage for number, stage, _ in cells if number == other)
         share = min(len(lower), len(set(others))) or 1
-        for stage in (*(one for j, one in enumerate(lower) if j % share == other % share), highest):
+        for stage in (*(item for j, item in enumerate(lower) if j % share == other % share), highest):
             there = _distinct(transport for *cell, transport in cells if cell == [other, stage])
             all_kept = alone and stage == highest
             quick |= {(other, stage, t) for t in (there if all_kept else [there[(other + places[stage]) % len(there)]])}

@@ -1,4 +1,5 @@
-"""A rule that reduces gradients itself: sign-compressed SGD with momentum and error feedback, and its plain simulation.
+"""Optimizer rule that reduces gradients itself: sign-compressed SGD with momentum and error feedback, and its
+simulation.
 
 Each rank sends the sign and the mean size of `gradient + error` (Karimireddy et al., "Error Feedback Fixes SignSGD",
 arXiv:1901.09847) and keeps what the message left out as its error. The momentum takes the mean of all ranks' messages.
@@ -24,14 +25,14 @@ NAME = "TestSignSGD"
 
 
 class SignSGD(torch.optim.Optimizer):
-    """Groups and hyper-parameters of the rule."""
+    """Optimizer of the rule: its groups and hyper-parameters."""
 
     def __init__(self, params: Any, lr: float = 0.01, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
 
 class SignSGDUpdate(SelfReducingUpdate):
-    """Steps the rule with one compressed message for each unit."""
+    """Update of the rule with one compressed message per unit."""
 
     rank_state_rules: ClassVar[Mapping[str, RelayRule]] = {"error": mean_of_ranks}
 
@@ -41,14 +42,14 @@ class SignSGDUpdate(SelfReducingUpdate):
         self._collectives = CompressedCollectives(ProcessGroupChannel(self.group, "compressed gradients"), self._sign)
 
     def step_parameters(self, parameters: list[LocalParameter]) -> None:
-        for one in parameters:
-            corrected = one.gradient + one.rank_states["error"]
+        for item in parameters:
+            corrected = item.gradient + item.rank_states["error"]
             if self.group.size > 1:
                 messages = self._collectives.all_gather(corrected).view(self.group.size, -1)
             else:
                 messages = compressed(corrected)[None]
-            one.rank_states["error"].copy_(corrected - messages[self.group.index])
-            sign_step(one, messages.mean(0)[one.start : one.stop])
+            item.rank_states["error"].copy_(corrected - messages[self.group.index])
+            sign_step(item, messages.mean(0)[item.start : item.stop])
 
 
 def sign_step(one: LocalParameter, mean: torch.Tensor) -> None:
@@ -57,12 +58,12 @@ def sign_step(one: LocalParameter, mean: torch.Tensor) -> None:
         one.state["step"] = torch.zeros(())
     one.state["step"] += 1
     one.state["momentum"].mul_(one.options["momentum"]).add_(mean)
-    # rounded twice, as in the simulation: a fused product would change the sign of elements near zero later
+    # two roundings as in the simulation: a fused multiply-add would flip the sign of elements near zero
     one.values.sub_(one.state["momentum"] * one.options["lr"])
 
 
 def compressed(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` `[n]` as other ranks decode them."""
+    """Return `values` `[n]` as the other ranks decode them."""
     codec, decoded = SignCodec(), torch.empty_like(values)
     encoded = torch.empty(codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
     codec.encode(values, encoded)
@@ -71,11 +72,11 @@ def compressed(values: torch.Tensor) -> torch.Tensor:
 
 
 class SimulatedSignSGD:
-    """The rule over the data of all ranks in one process, in plain PyTorch.
+    """Simulation of the rule on the data of all ranks in one process, in plain PyTorch.
 
     Args:
         masters: parameters in float32.
-        ranks: that are simulated.
+        ranks: number of simulated ranks.
     """
 
     def __init__(self, masters: list[torch.Tensor], ranks: int, lr: float, momentum: float, clipping: float) -> None:
@@ -84,13 +85,13 @@ class SimulatedSignSGD:
         self.momenta = [torch.zeros(m.numel()) for m in masters]
 
     def step(self, gradients: list[list[torch.Tensor | None]]) -> float:
-        """Step with the local gradients `[rank][parameter]`; return their norm."""
+        """Update with the local gradients `[rank][parameter]`. Return their norm."""
         ranks = len(gradients)
-        squares = sum(float(g.double().square().sum()) for one in gradients for g in one if g is not None)
+        squares = sum(float(g.double().square().sum()) for item in gradients for g in item if g is not None)
         norm = (squares / ranks) ** 0.5
         factor = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
         for index, master in enumerate(self.masters):
-            local = [one[index] for one in gradients]
+            local = [item[index] for item in gradients]
             if all(g is None for g in local):
                 continue
             messages = []
@@ -105,9 +106,9 @@ class SimulatedSignSGD:
 
     def relay(self, ranks: int) -> None:
         """Continue with another number of ranks, each with the mean of the errors."""
-        means = [torch.stack([one[index] for one in self.errors]).mean(0) for index in range(len(self.masters))]
+        means = [torch.stack([item[index] for item in self.errors]).mean(0) for index in range(len(self.masters))]
         self.errors = [[mean.clone() for mean in means] for _ in range(ranks)]
 
 
-if multiprocessing.parent_process() is not None:  # on ranks alone: the process of the tests keeps windlass's own names
+if multiprocessing.parent_process() is not None:  # on ranks only: the pytest process keeps windlass's own registry
     register_update(NAME, SignSGD, SignSGDUpdate)

@@ -92,8 +92,8 @@ def trained_beside(
     moved: dict[str, int] = {}
     with torch.no_grad():
         ids = language(99)["input_ids"]
-        wanted, found = plain(input_ids=ids).logits, model(input_ids=ids).logits
-        logits = relative_error({"logits": found}, {"logits": wanted})[0]
+        expected, actual = plain(input_ids=ids).logits, model(input_ids=ids).logits
+        logits = relative_error({"logits": actual}, {"logits": expected})[0]
     for step in range(steps):
         batch = language(step)
         want = plain(**batch).loss

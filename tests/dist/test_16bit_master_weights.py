@@ -99,28 +99,28 @@ def plain(name: str, case: Case, ranks: int) -> tuple[list[list[float]], dict[st
                         parts.setdefault(n, {})[rank, micro] = p.grad / ACCUMULATION
                         p.grad = None
         sums = {n: added(of, ranks, case.stage >= 2, case.delayed) for n, of in parts.items()}
-        for (n, p), one in zip(named, stepped, strict=True):
+        for (n, p), item in zip(named, stepped, strict=True):
             with torch.no_grad():
-                one.copy_(p)
-            one.grad = sums[n].to(one.dtype) / scale if n in sums else None
+                item.copy_(p)
+            item.grad = sums[n].to(item.dtype) / scale if n in sums else None
         optimizer.step()
         with torch.no_grad():
-            for (_, p), one in zip(named, stepped, strict=True):
-                p.copy_(one)
+            for (_, p), item in zip(named, stepped, strict=True):
+                p.copy_(item)
         losses.append(of_step)
     return losses, {n: p.detach().float().clone() for n, p in named}
 
 
 def trained(name: str, cases: list[Case], folder: str) -> list[Any]:
     """Run each case on this rank: losses, parameters, stored dtypes, and the comparison with a resumed run."""
-    found = []
+    results = []
     for number, case in enumerate(cases):
         try:
-            found.append(_trained(name, case, f"{folder}/{number}"))
+            results.append(_trained(name, case, f"{folder}/{number}"))
         except Exception as error:
             error.add_note(f"under {case}")
             raise
-    return found
+    return results
 
 
 def _trained(name: str, case: Case, folder: str) -> Any:
@@ -143,7 +143,7 @@ def _trained(name: str, case: Case, folder: str) -> Any:
     losses = run(engine, 0, STEPS // 2)
     engine.save_checkpoint(folder)
     losses += run(engine, STEPS // 2, STEPS)
-    whole = {n: value.float() for n, value in whole_params(engine.module).items()}
+    full = {n: value.float() for n, value in whole_params(engine.module).items()}
     masters = engine._sharded.masters
     with masters.resident([unit for unit in engine._sharded.units if unit.trainable]):
         kept = {chunk.values().dtype for chunk in masters.chunks if chunk.numel}
@@ -155,8 +155,8 @@ def _trained(name: str, case: Case, folder: str) -> Any:
     run(again, STEPS // 2, STEPS)
     resumed = {n: value.float() for n, value in whole_params(again.module).items()}
     again.destroy()
-    same = all(torch.equal(whole[n], resumed[n]) for n in whole)
-    return losses, whole, kept, states, shared, same
+    same = all(torch.equal(full[n], resumed[n]) for n in full)
+    return losses, full, kept, states, shared, same
 
 
 def loaded(folder: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
@@ -172,11 +172,11 @@ def loaded(folder: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor]
     engine.destroy()
     again = start(subject, config)
     again.load_checkpoint(folder)
-    found, after = whole_params(again.module), again.optimizer.state_dict()["state"]
+    result, after = whole_params(again.module), again.optimizer.state_dict()["state"]
     again.destroy()
     return (
         saved,
-        found,
+        result,
         {str(k): v["exp_avg"] for k, v in moments.items()},
         {str(k): v["exp_avg"] for k, v in after.items()},
     )
@@ -193,10 +193,10 @@ def test_master_weights_can_be_loaded_from_16_bit_weights(stage: int, tmp_path: 
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": zero,
     }
-    for saved, found, moments, after in run_ranks(loaded, 2, str(tmp_path / "saved"), config):
+    for saved, result, moments, after in run_ranks(loaded, 2, str(tmp_path / "saved"), config):
         for name, value in saved.items():
             assert not torch.equal(value, value.bfloat16().float())
-            assert torch.equal(found[name], value.bfloat16().float()), name
+            assert torch.equal(result[name], value.bfloat16().float()), name
         assert moments.keys() == after.keys()
         assert all(torch.equal(after[key], value) for key, value in moments.items())
 
@@ -204,14 +204,14 @@ def test_master_weights_can_be_loaded_from_16_bit_weights(stage: int, tmp_path: 
 def cases(tmp_path: Path, precision: str, states: str) -> list[Case]:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     late = {"device": "cpu", "delayed_update": True, "delayed_update_start": 99}
-    found = [Case(precision, states, stage) for stage in range(4)]
-    found += [
+    results = [Case(precision, states, stage) for stage in range(4)]
+    results += [
         Case(precision, states, 2, zero=(("offload_optimizer", {"device": "cpu"}), ("sub_group_size", 300))),
         Case(precision, states, 3, zero=(("offload_optimizer", nvme), ("offload_param", nvme))),
         Case(precision, states, 3, zero=(("offload_optimizer", late), ("sub_group_size", 300))),
         Case(precision, states, 2, optimizer="SGD"),
     ]
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -224,12 +224,12 @@ def test_training_with_16_bit_master_weights_equals_plain_training(
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     kept_states = {"fp32": torch.float32, "bf16": torch.bfloat16}[states]
     for number, case in enumerate(rows):
-        wanted, parameters = plain("tied", case, ranks)
+        expected, parameters = plain("tied", case, ranks)
         for rank, trace in enumerate(traces):
-            losses, whole, kept, of_states, shared, same = trace[number]
-            assert losses == [of[rank * ACCUMULATION : (rank + 1) * ACCUMULATION] for of in wanted], case
+            losses, full, kept, of_states, shared, same = trace[number]
+            assert losses == [of[rank * ACCUMULATION : (rank + 1) * ACCUMULATION] for of in expected], case
             for n, value in parameters.items():
-                assert torch.equal(whole[n], value), (case, n, (whole[n] - value).abs().max())
+                assert torch.equal(full[n], value), (case, n, (full[n] - value).abs().max())
             assert kept <= {narrow} and of_states <= {kept_states}, (case, kept, of_states)
             assert shared == (not case.delayed and "nvme" not in str(case.zero)), case
             assert same, f"{case}: a resumed run goes another way"

@@ -85,9 +85,9 @@ HANDS = pairwise(
 @pytest.mark.parametrize("row", HANDS, ids=lambda row: "-".join(str(value) for value in row.values()))
 def test_manual_accumulation(row: dict[str, Any]) -> None:
     setting = Setting(stage=row["stage"], transport=row["transport"], plain_backward=row["plain"])
-    found = run_ranks(by_hand, 2, row["name"], setting, row["way"], transport=row["transport"])
-    said = complaints(found, expected(row["name"], RECIPE), RECIPE)
-    assert not said, "\n".join(said)
+    actual = run_ranks(by_hand, 2, row["name"], setting, row["way"], transport=row["transport"])
+    text = complaints(actual, expected(row["name"], RECIPE), RECIPE)
+    assert not text, "\n".join(text)
 
 
 def counters(stage: int) -> list[tuple[Any, ...]]:
@@ -135,4 +135,4 @@ def step_inside_no_sync(stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_step_inside_no_sync_is_refused(stage: int) -> None:
-    assert all("no_sync" in said for said in run_ranks(step_inside_no_sync, 2, stage))
+    assert all("no_sync" in text for text in run_ranks(step_inside_no_sync, 2, stage))

@@ -84,8 +84,8 @@ def hold(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], f
     for place, setting in enumerate(settings):
         for index, home in enumerate(homes[1:], start=1):
             plain, other = ([traces[place][number] for traces in by_rank] for number in (0, index))
-            said = bitwise_difference(plain, other)
-            assert not said, (name, home, setting, said[:5])
+            text = bitwise_difference(plain, other)
+            assert not text, (name, home, setting, text[:5])
 
 
 def settings(transport: str) -> list[Setting]:
@@ -157,23 +157,23 @@ def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], i
     torch.use_deterministic_algorithms(True)
     try:
         want = trained(name, plainly)
-        said = {"partition_activations": True, "min_offload_bytes": 0, **options}
+        text = {"partition_activations": True, "min_offload_bytes": 0, **options}
         if by_unit:
             names = {
                 "contiguous_memory_optimization": "contiguous_checkpointing",
                 "number_checkpoints": "num_checkpoints",
             }
-            activation_names.configure(Unit(group), **{names.get(key, key): value for key, value in said.items()})
+            activation_names.configure(Unit(group), **{names.get(key, key): value for key, value in text.items()})
         else:
-            checkpointing.configure(group=group, **said)
-        found = trained(name, checkpointing.checkpoint)
+            checkpointing.configure(group=group, **text)
+        result = trained(name, checkpointing.checkpoint)
         counts = checkpointing.get_offload_counters()
         assert counts is not None and counts.prefetched_bytes == 0
     finally:
         torch.use_deterministic_algorithms(False)
     own = counts.offloaded_bytes
     checkpointing.configure()
-    return differences(found, want), own
+    return differences(result, want), own
 
 
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
@@ -181,8 +181,8 @@ def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], i
 def test_sharded_activations_are_restored(name: str, tmp_path: Path) -> None:
     buffer = {"contiguous_memory_optimization": True, "number_checkpoints": 6}
     for options in ({}, {"cpu_checkpointing": True}, buffer, {"nvme_path": str(tmp_path)}):
-        for said, moved in run_ranks(cut, 3, name, options == buffer, options):
-            assert not said, (name, options, said)
+        for text, moved in run_ranks(cut, 3, name, options == buffer, options):
+            assert not text, (name, options, text)
             assert moved > 0
 
 

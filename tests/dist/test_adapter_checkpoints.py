@@ -70,51 +70,56 @@ def saved(folder: str, stage: int) -> dict[str, Any]:
     engine.save_checkpoint(folder)
     mean = mean_of(engine)
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-    wanted = steps(engine, 2, 4)
+    expected = steps(engine, 2, 4)
     engine.destroy()
     other = engine_for(3 - stage, seed=9)
     other.load_checkpoint(folder)
     same_mean = torch.equal(other.module.norm.running_mean, mean)
-    found = steps(other, 2, 4)
+    actual = steps(other, 2, 4)
     with windlass.zero.GatheredParameters([other.module.back.bias], modifier_rank=0):
         if dist.get_rank() == 0:
             with torch.no_grad():
                 other.module.back.bias[3] += 1e-3
-    said = ""
+    text = ""
     try:
         other.load_checkpoint(folder)
     except windlass.WindlassError as error:
-        said = str(error)
+        text = str(error)
     other.load_checkpoint(folder, load_module_strict=False)
     over_another = steps(other, 2, 3)[0]
     other.destroy()
     return {
         "trained": trained,
-        "wanted": wanted,
-        "found": found,
+        "wanted": expected,
+        "found": actual,
         "mean": same_mean,
-        "said": said,
+        "said": text,
         "over_another": over_another,
     }
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_checkpoints_of_adapters_resume_over_their_base(stage: int, tmp_path: Path) -> None:
-    for found in run_ranks(saved, 2, str(tmp_path), stage):
-        assert found["found"] == pytest.approx(found["wanted"], rel=1e-6)
-        assert found["mean"], "running statistics are part of what was trained"
-        assert "1 of 4 frozen parameters have other values: back.bias" in found["said"]
-        assert found["over_another"] != found["wanted"][0]
+    for result in run_ranks(saved, 2, str(tmp_path), stage):
+        assert result["found"] == pytest.approx(result["wanted"], rel=1e-6)
+        assert result["mean"], "running statistics are part of what was trained"
+        assert "1 of 4 frozen parameters have other values: back.bias" in result["said"]
+        assert result["over_another"] != result["wanted"][0]
     size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert size <= 1.1 * 3 * 4 * found["trained"], "masters and two moments in float32"
+    assert size <= 1.1 * 3 * 4 * result["trained"], "masters and two moments in float32"
 
 
 def kept(folder: str) -> dict[str, list[str]]:
     """Return the content of checkpoints of models that train few and many of their parameters."""
     made = {}
-    for name, rank, asked in (("few", 16, None), ("few, all", 16, False), ("many", 80, None), ("many, some", 80, True)):
+    for name, rank, requested in (
+        ("few", 16, None),
+        ("few, all", 16, False),
+        ("many", 80, None),
+        ("many, some", 80, True),
+    ):
         engine = engine_for(3, rank)
-        more = {} if asked is None else {"exclude_frozen_parameters": asked}
+        more = {} if requested is None else {"exclude_frozen_parameters": requested}
         engine.save_checkpoint(folder, tag=name, **more)
         engine.destroy()
         stored = windlass.read_checkpoint(folder, name)
@@ -123,10 +128,10 @@ def kept(folder: str) -> dict[str, list[str]]:
 
 
 def test_frozen_parameters_are_left_out_by_default(tmp_path: Path) -> None:
-    found = run_ranks(kept, 1, str(tmp_path))[0]
+    result = run_ranks(kept, 1, str(tmp_path))[0]
     frozen = ("base.weight", "base.bias", "back.weight", "back.bias")
-    assert found["few"] == found["many, some"] == (["down", "norm", "up"], frozen)
-    assert found["many"] == found["few, all"] == (["back", "base", "down", "norm", "up"], ())
+    assert result["few"] == result["many, some"] == (["down", "norm", "up"], frozen)
+    assert result["many"] == result["few, all"] == (["back", "base", "down", "norm", "up"], ())
 
 
 class Grown(Adapted):
@@ -142,7 +147,7 @@ def over_another(folder: str) -> list[str]:
     from windlass.checkpoint.tensor_hash import TensorHash
     from windlass.engine import frozen_parameters
 
-    said, read = [], []
+    text, read = [], []
     for stage in (1, 3):
         engine = engine_for(stage, 16)
         engine.save_checkpoint(folder, tag=f"first {stage}")
@@ -159,14 +164,14 @@ def over_another(folder: str) -> list[str]:
         engine.destroy()
     engine = engine_for(2, 16)
     for tag in ("again 1", "again 3", "changed 1", "changed 3"):
-        said.append(refusal(engine, folder, tag))
+        text.append(refusal(engine, folder, tag))
     engine.destroy()
     config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW"}}
     torch.manual_seed(0)
     engine = windlass.initialize(model=Grown(16), config=config)[0]
-    said.append(refusal(engine, folder, "first 1"))
+    text.append(refusal(engine, folder, "first 1"))
     engine.destroy()
-    return [*said, str(read)]
+    return [*text, str(read)]
 
 
 def refusal(engine: Any, folder: str, tag: str) -> str:
@@ -178,13 +183,13 @@ def refusal(engine: Any, folder: str, tag: str) -> str:
 
 
 def test_base_is_hashed_again_only_after_a_change_and_needs_the_same_names(tmp_path: Path) -> None:
-    for said in run_ranks(over_another, 2, str(tmp_path)):
-        assert said[0] == said[1] == "" and said[5] == "[]", "what did not change was read again"
-        assert "1 of 4 frozen parameters have other values: base.bias" in said[2]
-        assert said[3] == said[2].replace("changed 1", "changed 3")
+    for text in run_ranks(over_another, 2, str(tmp_path)):
+        assert text[0] == text[1] == "" and text[5] == "[]", "what did not change was read again"
+        assert "1 of 4 frozen parameters have other values: base.bias" in text[2]
+        assert text[3] == text[2].replace("changed 1", "changed 3")
         for words in (
             "4 of 6 frozen parameters are not in the checkpoint: back.0.",
             "2 of 6",
             "not in this model: back.",
         ):
-            assert words in said[4], said[4]
+            assert words in text[4], text[4]

@@ -95,12 +95,12 @@ class Gate:
 
 def content(folder: Path) -> dict[str, Any]:
     """Return the content of each file. An asynchronous save has no fingerprint of 8-bit states."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    index = found["checkpoint.json"] = json.loads(found["checkpoint.json"])
+    results: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    index = results["checkpoint.json"] = json.loads(results["checkpoint.json"])
     del index["crc32"]
     if "signed uint8" in json.dumps(index["plain"]["states"]):
         assert (index["plain"]["fingerprint"].pop("states") is None) == (folder.parent.name == "behind")
-    return found
+    return results
 
 
 def compared(case: Case, folder: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def compared(case: Case, folder: str) -> dict[str, Any]:
         engine.save_checkpoint(f"{folder}/behind", client_state=client, blocking=False)
         client["words"].append("later")
         early = Path(folder, "behind", "latest").exists()
-        wanted = train(engine, case, 2, 4)
+        expected = train(engine, case, 2, 4)
     engine.finish_checkpoint()
     dist.barrier()
     both = [content(Path(folder, which, "global_step2")) for which in ("at_once", "behind")]
@@ -123,40 +123,40 @@ def compared(case: Case, folder: str) -> dict[str, Any]:
     engine.destroy()
     other = engine_for(case, folder, 50)
     other.load_checkpoint(f"{folder}/behind")
-    found = train(other, case, 2, 4)
+    actual = train(other, case, 2, 4)
     other.destroy()
     return {
         "early": early,
         "different": different,
         "left": left,
-        "found": found == wanted,
+        "found": actual == expected,
         "files": len(both[0]),
         "waited": gate.waited_for,
     }
 
 
 def all_compared(cases: list[Case], folder: str) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for number, case in enumerate(cases):
         try:
-            found.append(compared(case, f"{folder}/{number}"))
+            results.append(compared(case, f"{folder}/{number}"))
         except Exception as error:
             error.add_note(f"in {case}")
             raise
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("ranks", "transport", "env"), [(2, "gloo", LATE), (2, "shm", EMULATED), (1, "gloo", LATE)])
 def test_async_save_equals_a_blocking_save(ranks: int, transport: str, env: dict[str, str], tmp_path: Path) -> None:
     cases = CASES if ranks == 2 and transport == "gloo" else [CASES[0], CASES[4], CASES[6]]
     results = run_ranks(all_compared, ranks, cases, str(tmp_path), env=env, transport=transport, timeout=120)
-    for case, one in ((case, one) for found in results for case, one in zip(cases, found, strict=True)):
-        assert not one["early"], f"{case}: it blocked"
-        assert one["different"] == [] and one["left"] == ["global_step2", "latest", *sorted(SCRIPTS)], case
-        assert one["files"] == ranks + 1 and one["found"], case
+    for case, item in ((case, entry) for result in results for case, entry in zip(cases, result, strict=True)):
+        assert not item["early"], f"{case}: it blocked"
+        assert item["different"] == [] and item["left"] == ["global_step2", "latest", *sorted(SCRIPTS)], case
+        assert item["files"] == ranks + 1 and item["found"], case
     for case, *of_ranks in zip(cases, *results, strict=True):
         if case[3] == "nvme":
-            assert any(one["waited"] for one in of_ranks), f"{case}: no step came to what was still to be read"
+            assert any(entry["waited"] for entry in of_ranks), f"{case}: no step came to what was still to be read"
 
 
 BAD_RANK = 1
@@ -225,7 +225,7 @@ def full(folder: str) -> dict[str, Any]:
     train(engine, case, 0, 1)
     engine.save_checkpoint(folder)
     engine.finish_checkpoint()
-    said: dict[str, Any] = {}
+    text: dict[str, Any] = {}
 
     def failing(how: str) -> None:
         with full_disk(how):
@@ -233,7 +233,7 @@ def full(folder: str) -> dict[str, Any]:
             engine._async_save._thread.join()
 
     with full_disk("space"):
-        said["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
+        text["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
     failing("space")
     late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not received the failure yet
     with (
@@ -241,42 +241,42 @@ def full(folder: str) -> dict[str, Any]:
         if late
         else mock.patch("time.tzset")
     ):
-        said["step"] = attempt(lambda: train(engine, case, 1, 2))
-    said["steps"] = engine.global_steps
-    said["then"] = attempt(lambda: train(engine, case, 2, 3))
+        text["step"] = attempt(lambda: train(engine, case, 1, 2))
+    text["steps"] = engine.global_steps
+    text["then"] = attempt(lambda: train(engine, case, 2, 3))
     failing("blocks")
-    said["save"] = attempt(lambda: engine.save_checkpoint(folder, tag="next"))
+    text["save"] = attempt(lambda: engine.save_checkpoint(folder, tag="next"))
     failing("blocks")
-    said["finish"] = attempt(engine.finish_checkpoint)
+    text["finish"] = attempt(engine.finish_checkpoint)
     dist.barrier()  # rank 0 removes the incomplete files
-    said["left"] = sorted(os.listdir(folder))
+    text["left"] = sorted(os.listdir(folder))
     engine.save_checkpoint(folder, tag="good")
     engine.load_checkpoint(folder, tag="good")  # waits for the save
     failing("space")
-    said["destroy"] = attempt(engine.destroy)
-    said["again"] = attempt(engine.destroy)
-    said["plain"] = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+    text["destroy"] = attempt(engine.destroy)
+    text["again"] = attempt(engine.destroy)
+    text["plain"] = all(bool(p.isfinite().all()) for p in engine.module.parameters())
     other = engine_for(case, folder, 50)
     other.load_checkpoint(folder)
-    said["loaded"] = other.global_steps
+    text["loaded"] = other.global_steps
     other.destroy()
-    return said
+    return text
 
 
 def test_full_disk_raises_on_all_ranks_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     results = run_ranks(full, 2, str(folder))
     assert results[0] == results[1]
-    said = results[0]
+    text = results[0]
     for call in ("blocking", "step", "save", "finish", "destroy"):
-        assert said[call].startswith("CheckpointError: "), call
+        assert text[call].startswith("CheckpointError: "), call
         for word in (f"rank {BAD_RANK}: disk full while writing", "earlier checkpoints are unchanged", ".safetensors"):
-            assert word in said[call], said[call]
-        assert ("the checkpoint" in said[call] and f"{folder}/bad was not written" in said[call]) != (
+            assert word in text[call], text[call]
+        assert ("the checkpoint" in text[call] and f"{folder}/bad was not written" in text[call]) != (
             call == "blocking"
         )
-    assert (said["steps"], said["then"], said["again"], said["plain"], said["loaded"]) == (2, "", "", True, 3)
-    assert said["left"] == ["global_step1", "latest", *sorted(SCRIPTS)]
+    assert (text["steps"], text["then"], text["again"], text["plain"], text["loaded"]) == (2, "", "", True, 3)
+    assert text["left"] == ["global_step1", "latest", *sorted(SCRIPTS)]
     assert sorted(os.listdir(folder)) == ["global_step1", "good", "latest", *sorted(SCRIPTS)]
 
 
@@ -290,9 +290,9 @@ def cramped(folder: str) -> list[Any]:
     engine = engine_for(case, folder, 0)
     train(engine, case, 0, 1)
     engine.save_checkpoint(f"{folder}/at_once")
-    heard: list[str] = []
+    received: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("windlass").addHandler(handler)
     try:
         with mock.patch.object(async_save, "free_memory", lambda: 10 if dist.get_rank() == BAD_RANK else None):
@@ -303,12 +303,12 @@ def cramped(folder: str) -> list[Any]:
     engine.destroy()
     dist.barrier()
     both = [content(Path(folder, which, "global_step1")) for which in ("at_once", "behind")]
-    return [both[0] == both[1], [line for line in heard if "this save blocks" in line]]
+    return [both[0] == both[1], [line for line in received if "this save blocks" in line]]
 
 
 def test_save_blocks_with_a_warning_without_memory_for_a_copy(tmp_path: Path) -> None:
-    for rank, (equal, heard) in enumerate(run_ranks(cramped, 2, str(tmp_path))):
-        assert equal and len(heard) == (rank == BAD_RANK)
+    for rank, (equal, received) in enumerate(run_ranks(cramped, 2, str(tmp_path))):
+        assert equal and len(received) == (rank == BAD_RANK)
 
 
 def unreadable(folder: str) -> dict[str, Any]:
@@ -328,25 +328,25 @@ def unreadable(folder: str) -> dict[str, Any]:
             raise StorageError("EIO: the device went away")
         return read(record)
 
-    said = {}
+    text = {}
     with mock.patch.object(StateRecordOnDisk, "read", failing):
         engine.save_checkpoint(f"{folder}/saved", tag="bad", blocking=False)
-        said["steps"] = attempt(lambda: [train(engine, case, step, step + 1) for step in (1, 2)])
-        said["finish"] = attempt(engine.finish_checkpoint)
-    said["then"] = attempt(lambda: train(engine, case, engine.global_steps, 4))
-    said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+        text["steps"] = attempt(lambda: [train(engine, case, step, step + 1) for step in (1, 2)])
+        text["finish"] = attempt(engine.finish_checkpoint)
+    text["then"] = attempt(lambda: train(engine, case, engine.global_steps, 4))
+    text["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     engine.destroy()
-    said["left"] = sorted(os.listdir(f"{folder}/saved"))
-    return said
+    text["left"] = sorted(os.listdir(f"{folder}/saved"))
+    return text
 
 
 def test_unreadable_state_on_disk_blocks_no_step(tmp_path: Path) -> None:
-    for said in run_ranks(unreadable, 2, str(tmp_path)):
-        told = said["steps"] or said["finish"]
-        assert told.startswith("CheckpointError: ") and f"rank {BAD_RANK}: StorageError: EIO" in told
-        assert not (said["steps"] and said["finish"])
-        assert (said["then"], said["save"]) == ("", "")
-        assert said["left"] == ["global_step1", "global_step4", "latest", *sorted(SCRIPTS)]
+    for text in run_ranks(unreadable, 2, str(tmp_path)):
+        results = text["steps"] or text["finish"]
+        assert results.startswith("CheckpointError: ") and f"rank {BAD_RANK}: StorageError: EIO" in results
+        assert not (text["steps"] and text["finish"])
+        assert (text["then"], text["save"]) == ("", "")
+        assert text["left"] == ["global_step1", "global_step4", "latest", *sorted(SCRIPTS)]
 
 
 def laid_out_again(folder: str) -> str:
@@ -364,10 +364,10 @@ def laid_out_again(folder: str) -> str:
     with mock.patch.object(StateRecordOnDisk, "read", slowly):
         engine.save_checkpoint(f"{folder}/saved", blocking=False)
         engine.refresh()
-    said = attempt(lambda: train(engine, case, 1, 2)) + attempt(engine.finish_checkpoint)
+    text = attempt(lambda: train(engine, case, 1, 2)) + attempt(engine.finish_checkpoint)
     engine.load_checkpoint(f"{folder}/saved")
     engine.destroy()
-    return said
+    return text
 
 
 def test_refresh_waits_for_the_save(tmp_path: Path) -> None:

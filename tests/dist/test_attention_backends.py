@@ -46,7 +46,7 @@ def alibi_law(cases: list[tuple[str, dict[str, Any], str]], recompute: bool) -> 
         given, case = batch(kind, 13), f"{name} {changes} {kind}"
         plain = build(name, **changes)
         install_attention(plain)
-        wanted_loss, wanted = loss_and_gradients(plain, dict(given), AlibiBackend())
+        wanted_loss, expected = loss_and_gradients(plain, dict(given), AlibiBackend())
         other_loss, _ = loss_and_gradients(build(name, **changes), dict(given), None)
         assert float((other_loss - wanted_loss).abs()) > 1e-4, case
         model = build(name, **changes)
@@ -56,7 +56,7 @@ def alibi_law(cases: list[tuple[str, dict[str, Any], str]], recompute: bool) -> 
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss, gradients = loss_and_gradients(model, dict(given), AlibiBackend())
         check_close(loss, wanted_loss, f"{case}: loss")
-        check_mean(axis, gradients, wanted, case)
+        check_mean(axis, gradients, expected, case)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
@@ -81,18 +81,18 @@ def own_module() -> None:
 
     axis = axis_of_all()
     torch.manual_seed(2)
-    whole = torch.randn(2, 12, 3, 4, 8, dtype=torch.float64)  # samples, tokens, q k v, heads, features
+    full = torch.randn(2, 12, 3, 4, 8, dtype=torch.float64)  # samples, tokens, q k v, heads, features
     for degree in (axis.size, 1):
         for backend in (None, "sdpa", AlibiBackend()):
             if degree == 1 and backend is not None:
                 continue
-            found, wanted = (whole.clone().requires_grad_() for _ in range(2))
+            actual, requested = (full.clone().requires_grad_() for _ in range(2))
             with use_backend(backend):
-                expected = attention(*wanted.permute(2, 0, 3, 1, 4), is_causal=True)
+                expected = attention(*requested.permute(2, 0, 3, 1, 4), is_causal=True)
             pattern = SequenceShardPattern(axis.size, degree, zigzag=degree == 1)
             local = shard_batch({"input_ids": torch.zeros(2, 12, dtype=torch.long)}, pattern, axis)
             shard = local[SHARD_KEY]
-            part = shard.sharding.local_shard(found, axis.index)
+            part = shard.sharding.local_shard(actual, axis.index)
             with use_backend(backend), use_shard(shard):
                 output = attention(*part.permute(2, 0, 3, 1, 4), is_causal=True)
             gathered = all_gather(output, axis, 2, shard.sharding.sizes)
@@ -101,8 +101,8 @@ def own_module() -> None:
             gradient = torch.randn_like(expected)
             expected.backward(gradient)
             (restored * gradient).sum().div(axis.size).backward()
-            assert found.grad is not None and wanted.grad is not None
-            check_mean(axis, {"input": found.grad * axis.size}, {"input": wanted.grad}, str(backend), 1e-9)
+            assert actual.grad is not None and requested.grad is not None
+            check_mean(axis, {"input": actual.grad * axis.size}, {"input": requested.grad}, str(backend), 1e-9)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -125,13 +125,13 @@ def refusals() -> list[str]:
     from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern
     from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
-    axis, said = axis_of_all(), []
+    axis, text = axis_of_all(), []
 
     def tell(call: Any, backend: Any = None) -> None:
         with pytest.raises(Exception) as raised, use_backend(backend):
             call()
         assert get_active_backend() is None
-        said.append(f"{type(raised.value).__name__}: {raised.value}")
+        text.append(f"{type(raised.value).__name__}: {raised.value}")
 
     given = batch("plain", 12)
     ring, ulysses, dropping = build("llama"), build("llama"), build("llama", attention_dropout=0.5)
@@ -158,11 +158,11 @@ def refusals() -> list[str]:
     install_attention(sharded)
     tell(lambda: sharded(**given), AlibiBackend())
     assert ring(**given).loss.isfinite()
-    return said
+    return text
 
 
 def test_unsupported_combinations_are_refused() -> None:
-    wanted = [
+    expected = [
         'ModelError: the attention backend "alibi" is active together with sequence parallelism of the mode "ring"',
         'ModelError: the attention backend "whole_layers" is active .* computes_local_heads = True',
         "ModelError: LlamaAttention drops attention weights with probability 0.5; together with sequence parallelism",
@@ -173,8 +173,8 @@ def test_unsupported_combinations_are_refused() -> None:
         r"ModelError: attention got \['position_bias'\], which the backend \"ulysses\" does not support",
         "ModelError: LlamaAttention computes 2 of 4 attention heads, and the backend",
     ]
-    said = run_ranks(refusals, 2)
-    assert said[0] == said[1] and len(said[0]) == len(wanted)
-    for found, pattern in zip(said[0], wanted, strict=True):
-        assert re.match(pattern, found), f"{pattern!r}: {found!r}"
+    text = run_ranks(refusals, 2)
+    assert text[0] == text[1] and len(text[0]) == len(expected)
+    for actual, pattern in zip(text[0], expected, strict=True):
+        assert re.match(pattern, actual), f"{pattern!r}: {actual!r}"
     assert issubclass(ModelError, ValueError)

@@ -28,15 +28,15 @@ def config(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
 
 
 def reduced(stages: list[int], names: list[str]) -> list[dict[str, torch.Tensor | None]]:
-    found = []
+    results = []
     for stage in stages:
         torch.manual_seed(0)
         engine = windlass.initialize(model=mlp(), config=config(stage, names))[0]
         engine.backward(engine(**rows(Place(0, 0, dist.get_rank()))))
-        found.append(whole_grads(engine.module))
+        results.append(whole_grads(engine.module))
         engine.step()
         engine.destroy()
-    return found
+    return results
 
 
 def plain(names: list[str], ranks: int) -> dict[str, torch.Tensor]:
@@ -60,10 +60,10 @@ def plain(names: list[str], ranks: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("names", [NAMES, []], ids=["linear", "none"])
 def test_gradients_of_named_modules_are_reduced_in_the_autocast_dtype(names: list[str]) -> None:
     for ranks in (1, 2):
-        wanted = plain(names, ranks)
-        for found in run_ranks(reduced, ranks, [0, 1, 2, 3], names, transport="gloo"):
-            for stage, gradients in enumerate(found):
-                for name, want in wanted.items():
+        expected = plain(names, ranks)
+        for actual in run_ranks(reduced, ranks, [0, 1, 2, 3], names, transport="gloo"):
+            for stage, gradients in enumerate(actual):
+                for name, want in expected.items():
                     have = gradients[name]
                     assert have is not None and torch.allclose(have, want, rtol=1e-6, atol=1e-9), (stage, name)
 

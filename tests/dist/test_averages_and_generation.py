@@ -72,19 +72,19 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
     losses = []
     for step in range(STEPS):
         batch = rows(Place(step, 0, rank))
-        said, _ = engine(batch["x"])
+        text, _ = engine(batch["x"])
         weights = [windlass.zero.full_param(p) for p in (first, second)]
         weights[0].mul_(2).div_(2)  # the full weight is the caller's own copy
         assert weights[1].requires_grad is not frozen
-        loss = mse(said, batch["y"]) + (rank + 1) * penalty(weights)
+        loss = mse(text, batch["y"]) + (rank + 1) * penalty(weights)
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
     with torch.no_grad():
         assert not windlass.zero.full_param(first).requires_grad
-    found = {"losses": losses, "params": whole_params(engine.module)}
+    results = {"losses": losses, "params": whole_params(engine.module)}
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trained", "frozen"])
@@ -95,13 +95,13 @@ def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, home: st
     second.requires_grad_(not frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = oracle.make_optimizer(Recipe(), trained)
-    wanted: list[list[float]] = [[] for _ in range(ranks)]
+    expected: list[list[float]] = [[] for _ in range(ranks)]
     for step in range(STEPS):
         for rank in range(ranks):
             batch = rows(Place(step, 0, rank))
             loss = mse(model(batch["x"])[0], batch["y"]) + (rank + 1) * penalty([first, second])
             (loss / ranks).backward()
-            wanted[rank].append(float(loss.detach()))
+            expected[rank].append(float(loss.detach()))
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -117,9 +117,9 @@ def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, home: st
         transport=transport,
         env=env_of(home),
     )
-    for rank, found in enumerate(everywhere):
-        assert found["losses"] == pytest.approx(wanted[rank], rel=1e-6)
-        error, where = relative_error(found["params"], params)
+    for rank, actual in enumerate(everywhere):
+        assert actual["losses"] == pytest.approx(expected[rank], rel=1e-6)
+        error, where = relative_error(actual["params"], params)
         assert error < 1e-6, where
 
 
@@ -149,13 +149,13 @@ def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, A
             after = whole_params(engine.module)
             assert all(torch.equal(before[name], after[name]) for name in before)
     named = dict(engine.module.named_parameters())
-    found = {
+    results = {
         "averages": {name: average.full_param(p) for name, p in named.items()},
         "params": whole_params(engine.module),
         "seen": seen,
     }
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
@@ -180,12 +180,12 @@ def test_sharded_average_equals_that_of_one_process(
         if step == 1:
             with torch.no_grad():
                 seen = [average(rows(Place(step, 0, rank))["x"])[0] for rank in range(ranks)]
-    wanted = {name: p.detach() for name, p in average.module.named_parameters()}
-    for rank, found in enumerate(everywhere):
-        error, where = relative_error(found["averages"], wanted)
+    expected = {name: p.detach() for name, p in average.module.named_parameters()}
+    for rank, actual in enumerate(everywhere):
+        error, where = relative_error(actual["averages"], expected)
         assert error < 1e-6, where
-        assert torch.allclose(found["seen"][0], seen[rank], rtol=1e-5, atol=1e-6)
-        apart = max(float((found["averages"][n] - found["params"][n]).abs().max()) for n in wanted)
+        assert torch.allclose(actual["seen"][0], seen[rank], rtol=1e-5, atol=1e-6)
+        apart = max(float((actual["averages"][n] - actual["params"][n]).abs().max()) for n in expected)
         assert apart > 1e-4  # the average lags behind
 
 
@@ -213,9 +213,9 @@ def saved_average(stage: int, transport: str, home: str, folder: str, target: st
             other.update()
     if save:
         engine.save_checkpoint(target, blocking=stage != 2)
-    found = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
+    results = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_average_resumes_from_a_checkpoint_of_another_layout(before: Any, after:
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
-    wanted = {name: p.detach() for name, p in average.module.named_parameters()}
-    for found in everywhere:
-        error, where = relative_error(found, wanted)
+    expected = {name: p.detach() for name, p in average.module.named_parameters()}
+    for actual in everywhere:
+        error, where = relative_error(actual, expected)
         assert error < 1e-6, where
 
 
@@ -382,11 +382,11 @@ def test_ranks_generate_texts_of_different_lengths(
         generating, ranks, stage, transport, home, str(tmp_path), roomy, transport=transport, env=env_of(home)
     )
     plain = llama().eval()
-    for rank, found in enumerate(everywhere):
-        wanted = plain.generate(prompt(rank), max_new_tokens=lengths(ranks)[rank], do_sample=False)
-        assert found["mine"].tolist() == wanted.tolist()
-        assert found["again"].tolist() == found["own"].tolist()
-        assert found["losses"][1] < found["losses"][0]
+    for rank, actual in enumerate(everywhere):
+        expected = plain.generate(prompt(rank), max_new_tokens=lengths(ranks)[rank], do_sample=False)
+        assert actual["mine"].tolist() == expected.tolist()
+        assert actual["again"].tolist() == actual["own"].tolist()
+        assert actual["losses"][1] < actual["losses"][0]
         if stage == 3:
-            whole = sum(p.numel() for p in plain.parameters())
-            assert (found["gathered"] == whole) == roomy, found["gathered"]
+            full = sum(p.numel() for p in plain.parameters())
+            assert (actual["gathered"] == full) == roomy, actual["gathered"]

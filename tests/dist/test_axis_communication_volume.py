@@ -72,9 +72,9 @@ TENSOR = [(False, False, 1, False), (False, True, 3, False), (True, False, 1, Fa
 def test_tensor_parallel_layer_volumes(ranks: int, cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> None:
     tokens = SAMPLES * TOKENS
     work = StepWorkload(tokens, activation_bytes=4, tp_sequence_norms=cut_norms, recompute=recompute)
-    wanted = said(compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, work))
-    for found in run_ranks(along_tp, ranks, cut_norms, tied, chunks, recompute):
-        assert found == wanted
+    expected = said(compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, work))
+    for actual in run_ranks(along_tp, ranks, cut_norms, tied, chunks, recompute):
+        assert actual == expected
 
 
 def along_tp_of_experts() -> dict[str, int]:
@@ -92,16 +92,16 @@ def along_tp_of_experts() -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel_experts_reduce_the_gradient_of_their_weights(ranks: int) -> None:
     tokens = SAMPLES * TOKENS
-    wanted = said(
+    expected = said(
         compute_tensor_parallel_volumes(
             3, tokens * 32 * 4, tokens, ranks, StepWorkload(tokens, activation_bytes=4), top_k=3
         )
     )
-    assert wanted != said(
+    assert expected != said(
         compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, StepWorkload(tokens, activation_bytes=4))
     )
-    for found in run_ranks(along_tp_of_experts, ranks):
-        assert found == wanted
+    for actual in run_ranks(along_tp_of_experts, ranks):
+        assert actual == expected
 
 
 def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int]:
@@ -128,11 +128,11 @@ def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int
 def test_sequence_parallel_attention_volumes(ranks: int, kind: str, degree: int, dtype: torch.dtype) -> None:
     shape = ModelShape(hidden=32, layers=3, heads=8, kv_heads=2, vocabulary=40, intermediate=48)
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=dtype.itemsize, ulysses_degree=degree)
-    wanted = said(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
-    for found in run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, dtype):
-        scalars = {name: nbytes for name, nbytes in found.items() if name not in ("all_to_all", "pass_on")}
+    expected = said(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
+    for actual in run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, dtype):
+        scalars = {name: nbytes for name, nbytes in actual.items() if name not in ("all_to_all", "pass_on")}
         assert all(nbytes < 1000 for nbytes in scalars.values()), scalars  # the loss and counts of tokens
-        assert {name: found[name] for name in found if name not in scalars} == wanted
+        assert {name: actual[name] for name in actual if name not in scalars} == expected
 
 
 def along_ep() -> dict[str, int]:
@@ -151,10 +151,10 @@ def along_ep() -> dict[str, int]:
 def test_expert_dispatch_volumes(ranks: int) -> None:
     """The volume of expert parallelism equals its formula. Each token chooses every expert, so routing is even."""
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=4)
-    wanted = said(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
+    expected = said(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
     counts = 3 * (ranks - 1) * (4 // ranks) * 8  # numbers of rows to receive, which the formula leaves out
-    for found in run_ranks(along_ep, ranks):
-        assert found["all_to_all"] - counts == wanted["all_to_all"]
+    for actual in run_ranks(along_ep, ranks):
+        assert actual["all_to_all"] - counts == expected["all_to_all"]
 
 
 def test_model_shape_matches_the_model() -> None:

@@ -66,7 +66,7 @@ def batches(ranks: int) -> Tensor:
 
 
 def trained(folder: str) -> list[Any]:
-    found = []
+    results = []
     for number, (section, _) in enumerate(ROWS):
         for stage in (0, 3):
             torch.manual_seed(0)
@@ -90,9 +90,9 @@ def trained(folder: str) -> list[Any]:
             engine.module.scale.zero_()
             engine.load_checkpoint(place)
             buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-            found.append((losses, buffers))
+            results.append((losses, buffers))
             engine.destroy()
-    return found
+    return results
 
 
 def plain(dtypes: dict[str, torch.dtype], ranks: int) -> tuple[list[float], nn.Module]:
@@ -127,11 +127,11 @@ def plain(dtypes: dict[str, torch.dtype], ranks: int) -> tuple[list[float], nn.M
 def test_buffers_have_the_configured_dtype(ranks: int, tmp_path: Path) -> None:
     of_ranks = run_ranks(trained, ranks, str(tmp_path), transport="gloo")
     for number, (section, dtypes) in enumerate(ROWS):
-        wanted, model = plain(dtypes, ranks)
+        expected, model = plain(dtypes, ranks)
         for stage in (0, 1):
-            for rank, found in enumerate(of_ranks):
-                losses, buffers = found[2 * number + stage]
-                assert losses == pytest.approx(wanted[rank::ranks], rel=2e-3), section
+            for rank, actual in enumerate(of_ranks):
+                losses, buffers = actual[2 * number + stage]
+                assert losses == pytest.approx(expected[rank::ranks], rel=2e-3), section
                 for name, buffer in model.named_buffers():
                     assert buffers[name].dtype == buffer.dtype, (section, name)
                     assert torch.equal(buffers[name], buffer), (section, name)

@@ -21,12 +21,12 @@ FROM_FORWARD, FROM_GRADIENT_HOOK = 9, 8
 
 def windlass_frames() -> list[str]:
     """Return the functions of windlass on the stack, outermost first."""
-    frame, found = sys._getframe(1), []
+    frame, result = sys._getframe(1), []
     while frame is not None:
         if frame.f_code.co_filename.startswith(PACKAGE):
-            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+            result.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
-    return found[::-1]
+    return result[::-1]
 
 
 def stacks_of_transfers(stage: int) -> tuple[list[list[str]], list[list[str]]]:

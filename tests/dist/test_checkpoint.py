@@ -43,20 +43,20 @@ def interrupted(name: str, recipe: Recipe, setting: Setting, folder: str) -> dic
     engine = engine_for(name, recipe, setting, 0)
     steps(engine, name, recipe, 0, 2)
     engine.save_checkpoint(folder, client_state={"epoch": 7, "words": ["a", "b"]})
-    wanted = steps(engine, name, recipe, 2, 5)
+    expected = steps(engine, name, recipe, 2, 5)
     params = whole_params(engine.module)
     rates = engine.get_lr()
     engine.destroy()
     other = engine_for(name, recipe, setting, 50)
     path, client_state = other.load_checkpoint(folder)
     counts = (other.global_steps, other.micro_steps, other.global_samples)
-    found = steps(other, name, recipe, 2, 5)
+    actual = steps(other, name, recipe, 2, 5)
     result = {
         "path": path,
         "client_state": client_state,
         "counts": counts,
-        "wanted": wanted,
-        "found": found,
+        "wanted": expected,
+        "found": actual,
         "error": relative_error(whole_params(other.module), params)[0],
         "rates": (rates, other.get_lr()),
     }
@@ -75,13 +75,13 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "recipe"), CASES, ids=[f"{n}-{r.precision}-{r.optimizer}" for n, r in CASES])
 def test_resumed_training_is_bitwise_equal(name: str, recipe: Recipe, stage: int, tmp_path: Path) -> None:
-    for found in run_ranks(interrupted, 2, name, recipe, Setting(stage=stage), str(tmp_path)):
-        assert found["client_state"] == {"epoch": 7, "words": ["a", "b"]}
-        assert Path(found["path"]).is_relative_to(tmp_path)
-        assert found["counts"][:2] == (2, 2 * recipe.accumulation)
-        assert found["found"] == found["wanted"]
-        assert found["error"] == 0.0
-        assert found["rates"][0] == found["rates"][1]
+    for result in run_ranks(interrupted, 2, name, recipe, Setting(stage=stage), str(tmp_path)):
+        assert result["client_state"] == {"epoch": 7, "words": ["a", "b"]}
+        assert Path(result["path"]).is_relative_to(tmp_path)
+        assert result["counts"][:2] == (2, 2 * recipe.accumulation)
+        assert result["found"] == result["wanted"]
+        assert result["error"] == 0.0
+        assert result["rates"][0] == result["rates"][1]
     assert (tmp_path / "latest").read_text() == "global_step2"
     suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file() and path.name not in SCRIPTS}
     assert suffixes <= {".safetensors", ".json", ""}, "safetensors and JSON only"
@@ -111,10 +111,10 @@ def tagged(folder: str, empty: str) -> dict[str, Any]:
 
 def test_tags_and_the_latest_file(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for found in run_ranks(tagged, 2, str(tmp_path / "saved"), str(tmp_path / "empty")):
-        assert tuple(found["nothing"]) == (None, None)
-        assert found["latest"] == 0.0 and found["named"] == 0.0
-        assert "third" in found["missing"]
+    for result in run_ranks(tagged, 2, str(tmp_path / "saved"), str(tmp_path / "empty")):
+        assert tuple(result["nothing"]) == (None, None)
+        assert result["latest"] == 0.0 and result["named"] == 0.0
+        assert "third" in result["missing"]
     assert (tmp_path / "saved" / "latest").read_text() == "first"
 
 
@@ -125,19 +125,19 @@ def with_a_strange_state(folder: str, blocking: bool) -> str:
     states = engine._sharded.update.state_offload.states
     if dist.get_rank() == 0:
         next(iter(states.values()))["odd"] = torch.zeros(3)
-    said = ""
+    text = ""
     try:
         engine.save_checkpoint(folder, blocking=blocking)
     except windlass_error("CheckpointError") as error:
-        said = str(error)
+        text = str(error)
     engine.destroy()
-    return said
+    return text
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_unshardable_state_is_refused_by_name_on_all_ranks(blocking: bool, tmp_path: Path) -> None:
-    for said in run_ranks(with_a_strange_state, 2, str(tmp_path), blocking):
-        assert "rank 0: optimizer state 'odd' of '" in said and "has shape (3,): AdamW" in said
+    for text in run_ranks(with_a_strange_state, 2, str(tmp_path), blocking):
+        assert "rank 0: optimizer state 'odd' of '" in text and "has shape (3,): AdamW" in text
     assert not list(tmp_path.iterdir())
 
 
@@ -168,9 +168,9 @@ def windlass_error(name: str) -> type[Exception]:
 
 @pytest.mark.parametrize(("stage", "other"), [(2, 2), (2, 3), (3, 1)])
 def test_checkpoint_loads_exactly_on_another_world_size(stage: int, other: int, tmp_path: Path) -> None:
-    wanted = run_ranks(saved_at, 2, stage, str(tmp_path))[0]
+    expected = run_ranks(saved_at, 2, stage, str(tmp_path))[0]
     for params in run_ranks(loaded_at, 3, other, str(tmp_path)):
-        assert relative_error(params, wanted)[0] == 0.0
+        assert relative_error(params, expected)[0] == 0.0
 
 
 def exported(folder: str, setting: Setting) -> dict[str, Any]:
@@ -186,10 +186,10 @@ def test_save_16bit_model_writes_the_full_model(stage: int, tmp_path: Path) -> N
     from safetensors.torch import load_file
 
     setting = Setting(stage=stage, zero=(("stage3_gather_16bit_weights_on_model_save", True),))
-    found = run_ranks(exported, 2, str(tmp_path), setting)
-    assert all(rank["wrote"] for rank in found)
+    result = run_ranks(exported, 2, str(tmp_path), setting)
+    assert all(rank["wrote"] for rank in result)
     saved = load_file(tmp_path / "model.safetensors")
-    state = found[0]["state"]
+    state = result[0]["state"]
     model = specimen("tied").build()
     model.load_state_dict({**saved, **{k: v for k, v in state.items() if k not in saved}}, strict=True)
     for name, value in saved.items():
@@ -234,17 +234,17 @@ def within_a_step(stage: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_load_starts_a_new_step(stage: int, tmp_path: Path) -> None:
-    for found in run_ranks(within_a_step, 2, stage, str(tmp_path)):
-        assert found["after_load"] == pytest.approx(-1.0), "gradients of before the load"
-        assert found["half"] == 0.0, "half a step was taken for a whole one"
-        assert found["after_save"] == pytest.approx(-1.0)
+    for result in run_ranks(within_a_step, 2, stage, str(tmp_path)):
+        assert result["after_load"] == pytest.approx(-1.0), "gradients of before the load"
+        assert result["half"] == 0.0, "half a step was taken for a whole one"
+        assert result["after_save"] == pytest.approx(-1.0)
 
 
 def apart(folder: str) -> list[str]:
     """Return the errors for ranks that see different directories, and for an invalid client state."""
     engine = engine_for("mlp", Recipe(), Setting(stage=0), 0)
     engine.save_checkpoint(folder)
-    said = []
+    text = []
     for act in (
         lambda: engine.load_checkpoint(folder if dist.get_rank() == 0 else f"{folder}/elsewhere"),
         lambda: engine.save_checkpoint(folder, client_state=[1]),
@@ -252,12 +252,12 @@ def apart(folder: str) -> list[str]:
         try:
             act()
         except windlass_error("CheckpointError") as error:
-            said.append(str(error))
+            text.append(str(error))
     engine.destroy()
-    return said
+    return text
 
 
 def test_ranks_with_different_directories_all_raise(tmp_path: Path) -> None:
-    for said in run_ranks(apart, 2, str(tmp_path), timeout=30.0):
-        assert "failed on rank 1: the checkpoint directory" in said[0] and "elsewhere does not exist" in said[0]
-        assert said[1] == "client_state is a list; give a dict of plain data"
+    for text in run_ranks(apart, 2, str(tmp_path), timeout=30.0):
+        assert "failed on rank 1: the checkpoint directory" in text[0] and "elsewhere does not exist" in text[0]
+        assert text[1] == "client_state is a list; give a dict of plain data"

@@ -61,34 +61,34 @@ def resharded(rank: int, root: Path) -> dict[str, Any]:
 def failures(rank: int, root: Path) -> dict[str, str]:
     """Cause an error on one rank at a time. The parent checks that all three ranks raise the same."""
     state = sample_states.state(rank, WORLD)
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     odd = SavedState(shards=state.shards, rank_plain={"odd": object()} if rank == 1 else {})
-    found["plain"] = failure(lambda: save(root, "bad", odd))
-    found["tags"] = failure(lambda: save(root, f"bad{rank}", state))
+    results["plain"] = failure(lambda: save(root, "bad", odd))
+    results["tags"] = failure(lambda: save(root, f"bad{rank}", state))
     overlap = [FlatShard("x", (9,), 3 * rank - (rank == 1), torch.zeros(3 + (rank == 1)))]
-    found["overlap"] = failure(lambda: save(root, "bad", SavedState(shards=overlap)))
+    results["overlap"] = failure(lambda: save(root, "bad", SavedState(shards=overlap)))
     recut = [FlatShard("x", (9,), 0, torch.zeros(9 - (rank == 2)))]
-    found["recut"] = failure(lambda: save(root, "bad", SavedState(shards=recut)))
+    results["recut"] = failure(lambda: save(root, "bad", SavedState(shards=recut)))
     shapes = [FlatShard("x", (9 + rank // 2,), 3 * rank, torch.zeros(3))]
-    found["shapes"] = failure(lambda: save(root, "bad", SavedState(shards=shapes)))
+    results["shapes"] = failure(lambda: save(root, "bad", SavedState(shards=shapes)))
     with mock.patch.object(os, "fsync", full_disk if rank == 2 else os.fsync):
-        found["disk"] = failure(lambda: save(root, "three", state))
+        results["disk"] = failure(lambda: save(root, "three", state))
     with mock.patch.object(os, "rename", side_effect=PermissionError(errno.EACCES, "Permission denied")):
-        found["rename"] = failure(lambda: save(root, "bad", state))
+        results["rename"] = failure(lambda: save(root, "bad", state))
     misfit = sample_states.empty(rank, WORLD)
     if rank == 1:
         misfit.tensors = {"buffer/count": torch.zeros(2), "buffer/running_mean": torch.zeros(4)}
-    found["misfit"] = failure(lambda: load(root, "three", misfit))
+    results["misfit"] = failure(lambda: load(root, "three", misfit))
     lonely = SavedState(tensors={"buffer/lonely": torch.zeros(1)} if rank == 1 else {})
-    found["missing"] = failure(lambda: load(root, "three", lonely))
-    found["absent"] = failure(lambda: load(root, "nowhere", sample_states.empty(rank, WORLD)))
+    results["missing"] = failure(lambda: load(root, "three", lonely))
+    results["absent"] = failure(lambda: load(root, "nowhere", sample_states.empty(rank, WORLD)))
     save(root, "damaged", state, save_latest=False)
     if rank == 0:
         path = root / "damaged" / "rank_00002.safetensors"
         path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff")
     dist.barrier()
-    found["damage"] = failure(lambda: load(root, "damaged", sample_states.empty(rank, WORLD)))
-    return found
+    results["damage"] = failure(lambda: load(root, "damaged", sample_states.empty(rank, WORLD)))
+    return results
 
 
 def saved_and_loaded(root: Path) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def test_replicas_are_written_once_with_writes_spread_over_ranks(run: Run) -> No
 
 def test_failure_on_one_rank_raises_the_same_error_on_all(run: Run) -> None:
     root, results = run
-    told = results[0]["failures"]
-    assert [result["failures"] for result in results] == [told] * WORLD
+    received = results[0]["failures"]
+    assert [result["failures"] for result in results] == [received] * WORLD
     expected = {
         "plain": "preparing to save failed on rank 1: odd is a builtins.object",
         "tags": "ranks save to different paths (rank 0: ",
@@ -149,8 +149,8 @@ def test_failure_on_one_rank_raises_the_same_error_on_all(run: Run) -> None:
         "absent": "looking for the checkpoint failed on rank 0: there is no checkpoint 'nowhere'",
         "damage": "rank_00002.safetensors is damaged: entry",
     }
-    assert told.keys() == expected.keys()
+    assert received.keys() == expected.keys()
     for fault, text in expected.items():
-        assert text in told[fault], fault
+        assert text in received[fault], fault
     assert list_tags(root) == ["two", "three", "replicas", "damaged"]
     assert {path.name for path in root.iterdir()} == {*list_tags(root), "latest"}

@@ -56,20 +56,20 @@ def meaning(parts: list[torch.Tensor], op: str) -> torch.Tensor:
         return result.to(dtype)
     if dtype is torch.bool:
         counts = torch.stack(parts).sum(0)
-        wanted = {"SUM": counts > 0, "MAX": counts > 0, "BOR": counts > 0, "BXOR": counts % 2 == 1}
-        return wanted.get(op, counts == len(parts))
+        expected = {"SUM": counts > 0, "MAX": counts > 0, "BOR": counts > 0, "BXOR": counts % 2 == 1}
+        return expected.get(op, counts == len(parts))
     if op in BITWISE:
         stack = [part.long() for part in parts]
         result = stack[0]
         for part in stack[1:]:
             result = {"BAND": result & part, "BOR": result | part, "BXOR": result ^ part}[op]
         return result.to(dtype)
-    whole = not dtype.is_floating_point and not dtype.is_complex
-    wide = torch.complex128 if dtype.is_complex else torch.int64 if whole else torch.float64
+    full = not dtype.is_floating_point and not dtype.is_complex
+    wide = torch.complex128 if dtype.is_complex else torch.int64 if full else torch.float64
     stack_of_all = torch.stack([part.to(wide) for part in parts])
     if op == "AVG":
         total = stack_of_all.sum(0)
-        return (torch.div(total, len(parts), rounding_mode="trunc") if whole else total / len(parts)).to(dtype)
+        return (torch.div(total, len(parts), rounding_mode="trunc") if full else total / len(parts)).to(dtype)
     reduced: dict[str, Callable[[], torch.Tensor]] = {
         "SUM": lambda: stack_of_all.sum(0),
         "PRODUCT": lambda: stack_of_all.prod(0),
@@ -135,15 +135,15 @@ def reduce_everything(able: str, share: int | None = None) -> int:
                 for (shape, cut), late in itertools.product(shapes.items(), (False, True)):
                     what = (dtype, op, shape, late)
                     everyone = [cut(numbers(other, dtype)) for other in range(size)]
-                    wanted = meaning(everyone, op)
-                    mine = cut(numbers(rank, dtype))
-                    work = comm.all_reduce(mine, getattr(comm.ReduceOp, op), async_op=late)
+                    expected = meaning(everyone, op)
+                    local = cut(numbers(rank, dtype))
+                    work = comm.all_reduce(local, getattr(comm.ReduceOp, op), async_op=late)
                     assert (work is not None) == late, what
                     if late:
                         work.wait()
                         assert work.is_completed(), what
-                    close(mine, wanted, what)
-                    reduce_one(comm, op, cut, dtype, wanted, everyone, late)
+                    close(local, expected, what)
+                    reduce_one(comm, op, cut, dtype, expected, everyone, late)
                     cases += 1
                 scatter_both(comm, op, dtype)
     finally:
@@ -159,11 +159,11 @@ def hash_of(dtype: str, op: str) -> int:
 def reduce_one(comm: Any, op: str, cut: Any, dtype: str, wanted: Any, everyone: Any, late: bool) -> None:
     """Reduce to the last rank; other ranks' tensors are unchanged."""
     rank, dst = comm.get_rank(), comm.get_world_size() - 1
-    mine = cut(numbers(rank, dtype))
-    work = comm.reduce(mine, dst, getattr(comm.ReduceOp, op), async_op=late)
+    local = cut(numbers(rank, dtype))
+    work = comm.reduce(local, dst, getattr(comm.ReduceOp, op), async_op=late)
     if late:
         work.wait()
-    close(mine, wanted if rank == dst else everyone[rank], ("reduce", dtype, op))
+    close(local, wanted if rank == dst else everyone[rank], ("reduce", dtype, op))
 
 
 def scatter_both(comm: Any, op: str, dtype: str) -> None:
@@ -173,7 +173,7 @@ def scatter_both(comm: Any, op: str, dtype: str) -> None:
     everyone = [numbers(other, dtype, 2 * size).view(size, 2) for other in range(size)]
     output = torch.zeros(2, dtype=everyone[0].dtype)
     comm.reduce_scatter_tensor(output, everyone[rank].clone(), kind)
-    close(output, meaning([whole[rank] for whole in everyone], op), ("reduce_scatter_tensor", dtype, op))
+    close(output, meaning([full[rank] for full in everyone], op), ("reduce_scatter_tensor", dtype, op))
     lists = [[numbers(10 * other + i, dtype, i + 1) for i in range(size)] for other in range(size)]
     output = torch.zeros(rank + 1, dtype=everyone[0].dtype)
     comm.reduce_scatter(output, lists[rank], kind, async_op=True).wait()
@@ -218,22 +218,22 @@ def locate() -> None:
         for element in range(5):
             candidates = [(float(v[element]), int(i[element])) for v, i in everyone]
             chosen.append(min(candidates, key=lambda pair: (pair[0] == pair[0], sign * pair[0], pair[1])))
-        wanted = torch.tensor([value for value, _ in chosen], dtype=dtype), torch.tensor([i for _, i in chosen])
+        expected = torch.tensor([value for value, _ in chosen], dtype=dtype), torch.tensor([i for _, i in chosen])
         for late in (False, True):
             values, indices = pairs(rank, dtype)
             work = comm.all_reduce((values, indices), op, async_op=late)
             if late:
                 work.wait()
-            torch.testing.assert_close((values, indices), wanted, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close((values, indices), expected, rtol=0, atol=0, equal_nan=True)
         values, indices = pairs(rank, dtype)
         comm.reduce((values, indices), 1, op)
         torch.testing.assert_close(
-            (values, indices), wanted if rank == 1 else pairs(rank, dtype), rtol=0, atol=0, equal_nan=True
+            (values, indices), expected if rank == 1 else pairs(rank, dtype), rtol=0, atol=0, equal_nan=True
         )
         together = torch.stack([part.to(torch.float64) for part in pairs(rank, dtype)], dim=-1)
         comm.all_reduce(together, op)
-        torch.testing.assert_close(together[:, 0].to(dtype), wanted[0], rtol=0, atol=0, equal_nan=True)
-        assert together[:, 1].tolist() == wanted[1].tolist()
+        torch.testing.assert_close(together[:, 0].to(dtype), expected[0], rtol=0, atol=0, equal_nan=True)
+        assert together[:, 1].tolist() == expected[1].tolist()
         scattered(comm, op, dtype)
 
 
@@ -261,15 +261,15 @@ def premultiply() -> None:
 
     rank, size = comm.get_rank(), comm.get_world_size()
     for dtype in (torch.float32, torch.bfloat16):
-        mine = torch.full((3,), 2.0, dtype=dtype)
-        comm.all_reduce(mine, comm.premul_sum(rank + 1.0))
-        assert mine.tolist() == [float(size * (size + 1))] * 3
+        local = torch.full((3,), 2.0, dtype=dtype)
+        comm.all_reduce(local, comm.premul_sum(rank + 1.0))
+        assert local.tolist() == [float(size * (size + 1))] * 3
     for op in (dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.SUM), comm.ReduceOp.SUM, comm.ReduceOp.PROD):
-        mine = torch.tensor([2.0])
-        comm.all_reduce(mine, op)
-        assert mine.item() == (2.0 * size if op is not comm.ReduceOp.PROD else 2.0**size)
-    mine = torch.full((), 3.0, requires_grad=True)
-    assert comm.inference_all_reduce(mine) is mine and mine.item() == 3.0 * size
+        local = torch.tensor([2.0])
+        comm.all_reduce(local, op)
+        assert local.item() == (2.0 * size if op is not comm.ReduceOp.PROD else 2.0**size)
+    local = torch.full((), 3.0, requires_grad=True)
+    assert comm.inference_all_reduce(local) is local and local.item() == 3.0 * size
     several = [torch.ones(2), torch.ones((), dtype=torch.bfloat16)]
     comm.all_reduce_coalesced(several, async_op=True).wait()
     assert several[0].tolist() == [size] * 2 and several[1].item() == size
@@ -290,7 +290,7 @@ def move_everything() -> None:
     for dtype, (shape, cut), late in itertools.product(FLOATS + INTEGERS, SHAPES.items(), (False, True)):
         what = (dtype, shape, late)
         everyone = [cut(numbers(other, dtype)) for other in range(size)]
-        mine = cut(numbers(rank, dtype))
+        local = cut(numbers(rank, dtype))
 
         def over(work: Any, late: bool = late) -> None:
             assert (work is not None) == late
@@ -300,22 +300,22 @@ def move_everything() -> None:
         def blank(everyone: list[torch.Tensor] = everyone, cut: Any = cut, dtype: str = dtype) -> list[torch.Tensor]:
             return [cut(torch.zeros_like(numbers(0, dtype))) for _ in everyone]
 
-        over(comm.broadcast(mine, last, async_op=late))
-        same(mine, everyone[last], what)
-        mine, each = cut(numbers(rank, dtype)), blank()
-        over(comm.all_gather(each, mine, async_op=late))
-        for found, wanted in zip(each, everyone, strict=True):
-            same(found, wanted, what)
+        over(comm.broadcast(local, last, async_op=late))
+        same(local, everyone[last], what)
+        local, each = cut(numbers(rank, dtype)), blank()
+        over(comm.all_gather(each, local, async_op=late))
+        for actual, expected in zip(each, everyone, strict=True):
+            same(actual, expected, what)
         each = blank()
-        over(comm.gather(mine, each if rank == last else None, last, async_op=late))
-        for found, wanted in zip(each, everyone, strict=True):
-            same(found, wanted if rank == last else torch.zeros_like(wanted), what)
-        found = blank()[0]
-        over(comm.scatter(found, everyone if rank == last else None, last, async_op=late))
-        same(found, everyone[rank], what)
-        whole = torch.zeros((size, *mine.shape), dtype=mine.dtype)
-        over(comm.all_gather_into_tensor(whole, mine, async_op=late))
-        same(whole, torch.stack(everyone), what)
+        over(comm.gather(local, each if rank == last else None, last, async_op=late))
+        for actual, expected in zip(each, everyone, strict=True):
+            same(actual, expected if rank == last else torch.zeros_like(expected), what)
+        actual = blank()[0]
+        over(comm.scatter(actual, everyone if rank == last else None, last, async_op=late))
+        same(actual, everyone[rank], what)
+        full = torch.zeros((size, *local.shape), dtype=local.dtype)
+        over(comm.all_gather_into_tensor(full, local, async_op=late))
+        same(full, torch.stack(everyone), what)
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
@@ -331,21 +331,21 @@ def exchange_everything() -> None:
         # rank r sends (r + i) % 3 rows to rank i, sometimes none
         rows = [[(r + i) % 3 for i in range(size)] for r in range(size)]
         sent = [[numbers(10 * r + i, dtype, 2 * rows[r][i]).view(-1, 2) for i in range(size)] for r in range(size)]
-        wanted = [sent[r][rank] for r in range(size)]
+        expected = [sent[r][rank] for r in range(size)]
         output = torch.zeros((sum(rows[r][rank] for r in range(size)), 2), dtype=sent[0][0].dtype)
         work = comm.all_to_all_single(
             output, torch.cat(sent[rank]), [rows[r][rank] for r in range(size)], rows[rank], async_op=late
         )
         if late:
             work.wait()
-        same(output, torch.cat(wanted), (dtype, late))
+        same(output, torch.cat(expected), (dtype, late))
         # outputs that are not contiguous
         each = [torch.zeros((2, rows[r][rank]), dtype=output.dtype).t() for r in range(size)]
         work = comm.all_to_all(each, sent[rank], async_op=late)
         if late:
             work.wait()
-        for found, part in zip(each, wanted, strict=True):
-            same(found, part, (dtype, late))
+        for actual, part in zip(each, expected, strict=True):
+            same(actual, part, (dtype, late))
     even = torch.zeros(size)
     comm.all_to_all_single(even, torch.arange(float(size)) + 10 * rank)
     assert even.tolist() == [10 * r + rank for r in range(size)]
@@ -355,9 +355,9 @@ def exchange_everything() -> None:
     objects: list[Any] = [None] * size
     comm.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(size)]
-    said = [f"of {rank}"]
-    comm.broadcast_object_list(said, size - 1)
-    assert said == [f"of {size - 1}"]
+    text = [f"of {rank}"]
+    comm.broadcast_object_list(text, size - 1)
+    assert text == [f"of {size - 1}"]
     outputs = [torch.zeros(size), torch.zeros(size, 2, dtype=torch.bool)]
     comm.all_gather_coalesced(outputs, [torch.tensor(float(rank)), torch.ones(2, dtype=torch.bool)])
     assert outputs[0].tolist() == list(range(size)) and bool(outputs[1].all())
@@ -368,19 +368,19 @@ def talk_in_pairs() -> None:
 
     rank, size = comm.get_rank(), comm.get_world_size()
     following, before = (rank + 1) % size, (rank - 1) % size
-    mine, found = numbers(rank, "bfloat16"), torch.zeros(24, dtype=torch.bfloat16)[::2]
-    works = [comm.isend(mine, following, tag=3), comm.irecv(found, before, tag=3)]
+    local, result = numbers(rank, "bfloat16"), torch.zeros(24, dtype=torch.bfloat16)[::2]
+    works = [comm.isend(local, following, tag=3), comm.irecv(result, before, tag=3)]
     for work in works:
         work.wait()
-    same(found, numbers(before, "bfloat16"), "isend")
-    found.zero_()
-    operations = [comm.P2POp(comm.isend, mine, following), comm.P2POp(comm.irecv, found, before)]
+    same(result, numbers(before, "bfloat16"), "isend")
+    result.zero_()
+    operations = [comm.P2POp(comm.isend, local, following), comm.P2POp(comm.irecv, result, before)]
     for work in comm.batch_isend_irecv(operations):
         work.wait()
-    same(found, numbers(before, "bfloat16"), "batch")
+    same(result, numbers(before, "bfloat16"), "batch")
     if rank == 0:
-        one = torch.zeros(())
-        assert sorted(comm.recv(one, tag=other) for other in range(1, size)) == list(range(1, size))
+        item = torch.zeros(())
+        assert sorted(comm.recv(item, tag=other) for other in range(1, size)) == list(range(1, size))
     else:
         comm.send(torch.tensor(1.0), 0, tag=rank)
     comm.barrier()
@@ -406,27 +406,27 @@ def sub_groups() -> None:
     rank, size = comm.get_rank(), comm.get_world_size()
     members = [1, size - 1]
     group = comm.new_group(members)
-    mine = torch.tensor([rank], dtype=torch.int32)
+    local = torch.tensor([rank], dtype=torch.int32)
     if rank not in members:
         with pytest.warns(UserWarning, match="on a group that it is not in"):
-            assert comm.all_reduce(mine, comm.ReduceOp.BOR, group=group, async_op=True) is None
-        assert comm.get_rank(group) == -1 == comm.get_world_size(group) and mine.item() == rank
+            assert comm.all_reduce(local, comm.ReduceOp.BOR, group=group, async_op=True) is None
+        assert comm.get_rank(group) == -1 == comm.get_world_size(group) and local.item() == rank
         return
     assert comm.get_all_ranks_from_group(group) == members and comm.get_global_rank(group, 1) == size - 1
-    for op, wanted in (("LXOR", 0), ("BOR", 1 | (size - 1)), ("AVG", size // 2), ("MAX", size - 1)):
-        mine = torch.tensor([rank], dtype=torch.int32)
-        comm.all_reduce(mine, getattr(comm.ReduceOp, op), group=group)
-        assert mine.item() == wanted, op
-    mine = torch.tensor([float(rank)])
-    comm.reduce(mine, size - 1, group=group)
-    assert mine.item() == (size if rank == size - 1 else 1)
-    comm.broadcast(mine, 1, group=group)
-    assert mine.item() == 1
+    for op, expected in (("LXOR", 0), ("BOR", 1 | (size - 1)), ("AVG", size // 2), ("MAX", size - 1)):
+        local = torch.tensor([rank], dtype=torch.int32)
+        comm.all_reduce(local, getattr(comm.ReduceOp, op), group=group)
+        assert local.item() == expected, op
+    local = torch.tensor([float(rank)])
+    comm.reduce(local, size - 1, group=group)
+    assert local.item() == (size if rank == size - 1 else 1)
+    comm.broadcast(local, 1, group=group)
+    assert local.item() == 1
     each = [torch.zeros(1), torch.zeros(1)]
     comm.all_gather(each, torch.tensor([float(rank)]), group=group)
     assert [part.item() for part in each] == members
     with pytest.raises(RuntimeError, match="src = 0 is not in"):
-        comm.broadcast(mine, 0, group=group)
+        comm.broadcast(local, 0, group=group)
 
 
 def test_groups_use_global_ranks() -> None:
@@ -441,7 +441,7 @@ def out_of_order() -> None:
     ops = [comm.ReduceOp.LXOR, comm.ReduceOp.SUM, comm.ReduceOp.AVG, comm.ReduceOp.BAND, comm.ReduceOp.PRODUCT]
     tensors = [torch.full((3,), rank + 1, dtype=dtype) for dtype in (torch.int16, torch.complex64, torch.bfloat16)]
     tensors += [torch.full((3,), rank + 1, dtype=torch.int8), torch.full((2,), rank + 1.0).to(torch.float8_e5m2)]
-    works = [comm.all_reduce(one, op, async_op=True) for one, op in zip(tensors, ops, strict=True)]
+    works = [comm.all_reduce(item, op, async_op=True) for item, op in zip(tensors, ops, strict=True)]
     if rank == 0:
         comm.send(torch.zeros(1), 1)
     elif rank == 1:
@@ -455,8 +455,8 @@ def out_of_order() -> None:
     for work in works:
         work.wait()
         assert work.wait(timedelta(seconds=5)) is not False
-    found = [one.to(torch.complex64)[0].real.item() for one in tensors]
-    assert found == [1 ^ 1 ^ 1, 6, 2, 1 & 2 & 3, 6]
+    results = [item.to(torch.complex64)[0].real.item() for item in tensors]
+    assert results == [1 ^ 1 ^ 1, 6, 2, 1 & 2 & 3, 6]
 
 
 def test_asynchronous_works_complete_in_any_order() -> None:
@@ -497,9 +497,9 @@ def refuse_everything() -> None:
     for words, call in REFUSED.items():
         with pytest.raises(CommunicationError, match=words):
             call(comm, torch.arange(3.0))
-    mine = torch.ones(1)
-    comm.all_reduce(mine)  # nothing is in flight
-    assert mine.item() == 2
+    local = torch.ones(1)
+    comm.all_reduce(local)  # nothing is in flight
+    assert local.item() == 2
 
 
 def test_invalid_arguments_are_refused_before_anything_is_sent() -> None:

@@ -60,7 +60,7 @@ def attempt_on(model: nn.Module, config: Any) -> str:
 
 def attempts(folder: str) -> dict[str, tuple[str, str]]:
     """Try each file as it is, and with a batch size."""
-    found = {}
+    results = {}
     for name in AS_THEY_ARE:
         data = dict(read_source(str(CONFIGS / f"{name}.json")).data)
         for key in ("train_batch_size", "gradient_accumulation_steps"):
@@ -70,14 +70,14 @@ def attempts(folder: str) -> dict[str, tuple[str, str]]:
             if "nvme_path" in zero.get(section, {}):
                 zero[section]["nvme_path"] = folder
         batched = {**data, "train_micro_batch_size_per_gpu": 2}
-        found[name] = (attempt(str(CONFIGS / f"{name}.json")), attempt(batched))
-    return found
+        results[name] = (attempt(str(CONFIGS / f"{name}.json")), attempt(batched))
+    return results
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="the collection of configurations is not beside the checkout")
 def test_common_configurations_train(tmp_path: Path) -> None:
-    (found,) = run_ranks(attempts, 1, str(tmp_path))
-    for name, (as_is, batched) in found.items():
+    (result,) = run_ranks(attempts, 1, str(tmp_path))
+    for name, (as_is, batched) in result.items():
         assert AS_THEY_ARE[name] in as_is, f"{name}: {as_is}"
         assert WITH_A_BATCH[name] in batched, f"{name} with a batch size: {batched}"
 
@@ -135,13 +135,13 @@ def rates() -> list[float]:
     model = nn.Linear(4, 4)
     config = {"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"]}
     engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    found = []
+    results = []
     for _ in range(4):
         engine.backward(engine(torch.ones(2, 4)).square().mean())
-        found += engine.get_lr()
+        results += engine.get_lr()
         engine.step()
     engine.destroy()
-    return found
+    return results
 
 
 def test_learning_rate_of_the_schedule_has_precedence() -> None:
@@ -169,23 +169,23 @@ def half_made(stage: int) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_late_errors_of_initialize_are_reported(stage: int) -> None:
-    for said, plain in run_ranks(half_made, 2, stage):
-        assert "warmup_num_steps: 0 does not fit" in said and plain
+    for text, plain in run_ranks(half_made, 2, stage):
+        assert "warmup_num_steps: 0 does not fit" in text and plain
 
 
 def decays() -> list[float]:
     """Return the default weight decay by optimizer type and `torch_adam`."""
     from windlass.compat.deepspeed_initialize import initialize
 
-    found = []
+    results = []
     for kind in ("Adam", "AdamW"):
         for of_torch in (False, True):
             model, params = nn.Linear(4, 4), {"lr": 1e-3, "torch_adam": of_torch}
             config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": kind, "params": params}}
             engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-            found.append(engine.optimizer.param_groups[0]["weight_decay"])
+            results.append(engine.optimizer.param_groups[0]["weight_decay"])
             engine.destroy()
-    return found
+    return results
 
 
 def test_default_weight_decay_is_deepspeeds() -> None:
@@ -216,31 +216,31 @@ def order(folder: str) -> list[list[list[float]]]:
     def once() -> list[list[float]]:
         return [batch.flatten().tolist() for batch in loader]
 
-    found = [once(), once()]
+    results = [once(), once()]
     loader.data_sampler.set_epoch(1)
-    found.append(once())
+    results.append(once())
     for number, batch in enumerate(loader):
         engine.backward(engine(batch).square().mean())
         engine.step()
         if number == 1:
             engine.save_checkpoint(folder)
-    assert len(loader) == len(found[0]) and engine.tput_timer.avg_samples_per_sec() > 0
+    assert len(loader) == len(results[0]) and engine.tput_timer.avg_samples_per_sec() > 0
     engine.load_checkpoint(folder)
-    found.append(once())
+    results.append(once())
     evaluated = engine.deepspeed_io(Numbers(), route="eval")
-    found.append([batch.flatten().tolist() for batch in evaluated])
+    results.append([batch.flatten().tolist() for batch in evaluated])
     engine.destroy()
-    return found
+    return results
 
 
 def test_loader_starts_at_the_first_batch(tmp_path: Path) -> None:
     """The loader follows torch's DistributedSampler: the same order until `set_epoch`, whatever a checkpoint holds."""
     by_rank = run_ranks(order, 2, str(tmp_path))
     for rank, (first, second, third, resumed, evaluated) in enumerate(by_rank):
-        for epoch, found in enumerate((first, third)):
+        for epoch, result in enumerate((first, third)):
             sampler = torch.utils.data.DistributedSampler(Numbers(), 2, rank)
             sampler.set_epoch(epoch)
-            assert [value for batch in found for value in batch] == [float(index) for index in sampler]
+            assert [value for batch in result for value in batch] == [float(index) for index in sampler]
         assert second == first and resumed == third != first
         assert evaluated[0] == [float(rank), float(rank + 2)]
 
@@ -255,7 +255,7 @@ def autocasts() -> dict[tuple[bool, bool], bool]:
             return super().forward(x)
 
     seen: list[bool] = []
-    found = {}
+    results = {}
     for around, section in ((False, False), (False, True), (True, False), (True, True)):
         model = Told(4, 4)
         config = {"train_micro_batch_size_per_gpu": 2, "torch_autocast": {"enabled": section, "dtype": "bfloat16"}}
@@ -266,13 +266,13 @@ def autocasts() -> dict[tuple[bool, bool], bool]:
         for device in ("cpu", "cuda"):
             torch.set_autocast_enabled(device, False)
         engine.destroy()
-        found[around, section] = seen.pop()
-    return found
+        results[around, section] = seen.pop()
+    return results
 
 
 def test_autocast_follows_the_configuration() -> None:
-    found = run_ranks(autocasts, 1)[0]
-    assert found == {(around, section): section for around in (False, True) for section in (False, True)}
+    result = run_ranks(autocasts, 1)[0]
+    assert result == {(around, section): section for around in (False, True) for section in (False, True)}
 
 
 def monitored(folder: str) -> list[str]:
@@ -295,7 +295,7 @@ def monitored(folder: str) -> list[str]:
 
 
 def test_monitor_writes_metrics_of_the_script(tmp_path: Path) -> None:
-    found = run_ranks(monitored, 2, str(tmp_path))[0]
-    assert found == ["step,loss", "0,0.0", "1,0.5", "2,1.0"], "once, by rank 0"
+    result = run_ranks(monitored, 2, str(tmp_path))[0]
+    assert result == ["step,loss", "0,0.0", "1,0.5", "2,1.0"], "once, by rank 0"
     assert (tmp_path / "run" / "Own.csv").read_text().split() == ["step,Own", "7,0.5"]
     assert (tmp_path / "run" / "Mine_best_so_far.csv").exists()

@@ -51,7 +51,7 @@ def _step(engine: Any) -> torch.Tensor:
 
 def _members(stages: list[int]) -> dict[str, list[str]]:
     """Return the missing ones of the members that clients use and of DeepSpeed's public engine methods."""
-    wanted = json.loads(MEMBERS.read_text())
+    expected = json.loads(MEMBERS.read_text())
     missing: dict[str, list[str]] = {}
     for stage in stages:
         engine = _engine(stage)
@@ -63,10 +63,10 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
             "param": next(engine.module.parameters()),
             "module": engine.module,
         }
-        for owner, names in wanted["at_every_stage"].items():
+        for owner, names in expected["at_every_stage"].items():
             missing[f"{owner} {stage}"] = [name for name in names if not hasattr(owners[owner], name)]
         if stage == 3:
-            for owner, names in wanted["at_stage_3"].items():
+            for owner, names in expected["at_stage_3"].items():
                 missing.setdefault(f"{owner} {stage}", []).extend(
                     name for name in names if not hasattr(owners[owner], name)
                 )
@@ -133,12 +133,12 @@ def test_deepspeed_conventions(stage: int) -> None:
 
 def _stepped(stage: int, by_optimizer: bool) -> list[tuple[float, float]]:
     engine = _engine(stage)
-    found = []
+    results = []
     for _ in range(4):
         x = torch.arange(12.0, device=engine.device).view(2, 6) / 12
         loss = engine(x).square().mean()
         engine.backward(loss)
-        found.append((loss.item(), engine.get_lr()[0]))
+        results.append((loss.item(), engine.get_lr()[0]))
         if by_optimizer:
             engine.optimizer.step()
             engine.lr_scheduler.step()
@@ -146,16 +146,16 @@ def _stepped(stage: int, by_optimizer: bool) -> list[tuple[float, float]]:
         else:
             engine.step()
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_manual_optimizer_step_does_not_advance_the_schedule(stage: int) -> None:
     """A script that steps optimizer and schedule itself, as Ray Train's example, equals one that steps the engine."""
-    (wanted,) = run_ranks(_stepped, 1, stage, False)
-    (found,) = run_ranks(_stepped, 1, stage, True)
-    assert len({rate for _, rate in wanted}) > 2
-    assert found == wanted
+    (expected,) = run_ranks(_stepped, 1, stage, False)
+    (actual,) = run_ranks(_stepped, 1, stage, True)
+    assert len({rate for _, rate in expected}) > 2
+    assert actual == expected
 
 
 def _asked_around_a_step(stage: int) -> list[float]:
@@ -163,8 +163,8 @@ def _asked_around_a_step(stage: int) -> list[float]:
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.rank_logging import logger
 
-    said, net = io.StringIO(), _net()
-    handler, levels = logging.StreamHandler(said), (logger.level, own_logger.level)
+    text, net = io.StringIO(), _net()
+    handler, levels = logging.StreamHandler(text), (logger.level, own_logger.level)
     logger.addHandler(handler)
     logger.setLevel("INFO")
     engine, optimizer, _, schedule = initialize(
@@ -176,16 +176,16 @@ def _asked_around_a_step(stage: int) -> list[float]:
     logger.removeHandler(handler)
     logger.setLevel(levels[0])
     own_logger.setLevel(levels[1])  # the other setting changed it too
-    assert ("DeepSpeed info: version=" in said.getvalue()) == (engine.global_rank == 0)
+    assert ("DeepSpeed info: version=" in text.getvalue()) == (engine.global_rank == 0)
     assert schedule is engine.lr_scheduler and schedule.optimizer is optimizer.optimizer
-    found = []
+    results = []
     for _ in range(3):
         optimizer.offload_states(include=["optim_states", "hp_params"], device="cpu", pin_memory=False)
         optimizer.reload_states()
         _step(engine)
-        found += engine.get_lr()
+        results += engine.get_lr()
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -267,9 +267,9 @@ def _batch_changes() -> list[float]:
     for _ in range(3):
         _step(engine)
     assert engine.global_steps == 2
-    found = [p.detach().double().sum().item() for p in engine.module.parameters()]
+    results = [p.detach().double().sum().item() for p in engine.module.parameters()]
     engine.destroy()
-    return found
+    return results
 
 
 def test_batch_size_can_change_between_steps() -> None:
@@ -296,18 +296,18 @@ def _compiled(stage: int) -> tuple[list[float], list[float], bool]:
     plain.destroy()
     engine = _engine(stage)
     engine.compile(backend="eager")
-    found = [_step(engine).item() for _ in range(3)]
+    results = [_step(engine).item() for _ in range(3)]
     was = engine.is_compiled
     engine.destroy()
-    return expected, found, was
+    return expected, results, was
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compile_in_place(stage: int) -> None:
     """Compiled models have the same losses. At stage 3 each block's forward is compiled."""
-    expected, found, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
-    assert found == pytest.approx(expected, abs=1e-6) and was
+    expected, actual, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
+    assert actual == pytest.approx(expected, abs=1e-6) and was
 
 
 def _gathered_by_hand() -> None:
@@ -315,22 +315,22 @@ def _gathered_by_hand() -> None:
 
     engine = _engine(3)
     weight = engine.module[0].weight
-    whole = _net()[0].weight.detach()
-    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_shape == whole.shape
-    assert weight.ds_numel == whole.numel() and weight.ds_process_group is not None
+    full = _net()[0].weight.detach()
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_shape == full.shape
+    assert weight.ds_numel == full.numel() and weight.ds_process_group is not None
     weight.all_gather()
     assert weight.ds_status is ZeroParamStatus.AVAILABLE
-    torch.testing.assert_close(weight.detach(), whole)
+    torch.testing.assert_close(weight.detach(), full)
     with torch.no_grad():
         weight.mul_(2)
     weight.partition(has_been_updated=True)
-    torch.testing.assert_close(weight.get_full_hp_param(), whole * 2)
+    torch.testing.assert_close(weight.get_full_hp_param(), full * 2)
     others = list(engine.module.parameters())[2:]
     handles = [weight.all_gather_coalesced(others), weight.all_gather(async_op=True)]
     for handle in handles:
         handle.wait()
-    for one in [weight, *others]:
-        assert one.ds_status is ZeroParamStatus.AVAILABLE
+    for item in [weight, *others]:
+        assert item.ds_status is ZeroParamStatus.AVAILABLE
     weight.partition([weight, *others])
     ids = [p.ds_id for p in engine.module.parameters()]
     assert len(set(ids)) == len(ids)

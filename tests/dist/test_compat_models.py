@@ -50,19 +50,19 @@ def reads(born: bool) -> dict[str, Any]:
         net = model()
     if not born:
         engine_of(net, 3, optimizer=ADAM, aio={"odd": 2})
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if dist.get_rank() == 0:  # on one rank, as peft does while saving
-        found["names"] = [(name, tuple(value.shape), value.dtype) for name, value in net.state_dict().items()]
+        results["names"] = [(name, tuple(value.shape), value.dtype) for name, value in net.state_dict().items()]
     states = net.state_dict()
-    found["values"] = {name: value.cpu().clone() for name, value in states.items()}
-    found["equal"] = [torch.equal(value, found["values"][name]) for name, value in states.items()]
-    found["plain"] = {type(value) for value in found["values"].values()} == {Tensor}
-    first, found["refused"] = next(iter(states.values())), 0
+    results["values"] = {name: value.cpu().clone() for name, value in states.items()}
+    results["equal"] = [torch.equal(value, results["values"][name]) for name, value in states.items()]
+    results["plain"] = {type(value) for value in results["values"].values()} == {Tensor}
+    first, results["refused"] = next(iter(states.values())), 0
     for change in (lambda: first.zero_(), lambda: first.__setitem__(0, 1.0), lambda: pickle.dumps(first)):
         with pytest.raises(ShardedParameterError, match="GatheredParameters"):
             change()
-        found["refused"] += 1
-    return found
+        results["refused"] += 1
+    return results
 
 
 @pytest.mark.parametrize("born", [False, True])
@@ -88,9 +88,9 @@ def nested() -> bool:
             GatheredParameters(net.parameters()),
         ):
             raise AssertionError("not reached")
-        whole = torch.equal(net[0].weight, model()[0].weight)
+        full = torch.equal(net[0].weight, model()[0].weight)
     engine.destroy()
-    return whole
+    return full
 
 
 def test_nested_gather_is_a_runtime_error() -> None:
@@ -133,13 +133,13 @@ def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
         body = nn.Linear(6, 10)
     net = nn.Sequential(body, nn.Linear(10, 3))
     engine = engine_of(net, 3 if born else 2, optimizer=ADAM, **low)
-    found = []
+    results = []
     for parameter in net.parameters():
         master = safe_get_full_fp32_param(parameter)
         assert master is not None
-        found.append((master.clone(), parameter.dtype))
+        results.append((master.clone(), parameter.dtype))
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("born", [False, True])
@@ -151,10 +151,10 @@ def test_master_weights_start_from_values_of_zero_init(born: bool) -> None:
     torch.manual_seed(0)
     plain = [p.detach() for layer in (nn.Linear(6, 10), nn.Linear(10, 3)) for p in layer.parameters()]
     assert not any(torch.equal(value, value.bfloat16().float()) for value in plain)
-    wanted = [value.bfloat16().float() if born and n < 2 else value for n, value in enumerate(plain)]
+    expected = [value.bfloat16().float() if born and n < 2 else value for n, value in enumerate(plain)]
     for rank in run_ranks(masters, RANKS, born):
         assert [dtype for _, dtype in rank] == [torch.bfloat16] * 4
-        assert all(map(torch.equal, [value for value, _ in rank], wanted))
+        assert all(map(torch.equal, [value for value, _ in rank], expected))
 
 
 def moved() -> dict[str, Any]:
@@ -217,9 +217,9 @@ def again(stage: int) -> dict[str, Any]:
     with torch.no_grad():
         evaluated = engine_of(net, stage if stage == 3 else 0)(batch()).square().mean().item()
     third = engine_of(net, stage, optimizer=ADAM)
-    found = third(batch()).square().mean().item()
+    result = third(batch()).square().mean().item()
     third.destroy()
-    return {"losses": losses, "evaluated": evaluated, "third": found}
+    return {"losses": losses, "evaluated": evaluated, "third": result}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -146,8 +146,8 @@ def mixture_script(stage: int, folder: str) -> tuple[list[float], Tensors]:
 def test_moe_script_trains_as_one_process(stage: int, ranks: int, tmp_path: Path) -> None:
     seen = run_ranks(mixture_script, ranks, stage, str(tmp_path), timeout=120)
     losses, state = plain(mixed(), mixed_loss, ranks)
-    for rank, (found, _) in enumerate(seen):
-        torch.testing.assert_close(found, [step[rank] for step in losses], rtol=BOUND, atol=0)
+    for rank, (result, _) in enumerate(seen):
+        torch.testing.assert_close(result, [step[rank] for step in losses], rtol=BOUND, atol=0)
     check(seen[0][1], state)
 
 
@@ -180,8 +180,8 @@ def ulysses_script(stage: int) -> list[float]:
     )
     torch.manual_seed(1)
     model = llama(tied=False)
-    asked = config(stage, train_micro_batch_size_per_gpu=2)
-    engine: Any = initialize(config=asked, model=model, model_parameters=model.parameters(), mpu=mpu)[0]
+    requested = config(stage, train_micro_batch_size_per_gpu=2)
+    engine: Any = initialize(config=requested, model=model, model_parameters=model.parameters(), mpu=mpu)[0]
     group, size = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_world_size()
     rank = groups._get_sequence_parallel_rank()
     assert size == 2 == engine.sequence_parallel_size and rank == dist.get_rank() % 2
@@ -214,8 +214,8 @@ def test_a_ulysses_script_trains_as_one_process(stage: int) -> None:
     """The ranks' batches take turns: rank 0's and rank 1's batch of step 0, then those of step 1."""
     torch.manual_seed(1)
     losses, _ = plain(llama(tied=False), lambda model, _, turn: language_loss(model, turn % 2, turn // 2), 1)
-    for found in run_ranks(ulysses_script, 2, stage):
-        torch.testing.assert_close(found, [step[0] for step in losses], rtol=BOUND, atol=0)
+    for result in run_ranks(ulysses_script, 2, stage):
+        torch.testing.assert_close(result, [step[0] for step in losses], rtol=BOUND, atol=0)
 
 
 class Attending(nn.Module):
@@ -293,8 +293,8 @@ def autotp_script(stage: int, by_call: bool, folder: str) -> tuple[list[float], 
     if by_call:
         ds("set_autotp_mode")(training=True)
         model = ds("tp_model_init")(model, tp_size=2, dtype=torch.float32)
-    asked = config(stage, train_micro_batch_size_per_gpu=2, **keys)
-    engine: Any = initialize(model=model, model_parameters=model.parameters(), config=asked)[0]
+    requested = config(stage, train_micro_batch_size_per_gpu=2, **keys)
+    engine: Any = initialize(model=model, model_parameters=model.parameters(), config=requested)[0]
     rank, world = dist.get_rank(), dist.get_world_size()
     assert engine.autotp_size() == 2 == engine.mp_world_size and engine.get_tensor_parallel_rank() == rank % 2
     assert engine.train_batch_size() == world and engine.dp_world_size == world // 2
@@ -314,9 +314,9 @@ def autotp_script(stage: int, by_call: bool, folder: str) -> tuple[list[float], 
         name = "model.layers.0.mlp.up_proj.weight"
         assert local.keys() == state.keys() and local[name].shape[0] * 2 == state[name].shape[0]
     engine.save_16bit_model(folder, "whole.bin")
-    found = {name: value.clone() for name, value in (state or {}).items()}
+    results = {name: value.clone() for name, value in (state or {}).items()}
     engine.destroy()
-    return losses, found
+    return losses, results
 
 
 @pytest.mark.parametrize(("stage", "by_call", "ranks"), [(1, False, 2), (3, True, 2), (2, True, 4)])
@@ -324,8 +324,8 @@ def test_an_autotp_script_trains_as_one_process(stage: int, by_call: bool, ranks
     torch.manual_seed(1)
     losses, state = plain(llama(tied=False), language_loss, ranks // 2)
     seen = run_ranks(autotp_script, ranks, stage, by_call, str(tmp_path), timeout=120)
-    for rank, (found, _) in enumerate(seen):
-        torch.testing.assert_close(found, [step[rank // 2] for step in losses], rtol=BOUND, atol=0)
+    for rank, (result, _) in enumerate(seen):
+        torch.testing.assert_close(result, [step[rank // 2] for step in losses], rtol=BOUND, atol=0)
     check(seen[0][1], state)
     check(torch.load(tmp_path / "whole.bin"), state)
 
@@ -474,9 +474,9 @@ def resumed(folder: str, experts: bool) -> Tensors:
     engine: Any = ds("initialize")(model=model, model_parameters=model.parameters(), config=config(0))[0]
     # the full model has other parameter groups
     engine.load_checkpoint(folder, tag="end", load_optimizer_states=not experts)
-    found = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    results = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -487,8 +487,8 @@ def test_a_megatron_script_trains_and_saves_as_one_process(
 ) -> None:
     losses, state = plain(megatron(Whole, experts), lambda m, reader, step: m(*batch(reader, step)), ranks // 2)
     seen = run_ranks(megatron_script, ranks, stage, experts, str(tmp_path))
-    for rank, (found, _) in enumerate(seen):
-        torch.testing.assert_close(found, [step[rank // 2] for step in losses], rtol=BOUND, atol=0)
+    for rank, (result, _) in enumerate(seen):
+        torch.testing.assert_close(result, [step[rank // 2] for step in losses], rtol=BOUND, atol=0)
     check(seen[0][1], state)
     (loaded,) = run_ranks(resumed, 1, str(tmp_path), experts)
     check(loaded, state)
@@ -528,11 +528,11 @@ def pipeline_script(stage: int, kind: str) -> tuple[list[float], Tensors]:
         words = {"topology": topology(num_pp=2, num_dp=dist.get_world_size() // 2)}
     model = row(**words)
     data = [batch(0, number) for number in range(40)] if kind == "data" else None
-    asked = config(stage, gradient_accumulation_steps=MICROS, pipeline={"activation_checkpoint_interval": 1})
+    requested = config(stage, gradient_accumulation_steps=MICROS, pipeline={"activation_checkpoint_interval": 1})
     engine, _, loader, _ = initialize(
         model=model,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
-        config=asked,
+        config=requested,
         training_data=None if data is None else [(x[i], y[i]) for x, y in data for i in range(ROWS)],
     )
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -567,7 +567,7 @@ def test_a_pipeline_script_trains_as_one_process(stage: int, kind: str, ranks: i
     seen = run_ranks(pipeline_script, ranks, stage, kind, timeout=120)
     model = row()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    wanted = []
+    expected = []
     for step in range(STEPS):
         each = [
             functional.mse_loss(model(x), y)
@@ -579,11 +579,11 @@ def test_a_pipeline_script_trains_as_one_process(stage: int, kind: str, ranks: i
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        wanted.append(mean.item())
+        expected.append(mean.item())
     x, y = batch(9, 0)
-    wanted.append(functional.mse_loss(model(x), y).item())
-    for found, _ in seen:
-        torch.testing.assert_close(found, wanted, rtol=BOUND, atol=0)
+    expected.append(functional.mse_loss(model(x), y).item())
+    for actual, _ in seen:
+        torch.testing.assert_close(actual, expected, rtol=BOUND, atol=0)
     check(seen[0][1], {name: value.detach() for name, value in model.state_dict().items()})
 
 
@@ -602,8 +602,8 @@ class Pair(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         entered = x if self.unit is None else Copied.apply(x, self.unit.model)
         part = functional.linear(torch.tanh(self.up(entered)), self.down.weight)
-        whole = part if self.unit is None else Sum.apply(part, self.unit.model)
-        return x + whole + self.down.bias
+        full = part if self.unit is None else Sum.apply(part, self.unit.model)
+        return x + full + self.down.bias
 
 
 def pairs(unit: Unit | None = None, **words: Any) -> Any:
@@ -637,8 +637,8 @@ def test_stages_with_matrices_sharded_by_the_script_train_as_one_process(stage: 
 
     losses, state = plain(pairs(), loss_of, 1)
     seen = run_ranks(slices_script, 4, stage)
-    for found, _ in seen:
-        torch.testing.assert_close(found, [step[0] for step in losses], rtol=BOUND, atol=0)
+    for result, _ in seen:
+        torch.testing.assert_close(result, [step[0] for step in losses], rtol=BOUND, atol=0)
     check(seen[0][1], state)
 
 
@@ -654,8 +654,8 @@ def refused(what: str) -> str:
             ds("tp_model_init")(nn.Linear(2, 2), tp_size=2, dtype=torch.float32, tp_group=apart)
         else:
             unit = Unit(2)
-            asked = config(0, tensor_parallel={"autotp_size": 4})
-            ds("initialize")(model=megatron(lambda: Cut(unit), False), config=asked, mpu=unit)
+            requested = config(0, tensor_parallel={"autotp_size": 4})
+            ds("initialize")(model=megatron(lambda: Cut(unit), False), config=requested, mpu=unit)
     except ValueError as error:
         return str(error)
     return ""
@@ -671,5 +671,5 @@ def refused(what: str) -> str:
     ],
 )
 def test_incompatible_options_are_refused_on_all_ranks(what: str, text: str) -> None:
-    for said in run_ranks(refused, 4, what):
-        assert text in said
+    for reported in run_ranks(refused, 4, what):
+        assert text in reported

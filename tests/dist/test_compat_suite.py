@@ -166,8 +166,8 @@ def _masters_by_group(stages: list[int]) -> None:
             have = torch.stack([torch.tensor(flat.numel() * 1.0), flat.square().sum()])
             dist.all_reduce(have)
             wholes = [full_param(parameter) for parameter in group["params"]]
-            assert have[0] == sum(whole.numel() for whole in wholes)
-            assert torch.isclose(have[1], sum(whole.square().sum() for whole in wholes))
+            assert have[0] == sum(full.numel() for full in wholes)
+            assert torch.isclose(have[1], sum(full.square().sum() for full in wholes))
         engine.destroy()
 
 
@@ -185,11 +185,11 @@ def _read_apart() -> None:
         with Init(config_dict_or_path=_config(3), enabled=born):
             net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         engine = initialize(model=net, config=_config(3))[0] if not born else None
-        found = net.state_dict()
+        result = net.state_dict()
         with pytest.raises(ShardedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
-            found[f"{dist.get_rank()}.weight"].sum()
+            result[f"{dist.get_rank()}.weight"].sum()
         # afterwards, reading the same parameter on all ranks works
-        assert found["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()
+        assert result["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()
         if engine is not None:
             engine.destroy()
     own = windlass.initialize(model=_net(), config=_config(3))[0]
@@ -255,8 +255,8 @@ def _coalesced(stages: list[int]) -> None:
             assert isinstance(optimizer, kinds.DeepSpeedZeroOptimizer_Stage3) == (stage == 3)
             assert isinstance(optimizer, kinds.DeepSpeedZeroOptimizer) == (stage < 3)
             engine.destroy()
-        for whole, coalesced in zip(*ends, strict=True):
-            torch.testing.assert_close(coalesced, whole)
+        for full, coalesced in zip(*ends, strict=True):
+            torch.testing.assert_close(coalesced, full)
     marked = _config(3, log_level="error")
     marked["zero_optimization"]["leaf_module"] = {"classes": "Tanh", "names": ["2", "nobody"]}
     before, own = logger.level, logging.getLogger("windlass").level
@@ -341,10 +341,10 @@ def _group_views(stages: list[int]) -> None:
                 assert torch.equal(pieces[group][index], safe_get_local_grad(parameter).float())
         for parameter in layers[2].parameters():
             safe_set_local_grad(parameter, safe_get_local_grad(parameter) / 2)
-        wanted = [norm_functions[0], norm_functions[1] / 2]
-        torch.testing.assert_close(optimizer._get_norm_groups(), wanted)
+        expected = [norm_functions[0], norm_functions[1] / 2]
+        torch.testing.assert_close(optimizer._get_norm_groups(), expected)
         engine.step()
-        assert float(optimizer._global_grad_norm) == pytest.approx(float(torch.stack(wanted).norm()), rel=1e-5)
+        assert float(optimizer._global_grad_norm) == pytest.approx(float(torch.stack(expected).norm()), rel=1e-5)
         if stage < 3:
             assert len(optimizer.accumulated_grads_in_cpu) == 0
         engine.destroy()
@@ -438,15 +438,15 @@ def _set_by_hand() -> list[tuple[float, list[torch.Tensor]]]:
 
 def test_gradients_that_a_script_sets_at_stage_0_are_stepped() -> None:
     """As in DeepSpeed, a value set in `.grad` replaces the parameter's gradients of the backward passes."""
-    for found in run_ranks(_set_by_hand, 2):
-        for fp16, (_, after) in enumerate(found):
+    for result in run_ranks(_set_by_hand, 2):
+        for fp16, (_, after) in enumerate(result):
             plain = _net()
             plain(torch.ones(2, 6)).mean().backward()
             for parameter in plain[0].parameters():
                 parameter.grad = torch.full_like(parameter, 0.25)
             torch.optim.SGD(plain.parameters(), lr=0.5).step()
-            for one, other in zip(after, plain.parameters(), strict=True):
-                torch.testing.assert_close(one, other.detach(), rtol=0, atol=2e-3 if fp16 else 1e-6)
+            for item, other in zip(after, plain.parameters(), strict=True):
+                torch.testing.assert_close(item, other.detach(), rtol=0, atol=2e-3 if fp16 else 1e-6)
 
 
 def _basic_optimizer() -> None:
@@ -546,14 +546,14 @@ def _experts_of_a_script() -> None:
     expert.allreduce, expert.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
     norm = norm_functions.clip_grad_norm_(iter([dense, expert]), max_norm=0.1)
     first = rank // 2 * 2 + 1
-    wanted = math.sqrt(1 + first**2 + (first + 1) ** 2)  # over the experts on both ranks
-    assert norm.item() == pytest.approx(wanted) and dense.grad.item() == pytest.approx(0.1 / wanted)
+    expected = math.sqrt(1 + first**2 + (first + 1) ** 2)  # over the experts on both ranks
+    assert norm.item() == pytest.approx(expected) and dense.grad.item() == pytest.approx(0.1 / expected)
     dense.grad = torch.ones(1)
     expert.grad = torch.full((1,), float(rank + 1))
     assert norm_functions.clip_grad_norm_([dense, expert], 0.1, math.inf).item() == first + 1
-    check, mine = norm_functions.CheckOverflow([[dense, expert]]), [-1.0 if rank == 1 else 1.0]
-    assert check.check_using_norm(mine, reduce_overflow=False), "ranks that share experts skip a step together"
-    assert norm_functions.CheckOverflow([[dense]]).check_using_norm(mine, reduce_overflow=False) == (rank == 1)
+    check, local = norm_functions.CheckOverflow([[dense, expert]]), [-1.0 if rank == 1 else 1.0]
+    assert check.check_using_norm(local, reduce_overflow=False), "ranks that share experts skip a step together"
+    assert norm_functions.CheckOverflow([[dense]]).check_using_norm(local, reduce_overflow=False) == (rank == 1)
 
 
 def test_script_creates_expert_groups() -> None:
@@ -567,14 +567,14 @@ def _exchanged() -> None:
     everybody = dist.group.WORLD
     assert everybody is not None
     for heads in (4, 3):  # 3 heads do not divide: the first rank has one more
-        whole = torch.randn(2, 6, heads, 5, generator=torch.Generator().manual_seed(0))
-        own = whole.chunk(world, 1)[rank].clone().requires_grad_()
-        found = SequenceAllToAll.apply(everybody, own, 2, 1, 0)
-        assert torch.equal(found, whole.tensor_split(world, 2)[rank])
-        back = SequenceAllToAll.apply(everybody, found, 1, 2, 0)
+        full = torch.randn(2, 6, heads, 5, generator=torch.Generator().manual_seed(0))
+        own = full.chunk(world, 1)[rank].clone().requires_grad_()
+        result = SequenceAllToAll.apply(everybody, own, 2, 1, 0)
+        assert torch.equal(result, full.tensor_split(world, 2)[rank])
+        back = SequenceAllToAll.apply(everybody, result, 1, 2, 0)
         assert torch.equal(back, own)
-        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1))
-        (found * weights.tensor_split(world, 2)[rank]).sum().backward()
+        weights = torch.randn(full.shape, generator=torch.Generator().manual_seed(1))
+        (result * weights.tensor_split(world, 2)[rank]).sum().backward()
         assert torch.equal(own.grad, weights.chunk(world, 1)[rank])  # type: ignore[arg-type]
 
 

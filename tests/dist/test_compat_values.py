@@ -76,7 +76,7 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
         engine.backward(loss_of(engine(batch(dist.get_rank(), step))))
         gradients.append({name: whole.safe_get_full_grad(p) for name, p in named.items()})
         engine.step()
-    found = {
+    results = {
         "early": early,
         "gradients": gradients,
         "weights": {name: whole.safe_get_full_fp32_param(p) for name, p in named.items()},
@@ -85,7 +85,7 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
         "graph": whole.safe_get_full_fp32_param(named["0.weight"]).requires_grad,  # type: ignore[union-attr]
     }
     engine.destroy()
-    return found
+    return results
 
 
 def wanted(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -182,5 +182,5 @@ def test_a_parameter_without_an_engine() -> None:
     assert whole.safe_get_full_grad(layer.weight) is None
     layer.weight.grad = torch.ones(2, 2)
     whole.safe_set_full_grad(layer.weight, torch.full((2, 2), 3.0))
-    found = whole.safe_get_full_grad(layer.weight)
-    assert found is layer.weight.grad and torch.equal(found, torch.full((2, 2), 3.0))
+    result = whole.safe_get_full_grad(layer.weight)
+    assert result is layer.weight.grad and torch.equal(result, torch.full((2, 2), 3.0))

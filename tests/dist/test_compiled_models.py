@@ -62,7 +62,7 @@ def plain(ranks: int) -> dict[str, Tensor]:
 
 
 def compiled(ways: list[str], stage: int) -> list[dict[str, Tensor]]:
-    found = []
+    results = []
     for way in ways:
         torch._dynamo.reset()
         torch.manual_seed(dist.get_rank())
@@ -86,15 +86,15 @@ def compiled(ways: list[str], stage: int) -> list[dict[str, Tensor]]:
             engine.backward(engine(batch(step, micro, dist.get_rank())))
 
         script(backward, doors[way], engine.step)
-        found.append({name.removeprefix("_orig_mod."): value for name, value in engine.full_state_dict().items()})
+        results.append({name.removeprefix("_orig_mod."): value for name, value in engine.full_state_dict().items()})
         engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_compiled_model_trains_as_plain(stage: int) -> None:
     ways = ["wrapped", "in place", "after initialize"]
-    wanted = plain(2)
-    for way, found in zip(ways, run_ranks(compiled, 2, ways, stage, timeout=240.0)[0], strict=True):
-        error, where = relative_error(found, wanted)
+    expected = plain(2)
+    for way, actual in zip(ways, run_ranks(compiled, 2, ways, stage, timeout=240.0)[0], strict=True):
+        error, where = relative_error(actual, expected)
         assert error < 1e-5, (way, where, error)

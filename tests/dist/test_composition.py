@@ -143,10 +143,10 @@ def homes_of(row: Row) -> list[tuple[str, Any]]:
     """Return the offload sections of the row."""
     devices = {"host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": gettempdir()}}
     sections = {"offload_optimizer": row["state_tier"], "offload_param": row["param_tier"]}
-    found: dict[str, dict[str, Any]] = {n: dict(devices[home]) for n, home in sections.items() if home != "device"}
+    results: dict[str, dict[str, Any]] = {n: dict(devices[home]) for n, home in sections.items() if home != "device"}
     if row["update"] == "delayed":
-        found["offload_optimizer"]["delayed_update"] = True
-    return list(found.items())
+        results["offload_optimizer"]["delayed_update"] = True
+    return list(results.items())
 
 
 def described(row: Row) -> Row:
@@ -193,21 +193,21 @@ def first_losses(losses: list[list[float]]) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------------------------------- the promise
+# --------------------------------------------------------------------------------------------------- the law
 
 
 @pytest.mark.parametrize("row", ROWS, ids=words)
 def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
-    recipe, wanted = recipe_of(row), expected(row)
+    recipe, requested = recipe_of(row), expected(row)
     # A device with memory of its own makes the tiers differ. Copies complete as late as possible.
     away = homes_of(row) or row["checkpointing"] in KEPT
     env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"} if away else {}
-    found = run_ranks(train_row, recipe.ranks, row, env=env)
-    said = complaints(found, wanted, recipe, exact=row["precision"] == "fp32")
-    assert not said, "\n  ".join(["", *said[:12]])
+    actual = run_ranks(train_row, recipe.ranks, row, env=env)
+    text = complaints(actual, requested, recipe, exact=row["precision"] == "fp32")
+    assert not text, "\n  ".join(["", *text[:12]])
     # Before the first update no sum had another order, so fp32's bound holds in any precision.
-    first = first_losses([trace.losses[0] for trace in found])
-    torch.testing.assert_close(first, first_losses(wanted.losses[0]), rtol=FP32_BOUND, atol=0)
+    first = first_losses([trace.losses[0] for trace in actual])
+    torch.testing.assert_close(first, first_losses(requested.losses[0]), rtol=FP32_BOUND, atol=0)
 
 
 def test_first_losses_distinguish_precisions() -> None:

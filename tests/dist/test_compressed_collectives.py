@@ -138,50 +138,50 @@ class Case:
         counter, key = self.calls.channel, f"compressed_{name}"
         assert isinstance(counter, CountingChannel)
         counter.received, counted = 0, self.calls.traffic.bytes_moved[key]
-        wanted = sum(size for sender, size in enumerate(check()) if sender % self.ranks != self.rank)
-        assert counter.received == wanted, (self.what, name, counter.received, wanted)
-        assert self.calls.traffic.bytes_moved[key] - counted == wanted, (self.what, name)
+        expected = sum(size for sender, size in enumerate(check()) if sender % self.ranks != self.rank)
+        assert counter.received == expected, (self.what, name, counter.received, expected)
+        assert self.calls.traffic.bytes_moved[key] - counted == expected, (self.what, name)
 
     def all_reduce(self) -> list[int]:
         flat = [cut(tensor.contiguous().view(-1), self.ranks) for tensor in self.tensors]
         sums = [summed(self.codec, [parts[i] for parts in flat], 0.5) for i in range(self.ranks)]
-        wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in sums])
-        found = self.own.clone(memory_format=torch.preserve_format)
-        assert self.calls.all_reduce(found, factor=0.5) is found
-        same(found, wanted.view(self.own.shape), self.what)
+        expected = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in sums])
+        actual = self.own.clone(memory_format=torch.preserve_format)
+        assert self.calls.all_reduce(actual, factor=0.5) is actual
+        same(actual, expected.view(self.own.shape), self.what)
         return [nbytes(self.codec, flat[0][self.rank])] * self.ranks + [nbytes(self.codec, part) for part in sums]
 
     def reduce_scatter(self) -> list[int]:
         parts = [cut(tensor, self.ranks)[self.rank] for tensor in self.tensors]
         same(self.calls.reduce_scatter(self.own, factor=0.25), summed(self.codec, parts, 0.25), self.what)
         sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all of it to the last rank
-        mine = [tensor.split(sizes)[self.rank] for tensor in self.tensors]
-        same(self.calls.reduce_scatter(self.own, sizes), summed(self.codec, mine, 1.0), self.what)
-        return [nbytes(self.codec, parts[0])] * self.ranks + [nbytes(self.codec, mine[0])] * self.ranks
+        local = [tensor.split(sizes)[self.rank] for tensor in self.tensors]
+        same(self.calls.reduce_scatter(self.own, sizes), summed(self.codec, local, 1.0), self.what)
+        return [nbytes(self.codec, parts[0])] * self.ranks + [nbytes(self.codec, local[0])] * self.ranks
 
     def all_gather(self) -> list[int]:
         lengths = [max(0, self.own.shape[0] - rank) for rank in range(self.ranks)]
         parts = [tensor[:length] for tensor, length in zip(self.tensors, lengths, strict=True)]
-        wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in parts])
-        same(self.calls.all_gather(parts[self.rank], lengths), wanted, self.what)
-        whole = torch.cat([passed(self.codec, tensor, self.ranks).to(self.dtype) for tensor in self.tensors])
-        same(self.calls.all_gather(self.own), whole, self.what)
+        expected = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in parts])
+        same(self.calls.all_gather(parts[self.rank], lengths), expected, self.what)
+        full = torch.cat([passed(self.codec, tensor, self.ranks).to(self.dtype) for tensor in self.tensors])
+        same(self.calls.all_gather(self.own), full, self.what)
         return [nbytes(self.codec, part) for part in (*parts, *self.tensors)]
 
     def all_to_all(self) -> list[int]:
         tables = [[cut_.shape[0] for cut_ in cut(self.own, self.ranks)]] * self.ranks
         tables = [row[rank:] + row[:rank] for rank, row in enumerate(tables)]  # rows from each rank to each rank
         from_each = [self.tensors[rank].split(tables[rank])[self.rank] for rank in range(self.ranks)]
-        wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in from_each])
-        found = self.calls.all_to_all(self.own, tables[self.rank], [row[self.rank] for row in tables])
-        same(found, wanted, self.what)
+        expected = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in from_each])
+        actual = self.calls.all_to_all(self.own, tables[self.rank], [row[self.rank] for row in tables])
+        same(actual, expected, self.what)
         return [nbytes(self.codec, part) for part in from_each]
 
     def broadcast(self) -> list[int]:
         source = self.ranks - 1
-        found = self.own.clone(memory_format=torch.preserve_format)
-        wanted = passed(self.codec, self.tensors[source], self.ranks).to(self.dtype)
-        same(self.calls.broadcast(found, source), wanted, self.what)
+        actual = self.own.clone(memory_format=torch.preserve_format)
+        expected = passed(self.codec, self.tensors[source], self.ranks).to(self.dtype)
+        same(self.calls.broadcast(actual, source), expected, self.what)
         return [0] * source + [nbytes(self.codec, self.own)]
 
 
@@ -198,8 +198,8 @@ def all_cases(transport: str) -> int:
 
 @pytest.mark.parametrize(("ranks", "transport"), WORLDS)
 def test_collectives_equal_their_explicit_computation(ranks: int, transport: str) -> None:
-    wanted = len(CODECS) * len(SHAPES) * len(DTYPES)
-    assert run_ranks(all_cases, ranks, transport, transport=transport, timeout=120.0) == [wanted] * ranks
+    expected = len(CODECS) * len(SHAPES) * len(DTYPES)
+    assert run_ranks(all_cases, ranks, transport, transport=transport, timeout=120.0) == [expected] * ranks
 
 
 # ------------------------------------------------------------------- identity beside plain collectives
@@ -211,7 +211,7 @@ def beside_plain(transport: str) -> float:
     own = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
     plain = own.clone()
     dist.all_reduce(plain)
-    found = calls.all_reduce(own.clone())
+    result = calls.all_reduce(own.clone())
     gathered = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(gathered, own)
     same(calls.all_gather(own), torch.cat(gathered), "all_gather")
@@ -221,7 +221,7 @@ def beside_plain(transport: str) -> float:
     same(calls.all_to_all(rows), swapped, "all_to_all")
     counts = torch.arange(7) * (dist.get_rank() + 1)
     assert torch.equal(calls.all_reduce(counts.clone()), torch.arange(7) * ranks * (ranks + 1) // 2)
-    return float(((found - plain).abs() / plain.abs().clamp(min=1e-3)).max())
+    return float(((result - plain).abs() / plain.abs().clamp(min=1e-3)).max())
 
 
 @pytest.mark.parametrize(("ranks", "transport"), WORLDS)
@@ -269,8 +269,8 @@ def round_trips(transport: str) -> None:
     assert not torch.equal(own, gathered)
     swapped = calls.all_to_all(own, [30, 70], [30, 30] if dist.get_rank() == 0 else [70, 70])
     parts = calls.round_trip(own, [30, 70]).split([30, 70])
-    mine = swapped.view(2, -1)[dist.get_rank()]
-    same(mine, parts[dist.get_rank()], "cut as the collective cuts")
+    local = swapped.view(2, -1)[dist.get_rank()]
+    same(local, parts[dist.get_rank()], "cut as the collective cuts")
     parameter = torch.nn.Parameter(own.clone())
     same(calls.all_reduce(parameter).detach(), calls.all_reduce(own.clone()), "a parameter")
 
@@ -285,7 +285,7 @@ def absent(case: str) -> str:
     group = world_group()
     channel = SharedMemoryChannel(group, timedelta(seconds=1), window=48)
     calls = CompressedCollectives(channel, "identity")
-    said = ""
+    text = ""
     if group.index == 0:
         cases: dict[str, Callable[[], Any]] = {
             "recv": lambda: calls.recv(torch.empty(5), 1),
@@ -295,15 +295,15 @@ def absent(case: str) -> str:
         try:
             cases[case]()
         except CommunicationError as error:
-            said = str(error)
+            text = str(error)
     dist.barrier()
-    return said
+    return text
 
 
 @pytest.mark.parametrize("case", ["recv", "send", "all_reduce"])
 def test_missing_peer_is_named(case: str) -> None:
-    said, nothing = run_ranks(absent, 2, case)
-    assert "did not join a compressed collective in shared memory within 1 s" in said and said.startswith("rank 1")
+    text, nothing = run_ranks(absent, 2, case)
+    assert "did not join a compressed collective in shared memory within 1 s" in text and text.startswith("rank 1")
     assert nothing == ""
 
 

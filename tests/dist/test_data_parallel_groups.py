@@ -67,40 +67,40 @@ def _train(config: dict[str, Any], steps: int, save: str | None, load_from: str 
     engine, reader, readers = _engine(config)
     if load_from is not None:
         engine.load_checkpoint(load_from)
-    found: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "start": engine.fingerprint()}
+    results: dict[str, Any] = {"losses": [], "grads": [], "norms": [], "start": engine.fingerprint()}
     for step in range(engine.global_steps, engine.global_steps + steps):
         loss = engine(_batch(step, readers)[reader * ROWS : (reader + 1) * ROWS])
         engine.backward(loss)
-        found["grads"].append({n: windlass.zero.full_grad(p) for n, p in engine.module.named_parameters()})
+        results["grads"].append({n: windlass.zero.full_grad(p) for n, p in engine.module.named_parameters()})
         engine.step()
-        found["losses"].append(loss.item())
-        found["norms"].append(engine.get_global_grad_norm())
-    found["params"] = {n: windlass.zero.full_param(p).detach() for n, p in engine.module.named_parameters()}
+        results["losses"].append(loss.item())
+        results["norms"].append(engine.get_global_grad_norm())
+    results["params"] = {n: windlass.zero.full_param(p).detach() for n, p in engine.module.named_parameters()}
     states = {n: windlass.zero.full_state(p, "exp_avg") for n, p in engine.module.named_parameters()}
-    found["states"], found["end"], found["reader"] = states, engine.fingerprint(), reader
-    found["model"] = engine.full_state_dict()
+    results["states"], results["end"], results["reader"] = states, engine.fingerprint(), reader
+    results["model"] = engine.full_state_dict()
     if save is not None:
         engine.save_checkpoint(save)
     engine.destroy()
-    return found
+    return results
 
 
 def _plain(readers: int, steps: int) -> dict[str, Any]:
     model = whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.02)
-    found: dict[str, Any] = {"losses": [], "grads": [], "norms": []}
+    results: dict[str, Any] = {"losses": [], "grads": [], "norms": []}
     for step in range(steps):
         parts = _batch(step, readers).split(ROWS)
         losses = [model(part) for part in parts]
         torch.stack(losses).mean().backward()
-        found["grads"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        found["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)))
+        results["grads"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        results["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)))
         optimizer.step()
         optimizer.zero_grad()
-        found["losses"].append([loss.item() for loss in losses])
-    found["params"] = {n: p.detach() for n, p in model.named_parameters()}
-    found["states"] = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
-    return found
+        results["losses"].append([loss.item() for loss in losses])
+    results["params"] = {n: p.detach() for n, p in model.named_parameters()}
+    results["states"] = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
+    return results
 
 
 def _near(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
@@ -112,7 +112,7 @@ def _near(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
 def _some(every: list[Any], step: int) -> list[Any]:
     """Return all cases, with all but every `step`-th marked slow."""
     return [
-        one if n % step == 0 else pytest.param(*_values(one), marks=pytest.mark.slow) for n, one in enumerate(every)
+        item if n % step == 0 else pytest.param(*_values(item), marks=pytest.mark.slow) for n, item in enumerate(every)
     ]
 
 
@@ -125,22 +125,22 @@ _COMBINED = [(name, stage, kind) for kind in ("gloo", "shm") for name in GRIDS f
 
 @pytest.mark.parametrize(("name", "stage", "kind"), _some(_COMBINED, 5))
 def test_parameter_parts_train_like_the_full_parameter(name: str, stage: int, kind: str) -> None:
-    found = run_ranks(_train, WORLDS.get(name, 4), _config(stage, GRIDS[name], kind), STEPS, None, None)
-    readers = 1 + max(one["reader"] for one in found)
-    wanted = _plain(readers, STEPS)
-    for one in found:
+    actual = run_ranks(_train, WORLDS.get(name, 4), _config(stage, GRIDS[name], kind), STEPS, None, None)
+    readers = 1 + max(entry["reader"] for entry in actual)
+    expected = _plain(readers, STEPS)
+    for item in actual:
         for step in range(STEPS):
-            assert one["losses"][step] == pytest.approx(wanted["losses"][step][one["reader"]], rel=1e-5)
-            assert one["norms"][step] == pytest.approx(wanted["norms"][step], rel=1e-5)
-            for name, gradient in wanted["grads"][step].items():
-                _near(one["grads"][step][name], gradient, f"gradient of {name} in step {step}")
+            assert item["losses"][step] == pytest.approx(expected["losses"][step][item["reader"]], rel=1e-5)
+            assert item["norms"][step] == pytest.approx(expected["norms"][step], rel=1e-5)
+            for name, gradient in expected["grads"][step].items():
+                _near(item["grads"][step][name], gradient, f"gradient of {name} in step {step}")
         for what in ("params", "states"):
-            for name, value in wanted[what].items():
-                _near(one[what][name], value, f"{what} {name}")
-    assert len({str(one["end"]) for one in found}) == 1
-    state = found[0]["model"]
+            for name, value in expected[what].items():
+                _near(item[what][name], value, f"{what} {name}")
+    assert len({str(entry["end"]) for entry in actual}) == 1
+    state = actual[0]["model"]
     assert set(state) == set(whole().state_dict())
-    for name, value in wanted["params"].items():
+    for name, value in expected["params"].items():
         _near(state[name], value, name)
 
 
@@ -154,9 +154,9 @@ _PAIRS = [(saved, loaded) for saved in _LAYOUTS for loaded in _LAYOUTS]
 def test_checkpoint_of_one_layout_resumes_in_another(
     saved: tuple[str, int], loaded: tuple[str, int], tmp_path: Path
 ) -> None:
-    one = _run(saved, 2, str(tmp_path), None)
+    item = _run(saved, 2, str(tmp_path), None)
     other = _run(loaded, 1, None, str(tmp_path))
-    assert one[0]["end"] == other[0]["start"]
+    assert item[0]["end"] == other[0]["start"]
 
 
 def _run(layout: tuple[str, int], steps: int, save: str | None, source: str | None) -> list[dict[str, Any]]:
@@ -191,9 +191,9 @@ class Ends(torch.nn.Module):
 
     def words(self) -> torch.nn.Embedding:
         """Return the embedding under either name."""
-        found = self._modules.get("embed", self._modules.get("table"))
-        assert isinstance(found, torch.nn.Embedding)
-        return found
+        result = self._modules.get("embed", self._modules.get("table"))
+        assert isinstance(result, torch.nn.Embedding)
+        return result
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         losses = [
@@ -232,17 +232,17 @@ _ENDS = [(world, stage, kind) for kind in ("gloo", "shm") for world in (2, 4) fo
 
 @pytest.mark.parametrize(("world", "stage", "kind"), _some(_ENDS, 3))
 def test_parameter_shared_by_two_stages_counts_once(world: int, stage: int, kind: str) -> None:
-    found = run_ranks(_train_ends, world, _config(stage, {"pp": 2}, kind))
+    result = run_ranks(_train_ends, world, _config(stage, {"pp": 2}, kind))
     model = Ends((0, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.02)
     for step in range(STEPS):
         parts = _batch(step, world // 2).split(ROWS)
         torch.stack([model(part) for part in parts]).mean().backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4))
-        assert [one["norms"][step] for one in found] == pytest.approx([norm] * world, rel=1e-5)
+        assert [item["norms"][step] for item in result] == pytest.approx([norm] * world, rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
-    assert set(found[0]["model"]) == {*model.state_dict(), "table.weight"}
+    assert set(result[0]["model"]) == {*model.state_dict(), "table.weight"}
     for name, value in model.state_dict().items():
-        _near(found[0]["model"][name], value, name)
-    assert len({one["print"] for one in found}) == 1
+        _near(result[0]["model"][name], value, name)
+    assert len({item["print"] for item in result}) == 1

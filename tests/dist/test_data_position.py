@@ -102,11 +102,11 @@ def interrupted(way: str, before: int, folder: str) -> dict[str, Any]:
     batches = WAYS[way](engine)
     trained(engine, islice(batches, before))
     engine.save_checkpoint(folder)
-    wanted = trained(engine, islice(batches, after))
+    expected = trained(engine, islice(batches, after))
     engine.destroy()
     other = engine_for(50)
     other.load_checkpoint(folder)
-    found = trained(other, islice(WAYS[way](other), after))
+    actual = trained(other, islice(WAYS[way](other), after))
     other.destroy()
     third = engine_for(90)
     batches = WAYS[way](third)
@@ -114,14 +114,14 @@ def interrupted(way: str, before: int, folder: str) -> dict[str, Any]:
     third.load_checkpoint(folder)
     under_way = trained(third, islice(batches, after))
     third.destroy()
-    return {"wanted": wanted, "found": found, "under way": under_way}
+    return {"wanted": expected, "found": actual, "under way": under_way}
 
 
 @pytest.mark.parametrize(("ranks", "way", "before"), [(1, "epochs", 20), (2, "again", 5), (3, "epochs", 8)])
 def test_same_batches_on_the_same_number_of_ranks(ranks: int, way: str, before: int, tmp_path: Any) -> None:
-    for found in run_ranks(interrupted, ranks, way, before, str(tmp_path)):
-        assert found["found"] == found["wanted"]
-        assert found["under way"] == found["wanted"]
+    for result in run_ranks(interrupted, ranks, way, before, str(tmp_path)):
+        assert result["found"] == result["wanted"]
+        assert result["under way"] == result["wanted"]
 
 
 def begun(batches: int, folder: str) -> list[int]:
@@ -136,22 +136,22 @@ def rest(folder: str) -> tuple[list[int], list[int]]:
     """Return the samples of the rest of the epoch and of the next one."""
     engine = engine_for(50)
     engine.load_checkpoint(folder)
-    found = [trained(engine, iter(engine.training_dataloader))[1] for _ in range(2)]
+    results = [trained(engine, iter(engine.training_dataloader))[1] for _ in range(2)]
     engine.destroy()
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (3, 2)])
 def test_same_samples_on_another_number_of_ranks(before: int, after: int, tmp_path: Any) -> None:
     seen = Counter(n for numbers in run_ranks(begun, before, 3, str(tmp_path)) for n in numbers)
-    found = run_ranks(rest, after, str(tmp_path))
+    result = run_ranks(rest, after, str(tmp_path))
     assert Counter(seen.values()) == {1: 3 * before * MICRO}
-    left = Counter(n for one, _ in found for n in one)
+    left = Counter(n for item, _ in result for n in item)
     # samples from the epoch's beginning, which fill the last batch of the ranks
     repeated = left - (Counter(range(SAMPLES)) - seen)
     assert left - repeated == Counter(range(SAMPLES)) - seen
     assert repeated.total() == -(SAMPLES - seen.total()) % after
-    assert Counter(n for _, other in found for n in other) == Counter(range(SAMPLES))
+    assert Counter(n for _, other in result for n in other) == Counter(range(SAMPLES))
 
 
 class Fewer(Rows):
@@ -171,36 +171,36 @@ def onto_other_data(folder: str) -> dict[str, Any]:
     loader = other.deepspeed_io(Fewer())
     assert other.training_dataloader is loader
     assert other.deepspeed_io(Rows(), route="eval", batch_size=3) is not other.training_dataloader
-    said = ""
+    text = ""
     try:
         other.load_checkpoint(folder)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     steps = other.global_steps
     other.load_checkpoint(folder, load_data_position=False)
-    found = len(list(other.training_dataloader))
+    result = len(list(other.training_dataloader))
     other.destroy()
-    return {"said": said, "steps": steps, "found": found}
+    return {"said": text, "steps": steps, "found": result}
 
 
 def test_other_data_is_refused_by_default(tmp_path: Any) -> None:
-    for found in run_ranks(onto_other_data, 2, str(tmp_path)):
-        assert found["said"].startswith("CheckpointError: ")
-        assert "failed on ranks 0, 1: cannot resume the data order: the dataset had 48 samples" in found["said"]
-        assert "load_data_position=False" in found["said"] and found["steps"] == 0
-        assert found["found"] == 12
+    for result in run_ranks(onto_other_data, 2, str(tmp_path)):
+        assert result["said"].startswith("CheckpointError: ")
+        assert "failed on ranks 0, 1: cannot resume the data order: the dataset had 48 samples" in result["said"]
+        assert "load_data_position=False" in result["said"] and result["steps"] == 0
+        assert result["found"] == 12
 
 
 def apart(folder: str) -> list[str]:
     """Return the warnings of a save for which one rank has taken more batches than the other."""
     engine = engine_for(0)
     list(islice(engine.training_dataloader, 1 + dist.get_rank()))
-    with listening() as said:
+    with listening() as text:
         engine.save_checkpoint(folder)
     engine.destroy()
-    return [line for line in said if "different data positions" in line]
+    return [line for line in text if "different data positions" in line]
 
 
 def test_ranks_at_different_positions_cause_a_warning(tmp_path: Any) -> None:
-    said = run_ranks(apart, 2, str(tmp_path))[0]
-    assert len(said) == 1 and "rank 0: {'epoch': 0, 'consumed': 4" in said[0] and "'consumed': 8" in said[0]
+    text = run_ranks(apart, 2, str(tmp_path))[0]
+    assert len(text) == 1 and "rank 0: {'epoch': 0, 'consumed': 4" in text[0] and "'consumed': 8" in text[0]

@@ -38,7 +38,7 @@ def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int,
     """Save at each stage, and continue from DeepSpeed's files alone."""
     import windlass
 
-    found = {}
+    results = {}
     for stage in stages:
         root = Path(folder) / str(stage)
         sub_group = {"sub_group_size": 60} if stage == 3 else {}
@@ -49,7 +49,7 @@ def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int,
         engine.finish_checkpoint()
         named = dict(engine.module.named_parameters())
         masters = {name: windlass.zero.full_param(p).detach().clone() for name, p in named.items()}
-        fingerprint, wanted = engine.fingerprint(), steps(engine, 3, 5)
+        fingerprint, expected = engine.fingerprint(), steps(engine, 3, 5)
         engine.destroy()
         if dist.get_rank() == 0:
             own_files_taken_away(root, Path(f"{root}-pt"))
@@ -59,8 +59,8 @@ def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int,
         same = other.fingerprint() == fingerprint
         losses = steps(other, 3, 5)
         other.destroy()
-        found[stage] = {"masters": masters, "same": same, "losses": (wanted, losses), "client": client}
-    return found
+        results[stage] = {"masters": masters, "same": same, "losses": (expected, losses), "client": client}
+    return results
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_files_contain_the_training_state(precision: str, ranks: int, stages: tu
         assert (root / "latest").read_text() == "global_step3"
         assert {path.name for path in tag.glob("*.pt")} == files_of(stage, ranks, precision == "bf16")
         assert list_checkpoints(root, verify=True).checkpoints[0].problem == ""
-        for found in (one[stage] for one in everywhere):
-            assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6), stage
-            assert stage == 0 or found["same"], stage
-            assert found["client"].keys() == CLIENT.keys() and found["client"]["epoch"] == 7
+        for result in (item[stage] for item in everywhere):
+            assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6), stage
+            assert stage == 0 or result["same"], stage
+            assert result["client"].keys() == CLIENT.keys() and result["client"]["epoch"] == 7
         damaged = max(tag.glob("*.pt"), key=lambda path: path.stat().st_size)
         good = damaged.read_bytes()
         damaged.write_bytes(good[:512] + bytes([good[512] ^ 1]) + good[513:])
@@ -118,7 +118,7 @@ def universal(folder: str, precision: str) -> list[float]:
 
 def scaled(folder: str) -> list[dict[str, Any]]:
     """Save under fp16, and read the loss scale from DeepSpeed's files alone."""
-    found = []
+    results = []
     for stage in (0, 1, 3):
         root = Path(folder) / str(stage)
         engine = engine_for(stage, "fp16", 0, checkpoint="deepspeed")
@@ -130,19 +130,19 @@ def scaled(folder: str) -> list[dict[str, Any]]:
         own_files_taken_away(root, Path(f"{root}-pt"))
         other = engine_for(stage, "fp16", 50)
         other.load_checkpoint(f"{root}-pt")
-        found.append(
+        results.append(
             {"stage": stage, "scale": (saved, other._scaler.state_dict()), "same": other.fingerprint() == masters}
         )
         other.destroy()
-    return found
+    return results
 
 
 def test_files_contain_the_loss_scale(tmp_path: Path) -> None:
-    for found in run_ranks(scaled, 1, str(tmp_path))[0]:
-        before, after = found["scale"]
+    for result in run_ranks(scaled, 1, str(tmp_path))[0]:
+        before, after = result["scale"]
         # not stored at stage 0
         assert before == after or {**before, "hysteresis_left": after["hysteresis_left"]} == after
-        assert before["scale"] > 1 and (found["same"] or found["stage"] == 0)
+        assert before["scale"] > 1 and (result["same"] or result["stage"] == 0)
 
 
 def whole(folder: str) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def whole(folder: str) -> dict[str, Any]:
     assert engine.save_16bit_model(folder) and engine.save_fp16_model(folder, "old.bin")
     assert engine.load_universal_checkpoint() is False
     engine.save_checkpoint(folder)
-    wanted = steps(engine, 1, 3)
+    expected = steps(engine, 1, 3)
     engine.destroy()
     other = engine_for(2, "bf16", 7)
     seen: list[set[str]] = []
@@ -166,24 +166,24 @@ def whole(folder: str) -> dict[str, Any]:
     path, _ = other.load_checkpoint(folder, custom_load_fn=by)
     state = other.module_state_dict(exclude_frozen_parameters=True)
     losses = steps(other, 1, 3)
-    said = ""
+    text = ""
     try:
         other._zero3_consolidated_16bit_state_dict()
     except ValueError as error:
-        said = str(error)
+        text = str(error)
     lost = other.load_checkpoint(f"{folder}/nowhere")
     try:
         other.save_checkpoint("")
     except ValueError as error:
-        said += str(error)
+        text += str(error)
     other.destroy()
     return {
         "first": first,
         "trained": None if trained is None else set(trained),
         "names": set(state),
         "seen": seen,
-        "losses": (wanted, losses),
-        "said": said,
+        "losses": (expected, losses),
+        "said": text,
         "path": path,
         "lost": lost,
     }
@@ -209,18 +209,18 @@ def tagged(folder: str) -> dict[str, Any]:
     """Save with a different tag on each rank, e.g. with a loss in it."""
     import windlass
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for mode in ("WARN", "IGNORE", "FAIL"):
         config = config_of(2, "fp32") | {"checkpoint": {"tag_validation": mode}}
         engine = windlass.initialize(model=Net(), config=config)[0]
         root = Path(folder) / mode
         try:
             engine.save_checkpoint(str(root), tag=f"loss-{dist.get_rank()}")
-            found[mode] = engine.load_checkpoint(str(root))[0]
+            results[mode] = engine.load_checkpoint(str(root))[0]
         except AssertionError as error:
-            found[mode] = str(error)
+            results[mode] = str(error)
         engine.destroy()
-    return found
+    return results
 
 
 def test_tag_is_that_of_rank_0(tmp_path: Path) -> None:

@@ -132,38 +132,38 @@ def continued(folder: str, precision: str) -> list[dict[str, Any]]:
                 ranks=ranks,
                 sub_group=sub_group,
             )
-    wanted = steps(engine, 3, 6)
+    expected = steps(engine, 3, 6)
     rates = engine.get_lr()
     engine.destroy()
     dist.barrier()
-    found = []
+    results = []
     for stage, ranks, sub_group, here in CASES:
         other = engine_for(here, precision, 50)
         path, client = other.load_checkpoint(f"{folder}/{stage}-{ranks}-{sub_group}")
         counts = (other.global_steps, other.micro_steps, other.global_samples)
         losses = steps(other, 3, 6)
-        found.append(
+        results.append(
             {
                 "path": path,
                 "client": client,
                 "counts": counts,
-                "error": max(abs(a - b) / abs(a) for a, b in zip(wanted, losses, strict=True)),
+                "error": max(abs(a - b) / abs(a) for a, b in zip(expected, losses, strict=True)),
                 "rates": (rates, other.get_lr()),
             }
         )
         other.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 2)])
 def test_training_resumes_from_deepspeed_directories(precision: str, ranks: int, tmp_path: Path) -> None:
-    for found in run_ranks(continued, ranks, str(tmp_path), precision):
-        for case, one in zip(CASES, found, strict=True):
-            assert one["error"] <= 1e-6, case
-            assert one["counts"] == (3, 3, 6 * ranks), case
-            assert one["rates"][0] == one["rates"][1], case
-            assert one["client"].keys() == CLIENT.keys() and one["client"]["words"] == ["a", "b"], case
-            assert torch.equal(one["client"]["t"], torch.arange(3)), case
+    for result in run_ranks(continued, ranks, str(tmp_path), precision):
+        for case, item in zip(CASES, result, strict=True):
+            assert item["error"] <= 1e-6, case
+            assert item["counts"] == (3, 3, 6 * ranks), case
+            assert item["rates"][0] == item["rates"][1], case
+            assert item["client"].keys() == CLIENT.keys() and item["client"]["words"] == ["a", "b"], case
+            assert torch.equal(item["client"]["t"], torch.arange(3)), case
 
 
 def weights_alone(folder: str) -> dict[str, Any]:
@@ -179,19 +179,19 @@ def weights_alone(folder: str) -> dict[str, Any]:
 
     torch.manual_seed(9)
     other = windlass.initialize(model=Net(), config=config_of(3, "fp32"))[0]  # one parameter group
-    said = ""
+    text = ""
     try:
         other.load_checkpoint(f"{folder}/zero")
     except windlass.WindlassError as error:
-        said = str(error)
+        text = str(error)
     other.load_checkpoint(f"{folder}/zero", load_optimizer_states=False, load_lr_scheduler_states=False)
     weights = other.full_state_dict()
     other.destroy()
     same = all(torch.equal(weights[name], state.module[name]) for name in weights)
-    return {"said": said, "same": same}
+    return {"said": text, "same": same}
 
 
 def test_other_groups_are_named_and_weights_load_alone(tmp_path: Path) -> None:
-    found = run_ranks(weights_alone, 1, str(tmp_path))[0]
-    assert "whose groups had [2, 3] of them; this optimizer's have [5]" in found["said"]
-    assert found["same"]
+    result = run_ranks(weights_alone, 1, str(tmp_path))[0]
+    assert "whose groups had [2, 3] of them; this optimizer's have [5]" in result["said"]
+    assert result["same"]

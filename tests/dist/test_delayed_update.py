@@ -96,8 +96,8 @@ def test_tiers_of_delayed_updates_agree_bitwise(transport: str, tmp_path: Any) -
     settings.append(late((3, "nvme", "none"), tmp_path, transport, gradient_device="nvme"))
     settings.append(replace(settings[1], zero=(*settings[1].zero, ("sub_group_size", 100))))
     first, *others = train_all("mlp", DELAYED, settings, 2, LATE)
-    for setting, found in zip(settings[1:], others, strict=True):
-        assert not bitwise_difference(first, found), setting
+    for setting, result in zip(settings[1:], others, strict=True):
+        assert not bitwise_difference(first, result), setting
 
 
 def test_first_steps_can_be_undelayed(transport: str, tmp_path: Any) -> None:
@@ -106,14 +106,14 @@ def test_first_steps_can_be_undelayed(transport: str, tmp_path: Any) -> None:
 
 
 def test_disabled_delay_updates_immediately(tmp_path: Any) -> None:
-    said, silent = (
+    text, silent = (
         Setting(stage=3, zero=homes("cpu", "cpu", tmp_path, **more)) for more in ({"delayed_update": False}, {})
     )
-    first, other = train_all("mlp", replace(DELAYED, delayed_from=None), [said, silent], 2, LATE)
+    first, other = train_all("mlp", replace(DELAYED, delayed_from=None), [text, silent], 2, LATE)
     assert not bitwise_difference(first, other)
 
 
-# ---------------------------------------------------------------------------------------------------- what overlaps
+# ------------------------------------------------------------------------------------------------- overlap
 
 
 def train(engine: Any, step: int, recipe: Recipe = DELAYED, factor: float = 1.0) -> None:
@@ -130,11 +130,11 @@ def engine_of(setting: Setting, recipe: Recipe = DELAYED, **more: Any) -> Any:
 def hold_up(engine: Any) -> threading.Event:
     """Block updates until the returned event is set."""
     may, inner = threading.Event(), engine._sharded.update._inner
-    whole = inner.step
+    full = inner.step
 
     def step() -> Any:
         assert may.wait(30), "the update was never let go"
-        return whole()
+        return full()
 
     inner.step = step
     return may
@@ -156,15 +156,15 @@ def overlapped(setting: Setting) -> dict[str, Tensor]:
         for group in engine.optimizer.param_groups:
             group["lr"] = 100.0
     may.set()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("case", HOST, ids=str)
 def test_a_step_returns_before_its_update_begins(case: tuple[int, str, str], transport: str, tmp_path: Any) -> None:
-    for found in run_ranks(overlapped, 2, late(case, tmp_path), env=LATE, transport=transport):
-        assert relative_error(found, expected("mlp", DELAYED).params)[0] <= FP32_BOUND
+    for actual in run_ranks(overlapped, 2, late(case, tmp_path), env=LATE, transport=transport):
+        assert relative_error(actual, expected("mlp", DELAYED).params)[0] <= FP32_BOUND
 
 
 def kept(setting: Setting, recipe: Recipe) -> dict[str, Any]:
@@ -178,9 +178,9 @@ def kept(setting: Setting, recipe: Recipe) -> dict[str, Any]:
     for step in range(3):
         train(engine, step, recipe)
         engine.step()
-    found = {"slots": engine.report()["slots"], "delayed": engine.report()["delayed_update"]}
+    results = {"slots": engine.report()["slots"], "delayed": engine.report()["delayed_update"]}
     engine.destroy()
-    return {**found, "peak": place.peak, "after": place.used}
+    return {**results, "peak": place.peak, "after": place.used}
 
 
 @pytest.mark.parametrize("case", HOST, ids=str)
@@ -198,7 +198,7 @@ def test_device_memory_is_unchanged_and_the_report_counts_host_memory(
     assert more == {("grad in update", "host"): master, ("next param", "host"): master // 2}
 
 
-# ---------------------------------------------------------------------------------------------------- who looks
+# --------------------------------------------------------------------------------------- reads during an update
 
 
 def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
@@ -212,20 +212,20 @@ def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
     under_way = engine._sharded.delayed_update.in_progress
     named = dict(engine.module.named_parameters())
     if way == "full_param":
-        found = whole_params(engine.module)
+        results = whole_params(engine.module)
     elif way == "full_state_dict":
-        found = engine.full_state_dict()
+        results = engine.full_state_dict()
     elif way == "gathered":
         with windlass.zero.GatheredParameters(list(named.values())):
-            found = {name: p.detach().clone() for name, p in named.items()}
+            results = {name: p.detach().clone() for name, p in named.items()}
     elif way == "finish_update":
         engine.finish_update()
         assert not engine._sharded.delayed_update.in_progress
-        found = engine.full_state_dict()
+        results = engine.full_state_dict()
     elif way == "save":
         engine.save_checkpoint(folder)
         assert not engine._sharded.delayed_update.in_progress
-        found = whole_params(engine.module)
+        results = whole_params(engine.module)
     elif way == "set":
         first = next(iter(named))
         before = windlass.zero.full_param(named[first]).detach()
@@ -233,18 +233,18 @@ def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
         engine.step()
         windlass.zero.set_full_param(named[first], before)
         assert not engine._sharded.delayed_update.in_progress
-        found = {**whole_params(engine.module), first: before}
+        results = {**whole_params(engine.module), first: before}
         assert torch.equal(windlass.zero.full_param(named[first]), before)
     elif way == "offload_states":
         engine.offload_states()
         engine.reload_states()
-        found = whole_params(engine.module)
+        results = whole_params(engine.module)
     else:
         assert way == "destroy"
         engine.destroy()
-        found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        results = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.destroy()
-    return {"under_way": under_way, "found": found}
+    return {"under_way": under_way, "found": results}
 
 
 WAYS = ["full_param", "full_state_dict", "gathered", "finish_update", "save", "set", "offload_states", "destroy"]
@@ -253,19 +253,19 @@ WAYS = ["full_param", "full_state_dict", "gathered", "finish_update", "save", "s
 @pytest.mark.parametrize("way", WAYS)
 def test_reads_return_values_of_the_last_step(way: str, transport: str, tmp_path: Any) -> None:
     for number, case in enumerate((HOST[0], HOST[-1])):
-        said = run_ranks(seen, 2, late(case, tmp_path), way, str(tmp_path / str(number)), env=LATE, transport=transport)
+        text = run_ranks(seen, 2, late(case, tmp_path), way, str(tmp_path / str(number)), env=LATE, transport=transport)
         two = expected("mlp", replace(DELAYED, steps=2))
         three = expected("mlp", replace(DELAYED, steps=3, finished_after=(1,)))
-        for rank, one in enumerate(said):
-            assert one["under_way"]
+        for rank, item in enumerate(text):
+            assert item["under_way"]
             if way in ("full_state_dict", "finish_update") and rank:
                 continue  # rank 0 has it
-            wanted = {**three.params, "first": None} if way == "set" else two.params
-            wanted = {name: value for name, value in wanted.items() if name in one["found"]}
+            requested = {**three.params, "first": None} if way == "set" else two.params
+            requested = {name: value for name, value in requested.items() if name in item["found"]}
             if way == "set":
-                first = next(iter(wanted))
-                wanted[first] = two.params[first]
-            assert relative_error(one["found"], wanted)[0] <= FP32_BOUND, (way, case)
+                first = next(iter(requested))
+                requested[first] = two.params[first]
+            assert relative_error(item["found"], requested)[0] <= FP32_BOUND, (way, case)
 
 
 def local_pieces(setting: Setting) -> bool:
@@ -273,11 +273,14 @@ def local_pieces(setting: Setting) -> bool:
     import windlass
 
     def look() -> list[Tensor]:
-        found = []
+        results = []
         for parameter in engine.module.parameters():
             state = windlass.zero.local_state(parameter, "exp_avg")
-            found += [windlass.zero.local_param(parameter).clone(), torch.empty(0) if state is None else state.clone()]
-        return found
+            results += [
+                windlass.zero.local_param(parameter).clone(),
+                torch.empty(0) if state is None else state.clone(),
+            ]
+        return results
 
     engine = engine_of(setting)
     for step in range(2):
@@ -298,33 +301,33 @@ def test_local_reads_need_no_other_rank(case: tuple[int, str, str], tmp_path: An
 def changed_in_place(setting: Setting, finishes: bool) -> tuple[str, dict[str, Tensor]]:
     """Change a parameter in place between two steps."""
     engine = engine_of(setting)
-    said = ""
+    text = ""
     for step in range(2):
         train(engine, step)
         try:
             engine.step()
         except ValueError as error:
-            said = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
             break
         if step == 0:
             if finishes:
                 engine.finish_update()
             with torch.no_grad():
                 engine.module.head.bias.fill_(0.5)
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return said, found
+    return text, result
 
 
 def test_in_place_change_raises_before_finish_update_and_counts_after(tmp_path: Any) -> None:
     setting = late((2, "cpu", "none"), tmp_path)
-    for said, _ in run_ranks(changed_in_place, 2, setting, False, env=LATE):
-        assert said.startswith("ModelError: 'head.bias' was changed in place") and "finish_update" in said
+    for text, _ in run_ranks(changed_in_place, 2, setting, False, env=LATE):
+        assert text.startswith("ModelError: 'head.bias' was changed in place") and "finish_update" in text
     # both gradients are of the newest parameters, as with immediate updates
     at_once = Setting(stage=2, zero=homes("cpu", "none", tmp_path))
-    wanted = run_ranks(changed_in_place, 2, at_once, False, env=LATE)[0][1]
-    for said, found in run_ranks(changed_in_place, 2, setting, True, env=LATE):
-        assert not said and all(torch.equal(found[name], value) for name, value in wanted.items())
+    expected = run_ranks(changed_in_place, 2, at_once, False, env=LATE)[0][1]
+    for text, actual in run_ranks(changed_in_place, 2, setting, True, env=LATE):
+        assert not text and all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -337,23 +340,23 @@ def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]
         for step in range(2, recipe.steps):
             train(engine, step, recipe)
             engine.step()
-        found = whole_params(engine.module)
+        result = whole_params(engine.module)
         engine.destroy()
-        return found
+        return result
 
     engine = engine_of(setting, recipe)
     for step in range(2):
         train(engine, step, recipe)
         engine.step()
     engine.save_checkpoint(folder)
-    wanted = go_on(engine)
+    expected = go_on(engine)
     torch.manual_seed(dist.get_rank() + 99)
     other = engine_of(setting, recipe)
     train(other, 7, recipe)
     other.step()
     assert other._sharded.delayed_update.in_progress
     other.load_checkpoint(folder)
-    return {"wanted": wanted, "found": go_on(other)}
+    return {"wanted": expected, "found": go_on(other)}
 
 
 @pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")], ids=str)
@@ -361,14 +364,14 @@ def test_a_resumed_run_is_one_that_finished_its_update(
     case: tuple[int, str, str], transport: str, tmp_path: Any
 ) -> None:
     recipe = replace(DELAYED, finished_after=(1,))
-    wanted = expected("mlp", recipe).params
-    assert relative_error(expected("mlp", DELAYED).params, wanted)[0] > 10 * FP32_BOUND
-    for one in run_ranks(interrupted, 2, late(case, tmp_path), recipe, str(tmp_path), env=LATE, transport=transport):
-        assert relative_error(one["wanted"], wanted)[0] <= FP32_BOUND
-        assert all(torch.equal(one["found"][name], value) for name, value in one["wanted"].items())
+    requested = expected("mlp", recipe).params
+    assert relative_error(expected("mlp", DELAYED).params, requested)[0] > 10 * FP32_BOUND
+    for item in run_ranks(interrupted, 2, late(case, tmp_path), recipe, str(tmp_path), env=LATE, transport=transport):
+        assert relative_error(item["wanted"], requested)[0] <= FP32_BOUND
+        assert all(torch.equal(item["found"][name], value) for name, value in item["wanted"].items())
 
 
-# ---------------------------------------------------------------------------------------------------- what goes wrong
+# ------------------------------------------------------------------------------------------------- failures
 
 
 def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], int]:
@@ -385,9 +388,9 @@ def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], i
         elif step == 1:
             engine.finish_update()
     skipped = engine.skipped_steps
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found, skipped
+    return result, skipped
 
 
 @pytest.mark.parametrize("case", HOST, ids=str)
@@ -396,9 +399,9 @@ def test_overflowing_step_publishes_only_the_previous_update(
 ) -> None:
     setting = late(case, tmp_path)
     first, other = (run_ranks(overflowing, 2, setting, o, env=LATE, transport=transport) for o in (False, True))
-    for (plain, none), (found, skipped) in zip(first, other, strict=True):
+    for (plain, none), (result, skipped) in zip(first, other, strict=True):
         assert (none, skipped) == (0, 1)
-        assert all(torch.equal(found[name], value) for name, value in plain.items())
+        assert all(torch.equal(result[name], value) for name, value in plain.items())
 
 
 WAYS_TO_NOTICE: dict[str, Callable[[Any, str], Any]] = {
@@ -423,19 +426,19 @@ def failing(setting: Setting, way: str, folder: str) -> dict[str, Any]:
     engine.step()
     try:
         WAYS_TO_NOTICE[way](engine, folder)
-        said, cause = "", ""
+        text, cause = "", ""
     except RuntimeError as error:
-        said, cause = f"{type(error).__name__}: {error}", repr(error.__cause__)
+        text, cause = f"{type(error).__name__}: {error}", repr(error.__cause__)
     inner.__dict__.pop("step", None)
     if way == "destroy":
-        return {"said": said, "cause": cause, "found": None}
+        return {"said": text, "cause": cause, "found": None}
     engine.load_checkpoint(folder, tag="good")
     for step in range(1, DELAYED.steps):
         train(engine, step)
         engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return {"said": said, "cause": cause, "found": found}
+    return {"said": text, "cause": cause, "found": result}
 
 
 @pytest.mark.parametrize("way", WAYS_TO_NOTICE)
@@ -447,8 +450,8 @@ def test_failure_raises_on_all_ranks(case: tuple[int, str, str], way: str, tmp_p
     assert second["cause"] == "MemoryError('in the middle of an update')"
     assert first["said"].startswith("UpdateError: ") and "1 of the other ranks" in first["said"]
     if way != "destroy":
-        wanted = expected("mlp", replace(DELAYED, finished_after=(0,))).params
-        assert relative_error(first["found"], wanted)[0] <= FP32_BOUND
+        requested = expected("mlp", replace(DELAYED, finished_after=(0,))).params
+        assert relative_error(first["found"], requested)[0] <= FP32_BOUND
 
 
 def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
@@ -461,11 +464,11 @@ def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
         whole_step(subject, engine, 1, breaker, "step", how)
         engine._sharded.wait_for_update()
         breaker.mend()
-        said = attempt(lambda: WAYS_TO_NOTICE[way](engine, folder))
+        text = attempt(lambda: WAYS_TO_NOTICE[way](engine, folder))
     except StorageError as error:  # the update of the first step was still in flight
         breaker.mend()
-        said = f"{type(error).__name__}: {error}"
-    return [said, attempt(lambda: engine.save_checkpoint(folder)), attempt(engine.destroy)]
+        text = f"{type(error).__name__}: {error}"
+    return [text, attempt(lambda: engine.save_checkpoint(folder)), attempt(engine.destroy)]
 
 
 @pytest.mark.parametrize(
@@ -485,7 +488,7 @@ def test_disk_failure_during_the_update_raises(
 
 
 def left_alone(setting: Setting) -> int:
-    """Drop an engine during an update. Its thread ends by itself."""
+    """Drop an engine during an update. The thread of the update ends by itself."""
     import gc
 
     engine = engine_of(setting)
@@ -495,9 +498,9 @@ def left_alone(setting: Setting) -> int:
     model.delayed_update.wait()
     del engine, model
     gc.collect()
-    for thread in [one for one in threading.enumerate() if one.name.startswith("windlass-update")]:
+    for thread in [item for item in threading.enumerate() if item.name.startswith("windlass-update")]:
         thread.join(10)
-    return sum(one.name.startswith("windlass-update") for one in threading.enumerate())
+    return sum(item.name.startswith("windlass-update") for item in threading.enumerate())
 
 
 def test_garbage_collected_engine_leaves_no_thread(tmp_path: Any) -> None:
@@ -523,6 +526,6 @@ def refused(optimizer: str) -> str:
 
 @pytest.mark.parametrize(("optimizer", "kind"), [("Lamb", "ConfigError"), ("Adafactor", "ModelError")])
 def test_optimizer_of_whole_parameters_is_refused(optimizer: str, kind: str) -> None:
-    (said,) = run_ranks(refused, 1, optimizer)
+    (text,) = run_ranks(refused, 1, optimizer)
     named = "full parameters" if kind == "ConfigError" else "whole parameters"
-    assert said.startswith(kind) and named in said, said
+    assert text.startswith(kind) and named in text, text

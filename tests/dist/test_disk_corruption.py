@@ -33,7 +33,7 @@ HOLDERS = {"parameters": "parameters of ", "gradient": "gradient of "}
 
 
 class Spoiler:
-    """Tool that changes the files of one rank without the tier's knowledge.
+    """Tool that changes the files of one rank behind the tier.
 
     Attributes:
         names: parameters with changed bytes.
@@ -68,18 +68,18 @@ class Spoiler:
         self._old = {(extent, at): self.content(extent, at, nbytes) for extent, at, nbytes in self.spans()}
 
     def spoil(self) -> None:
-        found = self.spans()
+        result = self.spans()
         theirs: list[Any] = [None] * dist.get_world_size()
         if self.how == "swap":
-            dist.all_gather_object(theirs, [self.content(extent, at, nbytes) for extent, at, nbytes in found])
+            dist.all_gather_object(theirs, [self.content(extent, at, nbytes) for extent, at, nbytes in result])
         if dist.get_rank() != BAD_RANK:
             return
-        assert found
+        assert result
         if self.how == "cut":
             os.ftruncate(self.disk._stripes.descriptors[0], 0)
             return
-        before = [self.content(extent, at, nbytes) for extent, at, nbytes in found]
-        for number, ((extent, at, nbytes), data) in enumerate(zip(found, before, strict=True)):
+        before = [self.content(extent, at, nbytes) for extent, at, nbytes in result]
+        for number, ((extent, at, nbytes), data) in enumerate(zip(result, before, strict=True)):
             if self.how == "flip":  # the lowest bits of 200 mantissas
                 changed = bytearray(data)
                 for place in range(0, nbytes, max(4, nbytes // 200 // 4 * 4)):
@@ -113,17 +113,17 @@ def damaged(subject: Any, engine: Any, saved: str, kind: str, how: str) -> dict[
         engine.step()
 
     parameter = next(engine.module.parameters())
-    said: dict[str, Any] = {"step": attempt(one)}
-    said["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
-    said["again"] = attempt(engine.step)
-    said["read"] = attempt(lambda: windlass.zero.full_param(parameter))
-    said["part"] = attempt(lambda: engine.load_checkpoint(saved, load_optimizer_states=False))
-    said["save"] = attempt(lambda: engine.save_checkpoint(saved))
-    said["behind"] = attempt(lambda: engine.save_checkpoint(saved, blocking=False))
-    said["latest"] = Path(saved, "latest").read_text().strip()
-    said["load"] = attempt(lambda: engine.load_checkpoint(saved))
-    said["names"] = spoiler.names
-    return said
+    text: dict[str, Any] = {"step": attempt(one)}
+    text["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
+    text["again"] = attempt(engine.step)
+    text["read"] = attempt(lambda: windlass.zero.full_param(parameter))
+    text["part"] = attempt(lambda: engine.load_checkpoint(saved, load_optimizer_states=False))
+    text["save"] = attempt(lambda: engine.save_checkpoint(saved))
+    text["behind"] = attempt(lambda: engine.save_checkpoint(saved, blocking=False))
+    text["latest"] = Path(saved, "latest").read_text().strip()
+    text["load"] = attempt(lambda: engine.load_checkpoint(saved))
+    text["names"] = spoiler.names
+    return text
 
 
 def all_damaged(folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -134,41 +134,46 @@ def all_damaged(folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any
     engine.save_checkpoint(saved)
     step(subject, engine, 1)
     expected = whole_params(engine.module)
-    found = []
+    results = []
     for kind, how in cases:
-        said = damaged(subject, engine, saved, kind, how)
-        found.append(said)
-        if said["load"]:
+        text = damaged(subject, engine, saved, kind, how)
+        results.append(text)
+        if text["load"]:
             break
-        said["save again"] = attempt(lambda: engine.save_checkpoint(f"{folder}/other"))
+        text["save again"] = attempt(lambda: engine.save_checkpoint(f"{folder}/other"))
         step(subject, engine, 1)
-        said["same"] = all(torch.equal(value, expected[name]) for name, value in whole_params(engine.module).items())
+        text["same"] = all(torch.equal(value, expected[name]) for name, value in whole_params(engine.module).items())
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shm")])
 def test_damage_aborts_the_step_and_a_load_repairs_it(ranks: int, transport: str, tmp_path: Path) -> None:
     cases = [case for case in CASES if case[1] != "swap" or ranks > 1][: None if transport == "gloo" else 3]
-    for found in run_ranks(all_damaged, ranks, str(tmp_path), cases, env=LATE, transport=transport, timeout=180):
-        for (kind, how), said in zip(cases, found, strict=True):
-            where = kind, how, {call: str(words)[:400] for call, words in said.items()}
-            assert said["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was applied in part')}"), where
+    for result in run_ranks(all_damaged, ranks, str(tmp_path), cases, env=LATE, transport=transport, timeout=180):
+        for (kind, how), reported in zip(cases, result, strict=True):
+            where = kind, how, {call: str(words)[:400] for call, words in reported.items()}
+            assert reported["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was applied in part')}"), (
+                where
+            )
             what = "short read" if how == "cut" else "damaged: the checksum differs from that of the written bytes"
             words = ["rank 0: reading ", what, HOLDERS.get(kind, "master weights and optimizer states of "), "bytes ",
                      f"of the file on {tmp_path}/disk (", " of it, of ", "load the last checkpoint"]  # fmt: skip
             if how != "cut":
                 words.append({"master": "the master weight of '", "exp_avg": "exp_avg of '"}.get(kind, "of '"))
             for word in words:
-                assert word in said["step"], (word, where)
-            assert any(f"'{name}'" in said["step"] for name in said["names"]), where
+                assert word in reported["step"], (word, where)
+            assert any(f"'{name}'" in reported["step"] for name in reported["names"]), where
             for call in ("forward", "again", "read", "part"):
-                assert said[call].startswith("StorageError: ") and what in said[call], (call, where)
+                assert reported[call].startswith("StorageError: ") and what in reported[call], (call, where)
             for call in ("save", "behind"):
-                assert said[call].startswith("CheckpointError: nothing is saved") and what in said[call], (call, where)
-            assert not any("states are unchanged" in str(text) for text in said.values()), where
-            assert said["latest"] == "global_step1" and said["load"] == said["save again"] == "", where
-            assert said["same"], where
+                assert reported[call].startswith("CheckpointError: nothing is saved") and what in reported[call], (
+                    call,
+                    where,
+                )
+            assert not any("states are unchanged" in str(text) for text in reported.values()), where
+            assert reported["latest"] == "global_step1" and reported["load"] == reported["save again"] == "", where
+            assert reported["same"], where
 
 
 def not_yet_stepped(folder: str) -> list[Any]:
@@ -185,31 +190,31 @@ def not_yet_stepped(folder: str) -> list[Any]:
             to.step()
 
     micro_batches(subject, engine, 0)
-    said = [attempt(lambda: micro_batches(subject, engine, 1, Spoiler(engine, "gradient", "flip")))]
+    text = [attempt(lambda: micro_batches(subject, engine, 1, Spoiler(engine, "gradient", "flip")))]
     for number in (0, 1):
         micro_batches(plain, plain_engine, number)
     micro_batches(subject, engine, 1)
     same = whole_params(engine.module)
-    said.append(all(torch.equal(value, same[name]) for name, value in whole_params(plain_engine.module).items()))
+    text.append(all(torch.equal(value, same[name]) for name, value in whole_params(plain_engine.module).items()))
     plain_engine.destroy()
     for blocking in (True, False):
         engine.save_checkpoint(f"{folder}/saved", tag=f"good{blocking}")
         Spoiler(engine, "exp_avg", "flip").spoil()
-        said.append(attempt(lambda: (engine.save_checkpoint(f"{folder}/saved", blocking=blocking),  # noqa: B023
+        text.append(attempt(lambda: (engine.save_checkpoint(f"{folder}/saved", blocking=blocking),  # noqa: B023
                                      engine._async_save.finish())))  # fmt: skip
-        said.append(sorted(os.listdir(f"{folder}/saved")))
+        text.append(sorted(os.listdir(f"{folder}/saved")))
         if not blocking:
-            said.append(attempt(lambda: micro_batches(subject, engine, 2)))
-        said.append(attempt(lambda: engine.load_checkpoint(f"{folder}/saved")))
+            text.append(attempt(lambda: micro_batches(subject, engine, 2)))
+        text.append(attempt(lambda: engine.load_checkpoint(f"{folder}/saved")))
     engine.destroy()
-    return said
+    return text
 
 
 def test_damage_found_before_an_update(tmp_path: Path) -> None:
-    for said in run_ranks(not_yet_stepped, 2, str(tmp_path), env=LATE, timeout=120):
-        gradient, same, save, files, load, behind, still, step, again = said
+    for text in run_ranks(not_yet_stepped, 2, str(tmp_path), env=LATE, timeout=120):
+        gradient, same, save, files, load, behind, still, step, again = text
         assert gradient.startswith("StorageError: this step was skipped") and "gradient of" in gradient
-        assert "states are unchanged" in gradient and same, said
+        assert "states are unchanged" in gradient and same, text
         assert (
             save.startswith("StorageError: nothing is saved")
             and "exp_avg of" in save

@@ -143,19 +143,19 @@ def step(subject: Any, engine: Any, number: int, breaker: Breaker | None = None,
 
 def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) -> list[Any]:
     """Return the error of the disk failure, and whether the step, repeated on a working disk, has the right result."""
-    found = []
-    said = ""
+    results = []
+    text = ""
     for breaks in (False, True):
         subject, engine = begin(folder, gradients, among=among)
         for number in range(3):
             if breaks and number == 1:
                 breaker = Breaker(engine)
-                said = attempt(lambda: step(subject, engine, 1, breaker, when, how))  # noqa: B023
+                text = attempt(lambda: step(subject, engine, 1, breaker, when, how))  # noqa: B023
                 breaker.mend()
             step(subject, engine, number)
-        found.append(whole_params(engine.module))
+        results.append(whole_params(engine.module))
         engine.destroy()
-    return [said, all(torch.equal(found[0][name], found[1][name]) for name in found[0])]
+    return [text, all(torch.equal(results[0][name], results[1][name]) for name in results[0])]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) 
 def test_failure_before_the_update_changes_nothing(
     transport: str, when: str, how: str, gradients: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for said, equal in run_ranks(repeated, 2, str(tmp_path), when, how, gradients, env=LATE, transport=transport):
-        assert said.startswith("StorageError: ") and "parameters and optimizer states are unchanged" in said
+    for text, equal in run_ranks(repeated, 2, str(tmp_path), when, how, gradients, env=LATE, transport=transport):
+        assert text.startswith("StorageError: ") and "parameters and optimizer states are unchanged" in text
         for word in (*words, "rank 0: ", "EIO", str(tmp_path)):
-            assert word in said
+            assert word in text
         assert equal
     assert list(tmp_path.iterdir()) == []
 
@@ -183,8 +183,8 @@ def test_failed_read_in_one_group_is_raised_by_the_step(tmp_path: Path) -> None:
 
     The forward of the group can't inform the other groups, which may have no failure.
     """
-    for said, equal in run_ranks(repeated, 2, str(tmp_path), "forward", "read", "cpu", 1, env=LATE):
-        assert said.startswith("StorageError: this step was skipped") and "rank 0: reading" in said and "EIO" in said
+    for text, equal in run_ranks(repeated, 2, str(tmp_path), "forward", "read", "cpu", 1, env=LATE):
+        assert text.startswith("StorageError: this step was skipped") and "rank 0: reading" in text and "EIO" in text
         assert equal
 
 
@@ -198,32 +198,32 @@ def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, 
     name, parameter = next(iter(engine.module.named_parameters()))
     import windlass
 
-    said = {"step": attempt(lambda: step(subject, engine, 1, breaker, "step", how))}
+    text = {"step": attempt(lambda: step(subject, engine, 1, breaker, "step", how))}
     breaker.mend()
-    said["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
-    said["again"] = attempt(engine.step)
-    said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
-    said["read"] = attempt(lambda: windlass.zero.full_param(parameter))
+    text["forward"] = attempt(lambda: subject.train(engine, batch, engine.backward))
+    text["again"] = attempt(engine.step)
+    text["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+    text["read"] = attempt(lambda: windlass.zero.full_param(parameter))
     if how != "cut":
         breaker.smash(how)
-        said["broken"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+        text["broken"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
         breaker.mend()
-    said["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    text["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
     step(subject, engine, 1)
-    found = whole_params(engine.module)
-    said["destroy"] = attempt(engine.destroy)
+    result = whole_params(engine.module)
+    text["destroy"] = attempt(engine.destroy)
     dist.barrier()
-    said["left"] = " ".join(sorted(os.listdir(folder)))
-    said["latest"] = Path(folder, "saved", "latest").read_text()
+    text["left"] = " ".join(sorted(os.listdir(folder)))
+    text["latest"] = Path(folder, "saved", "latest").read_text()
     shapes = {key: tuple(value.shape) for key, value in engine.module.named_parameters()}
-    said["shapes"] = "" if shapes == {k: tuple(v.shape) for k, v in subject.build().named_parameters()} else str(shapes)
+    text["shapes"] = "" if shapes == {k: tuple(v.shape) for k, v in subject.build().named_parameters()} else str(shapes)
     _, again = begin(f"{folder}/other", param=param, optimizer=optimizer)
     again.load_checkpoint(f"{folder}/saved")
-    said["steps"] = str(again.global_steps)
+    text["steps"] = str(again.global_steps)
     step(subject, again, 1)
-    said["same"] = str(all(torch.equal(value, found[name]) for name, value in whole_params(again.module).items()))
+    text["same"] = str(all(torch.equal(value, result[name]) for name, value in whole_params(again.module).items()))
     again.destroy()
-    return said
+    return text
 
 
 @pytest.mark.parametrize(
@@ -239,17 +239,17 @@ def test_training_cannot_continue_after_a_partial_step(
     ranks: int, transport: str, how: str, param: str, optimizer: str, tmp_path: Path
 ) -> None:
     reason = "short read" if how == "cut" else "EIO"
-    for said in run_ranks(half_a_step, ranks, str(tmp_path), how, param, optimizer, env=LATE, transport=transport):
-        assert said["step"].startswith("StorageError: this step was applied in part: rank 0: ")
+    for text in run_ranks(half_a_step, ranks, str(tmp_path), how, param, optimizer, env=LATE, transport=transport):
+        assert text["step"].startswith("StorageError: this step was applied in part: rank 0: ")
         for word in (reason, "master weights and optimizer states of", str(tmp_path), "load the last checkpoint"):
-            assert word in said["step"]
+            assert word in text["step"]
         for call, kind in (("forward", "Storage"), ("again", "Storage"), ("read", "Storage"),
                            ("save", "Checkpoint")):  # fmt: skip
-            assert said[call].startswith(f"{kind}Error: ") and "applied in part" in said[call] and reason in said[call]
-        assert how == "cut" or said["broken"].startswith("StorageError: ")
-        assert said["load"] == "" and said["same"] == "True", said
-        assert said["destroy"] == "" and said["shapes"] == ""
-        assert said["left"] == "saved" and said["latest"].strip() == "global_step1" and said["steps"] == "1"
+            assert text[call].startswith(f"{kind}Error: ") and "applied in part" in text[call] and reason in text[call]
+        assert how == "cut" or text["broken"].startswith("StorageError: ")
+        assert text["load"] == "" and text["same"] == "True", text
+        assert text["destroy"] == "" and text["shapes"] == ""
+        assert text["left"] == "saved" and text["latest"].strip() == "global_step1" and text["steps"] == "1"
 
 
 def late(folder: str) -> list[str]:
@@ -259,12 +259,12 @@ def late(folder: str) -> list[str]:
     breaker = Breaker(engine)
     if dist.get_rank() == BAD_RANK:
         breaker.disk._transfers._engine = GoneDevice(breaker._whole, [True], FailedLate)
-    said = [attempt(lambda: step(subject, engine, 1))]
+    text = [attempt(lambda: step(subject, engine, 1))]
     breaker.mend()
-    said.append(attempt(lambda: step(subject, engine, 2)))
-    said.append(attempt(lambda: engine.save_checkpoint(f"{folder}/saved")))
+    text.append(attempt(lambda: step(subject, engine, 2)))
+    text.append(attempt(lambda: engine.save_checkpoint(f"{folder}/saved")))
     engine.destroy()
-    return said
+    return text
 
 
 def test_late_write_failure_is_raised_by_the_next_step(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def failing_save(folder: str) -> list[str]:
         return taken
 
     with mock.patch.object(engine_checkpoint, "compute_fingerprint", then_smash):  # the fingerprint reads all of it too
-        said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+        text = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
     there += str(any(Path(folder, "saved").iterdir()))
     breaker.smash("write")  # a save writes nothing to the tier, and so loses nothing there
@@ -302,12 +302,12 @@ def failing_save(folder: str) -> list[str]:
     breaker.mend()
     step(subject, engine, 1)
     engine.destroy()
-    return [before, said, there, again]
+    return [before, text, there, again]
 
 
 def test_save_with_a_failed_read_raises_on_all_ranks(tmp_path: Path) -> None:
-    for before, said, there, again in run_ranks(failing_save, 2, str(tmp_path)):
-        for text in (before, said):
+    for before, reported, there, again in run_ranks(failing_save, 2, str(tmp_path)):
+        for text in (before, reported):
             assert text.startswith("StorageError: nothing is saved")
             assert "rank 0: reading" in text and "states are unchanged" in text
         assert there == "FalseFalse" and again == ""
@@ -321,20 +321,20 @@ def destroyed_blind(folder: str) -> list[Any]:
     step(subject, engine, 0)
     forget(engine)
     Breaker(engine).smash("gone")
-    heard: list[str] = []
+    received: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("windlass").addHandler(handler)
     try:
-        said = attempt(engine.destroy)
+        text = attempt(engine.destroy)
     finally:
         logging.getLogger("windlass").removeHandler(handler)
-    whole = all(bool(p.isfinite().all()) for p in engine.module.parameters())
-    return [said, whole, [line for line in heard if "destroy() returns is incomplete" in line]]
+    full = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+    return [text, full, [line for line in received if "destroy() returns is incomplete" in line]]
 
 
 def test_destroyed_model_with_lost_parameters_logs_an_error(tmp_path: Path) -> None:
-    for said, whole, heard in run_ranks(destroyed_blind, 2, str(tmp_path)):
-        assert said == "" and not whole
-        assert len(heard) == 1 and "rank 0: reading" in heard[0] and "NaN" in heard[0]
+    for text, full, received in run_ranks(destroyed_blind, 2, str(tmp_path)):
+        assert text == "" and not full
+        assert len(received) == 1 and "rank 0: reading" in received[0] and "NaN" in received[0]
     assert list(tmp_path.iterdir()) == []

@@ -58,33 +58,33 @@ def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
     step(subject, engine, 0)
     engine.save_checkpoint(f"{folder}/saved")
     lose(disk, how)
-    said: dict[str, Any] = {"step": attempt(lambda: step(subject, engine, 1))}
-    if said["step"]:
-        said["forward"] = attempt(lambda: step(subject, engine, 1))
-        said["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
-        said["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
-    found = {} if said["step"] else whole_params(engine.module)
-    said["destroy"] = attempt(engine.destroy)
+    text: dict[str, Any] = {"step": attempt(lambda: step(subject, engine, 1))}
+    if text["step"]:
+        text["forward"] = attempt(lambda: step(subject, engine, 1))
+        text["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
+        text["load"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    result = {} if text["step"] else whole_params(engine.module)
+    text["destroy"] = attempt(engine.destroy)
     subject, engine = begin(f"{folder}/elsewhere", "nvme")
-    said["again"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
+    text["again"] = attempt(lambda: engine.load_checkpoint(f"{folder}/saved"))
     step(subject, engine, 1)
     other = whole_params(engine.module)
-    said["same"] = all(torch.equal(value, other[name]) for name, value in found.items())
+    text["same"] = all(torch.equal(value, other[name]) for name, value in result.items())
     engine.destroy()
-    return said
+    return text
 
 
 @pytest.mark.parametrize("how", ["pulled", "unmounted"])
 def test_file_system_that_disappears(how: str, disk: Path, tmp_path: Path) -> None:
-    for said in run_ranks(trained, 2, str(tmp_path), str(disk), how, env=LATE, timeout=120):
+    for text in run_ranks(trained, 2, str(tmp_path), str(disk), how, env=LATE, timeout=120):
         if how == "unmounted":  # open files keep the file system alive: nothing is lost
-            assert said["step"] == "" and said["same"], said
+            assert text["step"] == "" and text["same"], text
         else:
             for call in ("step", "load"):
-                assert said[call].startswith("StorageError: ") and "EIO" in said[call], said
-            assert "rank 0: " in said["step"] and "rank 1: " in said["step"], said
-            assert "unchanged" not in said["step"] or "if the disk can still be read" in said["step"]
-            assert said["forward"].startswith("StorageError: "), said
-            assert "Error: nothing is saved" in said["save"], said
-        assert said["destroy"] == "" and said["again"] == "", said
+                assert text[call].startswith("StorageError: ") and "EIO" in text[call], text
+            assert "rank 0: " in text["step"] and "rank 1: " in text["step"], text
+            assert "unchanged" not in text["step"] or "if the disk can still be read" in text["step"]
+            assert text["forward"].startswith("StorageError: "), text
+            assert "Error: nothing is saved" in text["save"], text
+        assert text["destroy"] == "" and text["again"] == "", text
     assert how == "pulled" or not list(disk.glob("windlass-*"))

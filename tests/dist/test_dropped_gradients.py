@@ -148,7 +148,7 @@ def engines(
     import windlass
     from windlass.compat.deepspeed_initialize import initialize
 
-    subject, rank, found = specimen("tied"), dist.get_rank(), []
+    subject, rank, result = specimen("tied"), dist.get_rank(), []
     for row in rows:
         recipe = Recipe(accumulation=EVENTS[row[1]][1], clipping=CLIPPING)
         model = oracle.build(subject, rank)
@@ -165,17 +165,17 @@ def engines(
                 DOORS[row[0]](engine.module, engine, optimizer, own)
 
         go_through(row, drop, backward, engine.step, engine.no_sync)
-        found.append(whole_params(engine.module))
+        result.append(whole_params(engine.module))
         engine.destroy()
-    return found
+    return result
 
 
 def hold(rows: list[tuple[str, str]], setting: Setting, ranks: int, stand_in: bool = False, env: Any = None) -> None:
     named = Setting(setting.stage, zero=setting.zero, config=(("comm", {"transport": setting.transport}),))
     everywhere = run_ranks(engines, ranks, rows, named, stand_in, env=env, timeout=180.0)
     for rank, of_rank in enumerate(everywhere):
-        for row, found in zip(rows, of_rank, strict=True):
-            error, where = relative_error(found, plain(row, ranks))
+        for row, result in zip(rows, of_rank, strict=True):
+            error, where = relative_error(result, plain(row, ranks))
             assert error < 1e-6, f"{row} under {setting}, rank {rank}: {where} off by {error:.1e}"
 
 
@@ -218,15 +218,15 @@ def test_delayed_update_skips_dropped_gradients(tmp_path: Any) -> None:
         rows = [(door, "one of two backwards")]
         setting = Setting(stage=stage, zero=homes("cpu", "none", tmp_path, delayed_update=True))
         dropped, never = (run_ranks(engines, 2, rows, setting, False, skip, env=EMULATED) for skip in (False, True))
-        for found, wanted in zip(dropped, never, strict=True):
-            assert relative_error(found[0], wanted[0])[0] < 1e-6, stage
+        for actual, expected in zip(dropped, never, strict=True):
+            assert relative_error(actual[0], expected[0])[0] < 1e-6, stage
 
 
 def every_iteration(where: str, stage: int) -> list[dict[str, Tensor]]:
     """Run a script that calls zero_grad in every iteration during accumulation, and one that does not."""
     from windlass.compat.deepspeed_initialize import initialize
 
-    subject, found = specimen("tied"), []
+    subject, result = specimen("tied"), []
     for calls in (True, False):
         config = ds_config(Recipe(accumulation=3), Setting(stage=stage))
         engine, optimizer = initialize(model=oracle.build(subject, 0), config=config)[:2]
@@ -241,9 +241,9 @@ def every_iteration(where: str, stage: int) -> list[dict[str, Tensor]]:
                 engine.step()
                 if calls and where == "after the step":
                     engine.zero_grad()
-        found.append(whole_params(engine.module))
+        result.append(whole_params(engine.module))
         engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("where", ["before the forward", "before the backward", "after the step"])
@@ -269,10 +269,10 @@ def adversaries(stages: tuple[int, int], door: str, stand_in: bool) -> tuple[lis
         call = engine if door == "optimizer" else model  # the usual script calls the module
         sides.append(adversarial.Side(call, zero, engine.backward, engine.step))
     losses = adversarial.train(sides[0], sides[1], [dist.get_rank()], 4)
-    found = {f"{n}.{name}": value for n, m in enumerate(models) for name, value in whole_params(m).items()}
+    results = {f"{n}.{name}": value for n, m in enumerate(models) for name, value in whole_params(m).items()}
     for engine in started:
         engine.destroy()
-    return losses, found
+    return losses, results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -280,9 +280,12 @@ def adversaries(stages: tuple[int, int], door: str, stand_in: bool) -> tuple[lis
 def test_adversarial_models_train_as_in_plain_pytorch(ranks: int, stand_in: bool) -> None:
     losses, params = adversarial.train_plain(ranks, 4)
     for stages, door in (((0, 0), "module"), ((1, 2), "optimizer"), ((3, 3), "module"), ((2, 0), "own")):
-        for rank, (told, found) in enumerate(run_ranks(adversaries, ranks, stages, door, stand_in)):
-            assert [one[0] for one in told] == pytest.approx([one[rank] for one in losses], abs=1e-6), (stages, door)
-            assert relative_error(found, params)[0] < 1e-6, (stages, door)
+        for rank, (results, result) in enumerate(run_ranks(adversaries, ranks, stages, door, stand_in)):
+            assert [item[0] for item in results] == pytest.approx([item[rank] for item in losses], abs=1e-6), (
+                stages,
+                door,
+            )
+            assert relative_error(result, params)[0] < 1e-6, (stages, door)
 
 
 # ------------------------------------------------------------------------------------- other things done to gradients
@@ -338,8 +341,8 @@ def touched(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_access_to_a_gradient_raises_and_names_the_function(stage: int) -> None:
-    for said in run_ranks(touched, 2, stage):
-        assert all("up.weight" in one or "embed.weight" in one or "blocks" in one for one in said), said
+    for text in run_ranks(touched, 2, stage):
+        assert all("up.weight" in item or "embed.weight" in item or "blocks" in item for item in text), text
 
 
 def as_deepspeed(stage: int) -> None:
@@ -374,7 +377,7 @@ def uneven(settings: list[tuple[int, str]]) -> list[float]:
     """
     import windlass
 
-    subject, rank, found = specimen("tied"), dist.get_rank(), []
+    subject, rank, result = specimen("tied"), dist.get_rank(), []
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -399,18 +402,18 @@ def uneven(settings: list[tuple[int, str]]) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         logging.getLogger("windlass").removeHandler(handler)
-        found.append(relative_error(whole_params(engine.module), dict(theirs.module.named_parameters()))[0])
+        result.append(relative_error(whole_params(engine.module), dict(theirs.module.named_parameters()))[0])
         engine.destroy()
-    told = [said for said in records if "different numbers of backwards" in said]
-    assert len(told) == (len(settings) if rank == 0 else 0), records
-    assert all("rank 0: 3, rank 1: 2" in said for said in told), told
-    return found
+    results = [text for text in records if "different numbers of backwards" in text]
+    assert len(results) == (len(settings) if rank == 0 else 0), records
+    assert all("rank 0: 3, rank 1: 2" in text for text in results), results
+    return result
 
 
 def test_extra_backwards_of_a_rank_count_as_in_ddp() -> None:
     settings = [(stage, transport) for stage in range(4) for transport in ("gloo", "shm")]
-    for found in run_ranks(uneven, 2, settings, timeout=120.0):
-        assert max(found) < 1e-6, dict(zip(settings, found, strict=True))
+    for result in run_ranks(uneven, 2, settings, timeout=120.0):
+        assert max(result) < 1e-6, dict(zip(settings, result, strict=True))
 
 
 def dropped_on_one_rank(stage: int) -> str:
@@ -418,7 +421,7 @@ def dropped_on_one_rank(stage: int) -> str:
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()
-    params, said = [], ""
+    params, text = [], ""
     for drops in (True, False):
         config = ds_config(Recipe(optimizer_params=SGD), Setting(stage=stage))
         engine, optimizer = windlass.initialize(model=oracle.build(subject, rank), config=config)[:2]
@@ -428,19 +431,19 @@ def dropped_on_one_rank(stage: int) -> str:
                 optimizer.zero_grad()
             with pytest.raises(ModelError, match="ranks dropped reduced gradients") as raised:
                 engine.step()
-            said = str(raised.value)
+            text = str(raised.value)
         engine.backward(engine(**subject.batch(Place(1, 0, rank))))
         engine.step()
         params.append(whole_params(engine.module))
         engine.destroy()
     assert relative_error(*params)[0] == 0.0
-    return said
+    return text
 
 
 def test_gradients_dropped_on_one_rank_raise_on_all() -> None:
     for stage in (0, 2, 3):
-        for said in run_ranks(dropped_on_one_rank, 2, stage):
-            assert "rank 0 dropped" in said and "rank 1 dropped none" in said and "weight" in said
+        for text in run_ranks(dropped_on_one_rank, 2, stage):
+            assert "rank 0 dropped" in text and "rank 1 dropped none" in text and "weight" in text
 
 
 # ------------------------------------------------------------------------------------------------- edits of weights
@@ -460,9 +463,9 @@ def edited(settings: list[Setting], precision: str) -> list[list[dict[str, Tenso
     """Return parameters by setting and edit. Edits happen between backward and step, and after the step."""
     import windlass
 
-    subject, rank, found = specimen("mlp"), dist.get_rank(), []
+    subject, rank, result = specimen("mlp"), dist.get_rank(), []
     for setting in settings:
-        found.append([])
+        result.append([])
         for edit in EDITS.values():
             recipe = Recipe(precision=precision, optimizer_params=SGD, clipping=0.0)
             engine = windlass.initialize(model=oracle.build(subject, 0), config=ds_config(recipe, setting))[0]
@@ -476,9 +479,9 @@ def edited(settings: list[Setting], precision: str) -> list[list[dict[str, Tenso
                 engine.step()
             with torch.no_grad():
                 edit(engine.module)
-            found[-1].append(whole_params(engine.module))
+            result[-1].append(whole_params(engine.module))
             engine.destroy()
-    return found
+    return result
 
 
 def edited_plainly(edit: Callable[[nn.Module], Any], ranks: int) -> dict[str, Tensor]:
@@ -503,15 +506,15 @@ def test_weight_edits_reach_separate_master_weights(tmp_path: Any) -> None:
         Setting(stage=0),
         *(Setting(stage=s, zero=homes(home, "none", tmp_path)) for s, home in ((1, "cpu"), (2, "nvme"))),
     ]
-    wanted = [edited_plainly(edit, 2) for edit in EDITS.values()]
+    expected = [edited_plainly(edit, 2) for edit in EDITS.values()]
     for of_rank in run_ranks(edited, 2, settings, "fp32", env=EMULATED, timeout=120.0):
         for setting, of_setting in zip(settings, of_rank, strict=True):
-            for name, have, want in zip(EDITS, of_setting, wanted, strict=True):
+            for name, have, want in zip(EDITS, of_setting, expected, strict=True):
                 error, where = relative_error(have, want)
                 assert error < 1e-6, (name, setting, where, error)
     for of_rank in run_ranks(edited, 2, [Setting(stage=0), Setting(stage=2)], "bf16", timeout=120.0):
         for of_setting in of_rank:
-            for name, have, want in zip(EDITS, of_setting, wanted, strict=True):
+            for name, have, want in zip(EDITS, of_setting, expected, strict=True):
                 assert relative_error(have, want)[0] < 2e-2, name
 
 
@@ -564,9 +567,9 @@ def renormed(stage: int, clamps: bool) -> dict[str, Tensor]:
     for _ in range(3):
         engine.backward(engine(torch.arange(8)))
         engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 def refused_at_stage_3() -> None:
@@ -584,10 +587,10 @@ def test_weight_changed_by_its_forward(clamps: bool) -> None:
         model(torch.arange(8)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    expected = {name: p.detach() for name, p in model.named_parameters()}
     for stage in (0, 2):
-        for found in run_ranks(renormed, 2, stage, clamps):
-            assert relative_error(found, wanted)[0] < 1e-6
+        for actual in run_ranks(renormed, 2, stage, clamps):
+            assert relative_error(actual, expected)[0] < 1e-6
 
 
 def test_change_lost_by_a_reshard_is_an_error(transport: str) -> None:
@@ -608,7 +611,7 @@ def dropped_of_experts(stage: int) -> list[float]:
         "module": lambda engine, optimizer: engine.module.zero_grad(),
         "each": lambda engine, optimizer: [setattr(p, "grad", None) for p in engine.module.parameters()],
     }
-    found = []
+    results = []
     for name, drop in doors.items():
         torch.manual_seed(1)
         config = ds_config(Recipe(optimizer_params=SGD), Setting(stage, config=(("parallel", {"ep": 2}),)))
@@ -625,9 +628,9 @@ def dropped_of_experts(stage: int) -> list[float]:
                 drop(engine, optimizer)
             backward(step)
             engine.step()
-        found.append({key: value.clone() for key, value in engine.full_state_dict().items()})
+        results.append({key: value.clone() for key, value in engine.full_state_dict().items()})
         engine.destroy()
-    return [relative_error(other, found[0])[0] for other in found[1:]] if found[0] else []
+    return [relative_error(other, results[0])[0] for other in results[1:]] if results[0] else []
 
 
 @pytest.mark.slow

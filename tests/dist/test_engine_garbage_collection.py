@@ -49,9 +49,9 @@ def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> li
 
 def _left(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[bool]:
     """Return which parts are still alive without any reference from outside."""
-    found = _trained(axes, stage, destroys, born)
+    result = _trained(axes, stage, destroys, born)
     gc.collect()
-    return [one() is not None for one in found]
+    return [item() is not None for item in result]
 
 
 @pytest.mark.parametrize("destroys", [True, False], ids=["destroyed", "dropped"])
@@ -81,8 +81,8 @@ def _rise(numel: int) -> int:
         return rise
 
     engine_of(4)  # imports happen once, outside the measurement
-    found: int = engine_of(numel)
-    return found
+    result: int = engine_of(numel)
+    return result
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")

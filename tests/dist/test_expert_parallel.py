@@ -87,7 +87,7 @@ def build(family: str, change: str) -> nn.Module:
     return model
 
 
-# -------------------------------------------------------------------------------------------------- what a rank does
+# ------------------------------------------------------------------------------------------------- runs on a rank
 
 
 def see(model: nn.Module, axis: MeshAxis, rank: int) -> Seen:
@@ -107,7 +107,7 @@ def see_all(grid: MeshShape, cases: list[tuple[str, str]]) -> list[Seen]:
     return [see(build(*case), mesh.ep, rank) for case in cases]
 
 
-# ------------------------------------------------------------------------------------------------ what is held against
+# ---------------------------------------------------------------------------------------------- the reference
 
 
 @cache
@@ -142,26 +142,26 @@ def _counting(counts: list[list[int]], experts: int) -> Callable[..., None]:
 
 def whole(seen: list[Seen], ranks: int) -> Grads:
     """Return full gradients: the mean over ranks for dense ones, the joined sums over ranks for experts."""
-    found: Grads = {}
+    results: Grads = {}
     for name, grad in seen[0].grads.items():
         if name not in seen[0].experts:
-            found[name] = sum((one.grads[name] for one in seen), torch.zeros_like(grad)) / ranks
+            results[name] = sum((entry.grads[name] for entry in seen), torch.zeros_like(grad)) / ranks
     for name in seen[0].experts:
         if name not in seen[0].grads:
             continue
         parts: dict[tuple[int, int], Tensor] = {}
-        for one in seen:
-            rows = one.experts[name]
+        for item in seen:
+            rows = item.experts[name]
             assert rows is not None
-            parts[rows] = parts.get(rows, torch.zeros(())) + one.grads[name] / ranks
-        found[name] = torch.cat([parts[rows] for rows in sorted(parts)])
-    return found
+            parts[rows] = parts.get(rows, torch.zeros(())) + item.grads[name] / ranks
+        results[name] = torch.cat([parts[rows] for rows in sorted(parts)])
+    return results
 
 
 def hold(seen: list[Seen], family: str, change: str, ranks: int) -> None:
     losses, grads, _ = expected(family, change, ranks)
-    for rank, one in enumerate(seen):
-        assert abs(one.loss - losses[rank]) <= BOUND * abs(losses[rank]), (family, change, rank)
+    for rank, item in enumerate(seen):
+        assert abs(item.loss - losses[rank]) <= BOUND * abs(losses[rank]), (family, change, rank)
     error, where = relative_error(whole(seen, ranks), grads)
     assert error <= BOUND, (family, change, where, error)
 
@@ -190,11 +190,11 @@ def test_ranks_whose_experts_are_never_chosen() -> None:
     cases = [(family, "one_sided") for family in ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")]
     by_rank = run_ranks(see_all, 2, MeshShape(ep=2), cases, timeout=120)
     for number, (family, change) in enumerate(cases):
-        seen = [one[number] for one in by_rank]
+        seen = [item[number] for item in by_rank]
         hold(seen, family, change, 2)
         assert seen[1].experts
         for name in seen[1].experts:
-            assert sorted(bool(one.grads[name].any()) for one in seen) == [False, True], (family, name)
+            assert sorted(bool(item.grads[name].any()) for item in seen) == [False, True], (family, name)
 
 
 @pytest.mark.parametrize("change", ["recomputed", "recomputed_reentrant", "only_experts", "frozen_experts"])
@@ -213,26 +213,26 @@ def test_bytes_equal_the_formula(ranks: int) -> None:
         _, _, chosen = expected(family, change, ranks)
         assert len(chosen) == 2
         for rank, seen in enumerate(by_rank):
-            spans = [compute_shard_range(len(chosen[0][0]), ranks, one) for one in range(ranks)]
-            wanted = sum(count_dispatch_bytes(layer, spans, rank, hidden=16, itemsize=4) for layer in chosen)
-            assert seen[number].received == wanted, (family, rank)
+            spans = [compute_shard_range(len(chosen[0][0]), ranks, item) for item in range(ranks)]
+            requested = sum(count_dispatch_bytes(layer, spans, rank, hidden=16, itemsize=4) for layer in chosen)
+            assert seen[number].received == requested, (family, rank)
 
 
 def half(grid: MeshShape) -> tuple[float, float, bool]:
     mesh = build_mesh(grid)
     rank = mesh.world.ranks[mesh.world.index]
-    wanted = FAMILIES["mixtral"].build()(**language(rank)).loss.item()
+    expected = FAMILIES["mixtral"].build()(**language(rank)).loss.item()
     model = FAMILIES["mixtral"].build().bfloat16()
     apply_expert_parallel(model, mesh.ep)
     loss = model(**language(rank)).loss
     loss.backward()
     sound = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
-    return loss.item(), wanted, sound
+    return loss.item(), expected, sound
 
 
 def test_bf16_stays_close_to_fp32() -> None:
-    for found, wanted, sound in run_ranks(half, 2, MeshShape(ep=2), timeout=120):
-        assert sound and abs(found - wanted) < 0.05 * abs(wanted)
+    for actual, expected, sound in run_ranks(half, 2, MeshShape(ep=2), timeout=120):
+        assert sound and abs(actual - expected) < 0.05 * abs(expected)
 
 
 # ------------------------------------------------------------------------------------------------- layers of users' own
@@ -269,9 +269,9 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.first(tokens)
-        hidden, one, _ = self.narrow(hidden)
+        hidden, item, _ = self.narrow(hidden)
         hidden, other, _ = self.wide(hidden)
-        return self.last(hidden).square().sum() / 10 + 0.1 * (one + other)
+        return self.last(hidden).square().sum() / 10 + 0.1 * (item + other)
 
 
 def net(words: dict[str, Any], skewed: bool) -> Net:
@@ -292,7 +292,7 @@ def tokens_of(rank: int, lengths: list[int]) -> Tensor:
 def see_layers(grid: MeshShape, lengths: list[int], skewed: bool) -> list[tuple[float, Grads, list[list[float]]]]:
     """Return for each kind of layer: loss, this rank's gradients, and its biases after one balancing step."""
     mesh = build_mesh(grid)
-    rank, found = mesh.world.ranks[mesh.world.index], []
+    rank, result = mesh.world.ranks[mesh.world.index], []
     for words in LAYERS.values():
         model = net(words, skewed)
         apply_expert_parallel(model, mesh.ep)
@@ -302,8 +302,8 @@ def see_layers(grid: MeshShape, lengths: list[int], skewed: bool) -> list[tuple[
         assert all(parameter.grad is not None for parameter in model.parameters())
         update_router_biases(model, [MeshAxis("data", mesh.dense.data)])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.append((loss.item(), grads, biases(model)))
-    return found
+        result.append((loss.item(), grads, biases(model)))
+    return result
 
 
 def biases(model: nn.Module) -> list[list[float]]:
@@ -324,7 +324,7 @@ def expect_layers(words: dict[str, Any], lengths: list[int], skewed: bool) -> tu
 
 def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
     """Return full gradients of the mean of all ranks' losses. Row shards are joined in the order of ranks along ep."""
-    found: Grads = {}
+    results: Grads = {}
     for rank, (_, grads, _) in enumerate(seen):
         first = grid.coordinates(rank)["ep"]
         for name, grad in grads.items():
@@ -333,8 +333,8 @@ def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
             if grad.shape != wanted[name].shape:
                 start, stop = compute_shard_range(stop, grid.ep, first)
             part[start:stop] = grad / grid.world
-            found[name] = found.get(name, torch.zeros(())) + part
-    return found
+            results[name] = results.get(name, torch.zeros(())) + part
+    return results
 
 
 @pytest.mark.parametrize(
@@ -351,13 +351,13 @@ def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
 def test_user_defined_layers_equal_one_process(grid: MeshShape, lengths: list[int], skewed: bool) -> None:
     by_rank = run_ranks(see_layers, grid.world, grid, lengths, skewed, timeout=120)
     for number, (kind, words) in enumerate(LAYERS.items()):
-        losses, wanted, moved = expect_layers(words, lengths, skewed)
-        seen = [one[number] for one in by_rank]
+        losses, expected, moved = expect_layers(words, lengths, skewed)
+        seen = [item[number] for item in by_rank]
         for rank, (loss, _, bias) in enumerate(seen):
             assert abs(loss - losses[rank]) <= BOUND * max(1.0, abs(losses[rank])), (kind, rank)
             assert bias == moved, (kind, rank)
         assert bool(moved) == (kind == "balanced")
-        error, where = relative_error(added_up(seen, grid, wanted), wanted)
+        error, where = relative_error(added_up(seen, grid, expected), expected)
         assert error <= BOUND, (kind, where, error)
         if skewed and words["k"] == 1:
             for layer in ("narrow", "wide"):  # one expert has all tokens

@@ -68,9 +68,9 @@ def expected(family: str) -> tuple[list[float], dict[str, Tensor]]:
 def test_experts_of_models_sharded_along_another_axis(grid: MeshShape, families: tuple[str, ...]) -> None:
     by_rank = run_ranks(see_all, 4, grid, families, timeout=240)
     for number, family in enumerate(families):
-        losses, wanted = expected(family)
+        losses, requested = expected(family)
         for rank, seen in enumerate(by_rank):
             loss, grads = seen[number]
             assert abs(loss - losses[grid.coordinates(rank)["ep"]]) <= BOUND * abs(loss), (family, rank)
-            error, where = relative_error(grads, wanted)
+            error, where = relative_error(grads, requested)
             assert error <= BOUND, (family, rank, where, error)

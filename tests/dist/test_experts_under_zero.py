@@ -70,7 +70,7 @@ def train(name: str, grid: MeshShape, settings: list[Setting]) -> list[Trace]:
     """Train under each setting. Return this rank's losses, norms, and on rank 0 the full final model."""
     import windlass
 
-    subject, found = SPECIMENS[name], []
+    subject, result = SPECIMENS[name], []
     mesh = build_mesh(grid)
     rank = mesh.world.ranks[mesh.world.index]
     for setting in settings:
@@ -88,8 +88,8 @@ def train(name: str, grid: MeshShape, settings: list[Setting]) -> list[Trace]:
         state = engine.full_state_dict()
         trace.model = {key: value.detach().clone() for key, value in state.items()} if rank == 0 else {}
         engine.destroy()
-        found.append(trace)
-    return found
+        result.append(trace)
+    return result
 
 
 @cache
@@ -112,14 +112,14 @@ GRIDS = [
 def test_moe_models_train_at_every_stage(number: int, name: str, grid: MeshShape, every: bool) -> None:
     settings = [Setting(stage=stage) for stage in [*share(range(3), number, 3, every), 3]]
     by_rank = run_ranks(train, grid.world, name, grid, settings, transport="gloo", timeout=240)
-    wanted = expected(name, grid.world)
+    requested = expected(name, grid.world)
     for number, setting in enumerate(settings):
         for rank, traces in enumerate(by_rank):
             for step in range(STEPS):
-                (have,), want = traces[number].losses[step][0], wanted.losses[step][rank][0]
+                (have,), want = traces[number].losses[step][0], requested.losses[step][rank][0]
                 assert abs(have - want) <= BOUND * abs(want), (setting.stage, rank, step)
-                have, want = traces[number].norms[step], wanted.norms[step]
+                have, want = traces[number].norms[step], requested.norms[step]
                 assert abs(have - want) <= BOUND * want, (setting.stage, rank, step)
-        whole = {key: value for key, value in by_rank[0][number].model.items() if key in wanted.model}
-        error, where = relative_error(whole, wanted.model)
+        full = {key: value for key, value in by_rank[0][number].model.items() if key in requested.model}
+        error, where = relative_error(full, requested.model)
         assert error <= BOUND, (setting.stage, where, error)

@@ -60,12 +60,12 @@ def test_export_equals_the_full_model(stage: int, precision: str, tmp_path: Path
     from windlass.checkpoint import list_tags
     from windlass.checkpoint.safetensors_export import export_safetensors
 
-    wanted = run_ranks(trained, 2, str(tmp_path / "run"), stage, precision)[0]
+    expected = run_ranks(trained, 2, str(tmp_path / "run"), stage, precision)[0]
     assert list_tags(tmp_path / "run") == ["global_step3", "global_step4"], "checkpoint.keep_last"
-    found = export_safetensors(tmp_path / "run", tmp_path / "out")
+    actual = export_safetensors(tmp_path / "run", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.tied == {"head.weight": "embed.weight"}
-    assert set(written) == set(wanted) - {"head.weight"}
+    assert actual.tied == {"head.weight": "embed.weight"}
+    assert set(written) == set(expected) - {"head.weight"}
     for name, value in written.items():
-        assert value.dtype == wanted[name].dtype, name
-        assert torch.equal(value.view(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
+        assert value.dtype == expected[name].dtype, name
+        assert torch.equal(value.view(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name

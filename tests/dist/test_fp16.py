@@ -65,9 +65,9 @@ KNOBS: dict[str, tuple[dict[str, Any], list[bool], list[float]]] = {
 
 @pytest.mark.parametrize("name", [k for k in KNOBS if k != "minimum"])
 def test_loss_scale_follows_its_options_and_an_overflow_changes_nothing(name: str, stage: int) -> None:
-    fp16, overflows, wanted = KNOBS[name]
+    fp16, overflows, expected = KNOBS[name]
     for seen in run_ranks(scales, 2, fp16, overflows, Setting(stage=stage)):
-        assert [row["scale"] for row in seen] == wanted
+        assert [row["scale"] for row in seen] == expected
         assert [row["overflow"] for row in seen] == overflows
         assert [row["applied"] for row in seen] == [not overflow for overflow in overflows]
         assert [row["moved"] for row in seen] == [not overflow for overflow in overflows]
@@ -98,11 +98,11 @@ def message_of_an_overflow(setting: Setting) -> list[str]:
 
 def test_overflow_message_names_parameter_rank_micro_batch_and_step(stage: int) -> None:
     first = run_ranks(message_of_an_overflow, 2, Setting(stage=stage))[0]
-    said = [line for line in first if "overflow" in line.lower()]
+    text = [line for line in first if "overflow" in line.lower()]
     names = [name for name, _ in specimen("mlp").build().named_parameters()]
-    assert said, first
-    assert any(name in said[0] for name in names), said[0]
-    assert "rank 1" in said[0] and "step" in said[0] and "micro" in said[0], said[0]
+    assert text, first
+    assert any(name in text[0] for name in names), text[0]
+    assert "rank 1" in text[0] and "step" in text[0] and "micro" in text[0], text[0]
 
 
 def plain_backward(scale: bool, setting: Setting) -> tuple[str, dict[str, Any] | None]:
@@ -110,7 +110,7 @@ def plain_backward(scale: bool, setting: Setting) -> tuple[str, dict[str, Any] |
     config = {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "initial_scale_power": 8}}
     engine = start(subject, config)
     params = None
-    said = ""
+    text = ""
     try:
         for step in range(2):
             batch = cast(subject.batch(Place(step, 0, rank)), RECIPE.dtype)
@@ -122,10 +122,10 @@ def plain_backward(scale: bool, setting: Setting) -> tuple[str, dict[str, Any] |
             engine.step()
         params = whole_params(engine.module)
     except Exception as error:
-        said = str(error)
+        text = str(error)
     finally:
         engine.destroy()
-    return said, params
+    return text, params
 
 
 def through_engine(setting: Setting) -> dict[str, Any]:
@@ -141,13 +141,13 @@ def through_engine(setting: Setting) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scale", [True, False], ids=["engine.scale", "bare"])
 def test_plain_backward_is_scaled_or_refused_by_name(scale: bool, stage: int) -> None:
-    wanted = run_ranks(through_engine, 2, Setting(stage=stage))
-    for rank, (said, params) in enumerate(run_ranks(plain_backward, 2, scale, Setting(stage=stage))):
+    expected = run_ranks(through_engine, 2, Setting(stage=stage))
+    for rank, (text, params) in enumerate(run_ranks(plain_backward, 2, scale, Setting(stage=stage))):
         if params is None:
-            assert not scale, said
-            assert "engine.scale" in said
+            assert not scale, text
+            assert "engine.scale" in text
         else:
-            assert relative_error(params, wanted[rank])[0] < 1e-3
+            assert relative_error(params, expected[rank])[0] < 1e-3
 
 
 def too_small(setting: Setting) -> str:
@@ -160,8 +160,8 @@ def too_small(setting: Setting) -> str:
 
 
 def test_overflow_at_the_minimum_scale_raises_on_every_rank() -> None:
-    for said in run_ranks(too_small, 2, Setting(stage=2)):
-        assert said.startswith("LossError") and "min_loss_scale" in said
+    for text in run_ranks(too_small, 2, Setting(stage=2)):
+        assert text.startswith("LossError") and "min_loss_scale" in text
 
 
 def cast_by_engine(setting: Setting) -> list[float]:

@@ -81,20 +81,20 @@ def differences(name: str, directory: str, how: str, **kwargs: Any) -> dict[str,
         else:
             with windlass.zero.Init():
                 model = auto(name).from_pretrained(directory, **kwargs)
-    found, wanted = whole(model), dict(plain.named_parameters(remove_duplicate=False))
-    said = [] if list(found) == list(wanted) else [f"names {list(found)}"]
-    for key, value in wanted.items():
-        if found[key].dtype != value.dtype or not torch.equal(found[key], value):
-            said.append(f"{key} differs")
+    actual, expected = whole(model), dict(plain.named_parameters(remove_duplicate=False))
+    text = [] if list(actual) == list(expected) else [f"names {list(actual)}"]
+    for key, value in expected.items():
+        if actual[key].dtype != value.dtype or not torch.equal(actual[key], value):
+            text.append(f"{key} differs")
     for key, buffer in plain.named_buffers():
         if not torch.equal(dict(model.named_buffers())[key], buffer):
-            said.append(f"buffer {key} differs")
+            text.append(f"buffer {key} differs")
     ties = {id(p) for p in model.parameters()}
     if len(ties) != len(list(plain.parameters())) or model.training != plain.training:
-        said.append("tied otherwise")
+        text.append("tied otherwise")
     flags = {key: p.requires_grad for key, p in model.named_parameters()}
-    said += [key for key, p in plain.named_parameters() if p.requires_grad != flags[key]]
-    return {"said": said, "read": sum(read.values()), "size": sum(p.numel() * 4 for p in plain.parameters())}
+    text += [key for key, p in plain.named_parameters() if p.requires_grad != flags[key]]
+    return {"said": text, "read": sum(read.values()), "size": sum(p.numel() * 4 for p in plain.parameters())}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,16 +108,16 @@ def test_loaded_values_equal_a_plain_load(name: str, ranks: int, how: str, tmp_p
 def test_each_rank_reads_only_its_bytes(tmp_path: Path) -> None:
     directory = save("llama", tmp_path)
     seen = run_ranks(differences, 3, "llama", str(directory), "ours")
-    total = sum(one["read"] for one in seen)
+    total = sum(entry["read"] for entry in seen)
     assert total == seen[0]["size"]
-    for one in seen:
-        assert one["read"] == pytest.approx(one["size"] / 3, rel=0.02)
+    for item in seen:
+        assert item["read"] == pytest.approx(item["size"] / 3, rel=0.02)
 
 
 def test_conversion_reads_each_byte_once(tmp_path: Path) -> None:
     directory = save("qwen_moe", tmp_path)
     seen = run_ranks(differences, 2, "qwen_moe", str(directory), "ours")
-    assert sum(one["read"] for one in seen) == seen[0]["size"]
+    assert sum(item["read"] for item in seen) == seen[0]["size"]
 
 
 @pytest.mark.parametrize(
@@ -224,11 +224,11 @@ def trained(directory: str, sharded: bool) -> tuple[list[float], dict[str, torch
 def test_training_equals_that_of_a_plain_load(tmp_path: Path, transport: str) -> None:
     directory = str(save("gpt2", tmp_path))
     whole_run = run_ranks(trained, 2, directory, False, transport=transport)
-    for (losses, values), (expected, wanted) in zip(
+    for (losses, values), (expected, requested) in zip(
         run_ranks(trained, 2, directory, True, transport=transport), whole_run, strict=True
     ):
         assert losses == expected
-        assert all(torch.equal(values[name], wanted[name]) for name in wanted)
+        assert all(torch.equal(values[name], requested[name]) for name in requested)
 
 
 def peak_of_load(directory: str) -> dict[str, float]:

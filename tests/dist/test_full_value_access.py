@@ -65,15 +65,15 @@ def test_gathered_parameters_have_full_values(precision: str, stage: int, transp
     model = oracle.build(specimen("tied"), 0)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     model = model.to(Recipe(precision=precision).dtype)
-    wanted = {name: p.detach().float() for name, p in model.named_parameters()}
+    expected = {name: p.detach().float() for name, p in model.named_parameters()}
     loss = float(model(**specimen("tied").batch(Place(0, 0, 0))).detach())
-    found = run_ranks(gathered, 3, Setting(stage=stage, transport=transport), precision, transport=transport)
-    for rank in found:
-        assert relative_error(rank["values"], wanted)[0] == 0.0
-        assert relative_error(rank["again"], wanted)[0] == 0.0, "a forward inside takes nothing away"
+    actual = run_ranks(gathered, 3, Setting(stage=stage, transport=transport), precision, transport=transport)
+    for rank in actual:
+        assert relative_error(rank["values"], expected)[0] == 0.0
+        assert relative_error(rank["again"], expected)[0] == 0.0, "a forward inside takes nothing away"
         assert rank["loss"] == pytest.approx(loss, rel=1e-6)
         assert rank["tied"]
-        assert torch.equal(rank["single"], wanted["blocks.0.up.weight"])
+        assert torch.equal(rank["single"], expected["blocks.0.up.weight"])
         assert {n: (s, c) for n, (s, c, _) in rank["shapes"].items()} == {
             n: (tuple(p.shape), p.numel()) for n, p in model.named_parameters()
         }
@@ -111,19 +111,19 @@ def test_writes_of_the_modifier_rank_reach_all_ranks(modifier: int, precision: s
     weight = model.blocks[1].up.weight
     written = (weight.detach().to(recipe.dtype) * 0.5).float()
     weight.data.copy_(written)
-    wanted = oracle.train(specimen("tied"), recipe, model=model)
+    expected = oracle.train(specimen("tied"), recipe, model=model)
     bound = 1e-6 if precision == "fp32" else 1e-2
     setting = Setting(stage=stage, transport=transport)
-    for rank, found in enumerate(run_ranks(edited, 3, modifier, setting, precision, transport=transport)):
-        assert torch.equal(found["after"], written)
-        assert found["losses"] == pytest.approx([step[rank][0] for step in wanted.losses], rel=bound)
-        assert relative_error(found["final"], wanted.params)[0] < bound
+    for rank, actual in enumerate(run_ranks(edited, 3, modifier, setting, precision, transport=transport)):
+        assert torch.equal(actual["after"], written)
+        assert actual["losses"] == pytest.approx([step[rank][0] for step in expected.losses], rel=bound)
+        assert relative_error(actual["final"], expected.params)[0] < bound
 
 
 def test_without_a_modifier_rank_changes_are_lost_at_stage_3(transport: str) -> None:
     before = dict(oracle.build(specimen("tied"), 0).named_parameters())["blocks.1.up.weight"].detach()
-    for found in run_ranks(edited, 3, None, Setting(stage=3, transport=transport), "fp32", transport=transport):
-        assert torch.equal(found["after"], before)
+    for result in run_ranks(edited, 3, None, Setting(stage=3, transport=transport), "fp32", transport=transport):
+        assert torch.equal(result["after"], before)
 
 
 def rewritten(setting: Setting) -> dict[str, Any]:
@@ -164,20 +164,20 @@ def test_full_setters_take_effect(stage: int, transport: str) -> None:
             p.fill_(0.5)
     elements = sum(shape.numel() for shape in shapes.values())
     setting = Setting(stage=stage, transport=transport)
-    for rank, found in enumerate(run_ranks(rewritten, 3, setting, transport=transport)):
+    for rank, actual in enumerate(run_ranks(rewritten, 3, setting, transport=transport)):
         clip = 1.0 / (0.25 * elements**0.5)
-        assert found["norm"] == pytest.approx(0.25 * elements**0.5, rel=1e-5)
+        assert actual["norm"] == pytest.approx(0.25 * elements**0.5, rel=1e-5)
         for name, shape in shapes.items():
-            assert torch.equal(found["grads"][name], torch.full(shape, 0.25)), name
-            assert torch.equal(found["params"][name], torch.full(shape, 0.5)), name
+            assert torch.equal(actual["grads"][name], torch.full(shape, 0.25)), name
+            assert torch.equal(actual["params"][name], torch.full(shape, 0.5)), name
             if not shape.numel():
                 continue
             before = first.grads[0][name] * min(1.0, 1.0 / first.norms[0])
-            wanted = 0.9 * (0.1 * before) + 0.1 * 0.25 * min(1.0, clip)
-            assert torch.allclose(found["states"][name], wanted, rtol=1e-4, atol=1e-7), name
-            assert torch.equal(found["firsts"][name], torch.full(shape, 2.0)), name
+            expected = 0.9 * (0.1 * before) + 0.1 * 0.25 * min(1.0, clip)
+            assert torch.allclose(actual["states"][name], expected, rtol=1e-4, atol=1e-7), name
+            assert torch.equal(actual["firsts"][name], torch.full(shape, 2.0)), name
         loss = float(model(**subject.batch(Place(5, 0, rank))).detach())
-        assert found["loss"] == pytest.approx(loss, rel=1e-6)
+        assert actual["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def local_parts(setting: Setting) -> dict[str, Any]:
@@ -211,17 +211,17 @@ def local_parts(setting: Setting) -> dict[str, Any]:
 
 
 def test_local_parts_assemble_to_the_full_value(stage: int, transport: str) -> None:
-    found = run_ranks(local_parts, 3, Setting(stage=stage, transport=transport), transport=transport)
-    for name, full in found[0]["full"].items():
+    result = run_ranks(local_parts, 3, Setting(stage=stage, transport=transport), transport=transport)
+    for name, full in result[0]["full"].items():
         for kind in range(3):
-            parts = [rank["parts"][name][kind] for rank in found]
+            parts = [rank["parts"][name][kind] for rank in result]
             together = parts[0] if stage == 0 else torch.cat(parts)
             assert torch.equal(together, full[kind]), (name, kind)
             assert stage == 0 or sum(part.numel() for part in parts) == full[kind].numel()
-        assert torch.equal(found[1]["doubled"][name].reshape(-1), 2 * full[0]), name
+        assert torch.equal(result[1]["doubled"][name].reshape(-1), 2 * full[0]), name
         if stage >= 2:
-            grads = [rank["grads"][name] for rank in found]
-            assert torch.equal(torch.cat([g for g in grads if g is not None]), found[0]["whole"][name].reshape(-1))
+            grads = [rank["grads"][name] for rank in result]
+            assert torch.equal(torch.cat([g for g in grads if g is not None]), result[0]["whole"][name].reshape(-1))
 
 
 def norm_of_what_is_read(accumulation: int, setting: Setting) -> list[tuple[float, float]]:
@@ -245,8 +245,8 @@ def norm_of_what_is_read(accumulation: int, setting: Setting) -> list[tuple[floa
 def test_grad_norm_is_that_of_the_full_unclipped_gradient(accumulation: int, stage: int, transport: str) -> None:
     setting = Setting(stage=stage, transport=transport)
     for seen in run_ranks(norm_of_what_is_read, 2, accumulation, setting, transport=transport):
-        for wanted, found in seen:
-            assert found == pytest.approx(wanted, rel=1e-6)
+        for plain, sharded in seen:
+            assert sharded == pytest.approx(plain, rel=1e-6)
 
 
 def grads_at_every_micro_batch() -> list[dict[str, Any]]:
@@ -264,10 +264,10 @@ def grads_at_every_micro_batch() -> list[dict[str, Any]]:
 
 def test_gradient_exists_only_between_backward_and_step() -> None:
     recipe = Recipe(ranks=2)
-    wanted = expected("unused_always", recipe).grads[0]
+    requested = expected("unused_always", recipe).grads[0]
     for before, between, after in run_ranks(grads_at_every_micro_batch, 2):
         assert all(g is None for g in before.values())
-        assert relative_error(between, wanted)[0] < 1e-6
+        assert relative_error(between, requested)[0] < 1e-6
         assert all(g is None for g in after.values())
 
 
@@ -297,17 +297,17 @@ def edit_before_a_slow_peer(stage: int, way: str) -> dict[str, torch.Tensor]:
             with torch.no_grad():
                 for p in engine.module.parameters():
                     p.mul_(0.5)
-    found = {name: p.detach().clone() for name, p in engine.module.named_parameters()} if way == "in place" else {}
-    found |= {f"master of {name}": value for name, value in whole_params(engine.module).items()}
+    results = {name: p.detach().clone() for name, p in engine.module.named_parameters()} if way == "in place" else {}
+    results |= {f"master of {name}": value for name, value in whole_params(engine.module).items()}
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("stage", "way"), [(1, "in place"), (2, "in place"), (2, "set"), (3, "set")])
 def test_edit_does_not_affect_a_slower_peer(stage: int, way: str) -> None:
-    wanted = run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="gloo")[0]
-    for found in run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="shm"):
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    expected = run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="gloo")[0]
+    for actual in run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="shm"):
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def edit_beside(way: str) -> tuple[Tensor, Tensor]:
@@ -330,15 +330,15 @@ def edit_beside(way: str) -> tuple[Tensor, Tensor]:
         engine.refresh()
     engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
-    found = windlass.zero.full_param(weight).detach().clone()
+    result = windlass.zero.full_param(weight).detach().clone()
     engine.destroy()
-    return edited.float(), found
+    return edited.float(), result
 
 
 @pytest.mark.parametrize("way", ["set", "unfrozen"])
 def test_in_place_edit_survives_other_changes(way: str) -> None:
-    for edited, found in run_ranks(edit_beside, 2, way):
-        assert (found - edited).abs().max() < 0.1 < edited.abs().max()
+    for edited, result in run_ranks(edit_beside, 2, way):
+        assert (result - edited).abs().max() < 0.1 < edited.abs().max()
 
 
 def resized(stage: int) -> list[str]:
@@ -346,19 +346,19 @@ def resized(stage: int) -> list[str]:
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
-    last, said = engine.module[2], []
+    last, text = engine.module[2], []
     for rank in (None, 0):
         with pytest.raises(windlass.WindlassError) as refused:
             with windlass.zero.GatheredParameters([last.weight], modifier_rank=rank):
                 last.weight.data = torch.zeros(9, 64)
             last.bias.data = torch.zeros(9)
             engine.backward(engine(torch.ones(2, 8)).square().mean())
-        said.append(str(refused.value))
-    return said
+        text.append(str(refused.value))
+    return text
 
 
 def test_resized_parameter_is_named() -> None:
-    for found in run_ranks(resized, 2, 3):
-        assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in said for said in found)
-    for found in run_ranks(resized, 2, 1):
-        assert all(said.startswith("'2.") and "has (9" in said for said in found)
+    for result in run_ranks(resized, 2, 3):
+        assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in text for text in result)
+    for result in run_ranks(resized, 2, 1):
+        assert all(text.startswith("'2.") and "has (9" in text for text in result)

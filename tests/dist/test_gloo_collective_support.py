@@ -55,9 +55,9 @@ def _what_works() -> list[str]:
 
 
 def test_gloo_column_matches_gloo() -> None:
-    wanted = [
+    expected = [
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["gloo"]
     ]
     for works in run_ranks(_what_works, 2, transport="gloo"):
         # older versions may support averages too
-        assert [name for name in works if name in wanted or name != "AVG"] == wanted
+        assert [name for name in works if name in expected or name != "AVG"] == expected

@@ -48,11 +48,11 @@ def programs(guide: str) -> dict[str, str]:
 
 def batches(first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return this rank's batches with these numbers."""
-    found = []
+    results = []
     for number in range(first, last):
         draw = torch.Generator().manual_seed(100 * int(os.environ["RANK"]) + number % 2)
-        found.append((torch.randn(4, 6, generator=draw), torch.randint(0, 5, (4,), generator=draw)))
-    return found
+        results.append((torch.randn(4, 6, generator=draw), torch.randint(0, 5, (4,), generator=draw)))
+    return results
 
 
 def setting(first: int, last: int) -> dict[str, Any]:
@@ -74,14 +74,14 @@ def losses_of(code: str, **more: Any) -> list[float]:
 
 def fsdp2(changes: dict[str, tuple[tuple[str, str], ...]]) -> list[list[float]]:
     """Return the losses of both programs after `changes` to their texts."""
-    found = []
+    results = []
     for name, code in programs("from-fsdp2.md").items():
         if name in changes:
             for before, after in changes[name]:
                 assert before in code
                 code = code.replace(before, after)
-            found.append(losses_of(code))
-    return found
+            results.append(losses_of(code))
+    return results
 
 
 _KEPT = {

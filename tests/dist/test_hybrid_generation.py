@@ -54,10 +54,10 @@ def alternate(stage: int, generates: bool, sections: dict[str, Any]) -> list[flo
     for step in range(3):
         if generates:
             count = 4 + 3 * rank
-            found = engine.generate(prompt, max_new_tokens=count, eos_token_id=None)
+            actual = engine.generate(prompt, max_new_tokens=count, eos_token_id=None)
             plain = full_copy(engine)
             expected = plain.generate(prompt, max_new_tokens=count, eos_token_id=None)
-            assert torch.equal(found, expected), f"step {step}: values of old weights"
+            assert torch.equal(actual, expected), f"step {step}: values of old weights"
             assert all(module.training for module in engine.module.modules())
         losses.append(train_step(engine, rank, step))
     engine.destroy()
@@ -83,8 +83,11 @@ def test_generation_has_the_newest_weights_and_leaves_training_as_it_is(
 
 
 def compare_logprobs(stage: int) -> tuple[float, int, bool]:
-    """Return the largest difference of log-probabilities to the training forward, the bytes that parameters moved to,
-    and whether a parameter is sharded again."""
+    """Compare log-probabilities with those of the training forward.
+
+    Returns:
+        The largest difference, the bytes that parameters moved, and whether a parameter is sharded again.
+    """
     from windlass import SamplingParams
 
     engine = training_engine(stage)
@@ -101,9 +104,9 @@ def compare_logprobs(stage: int) -> tuple[float, int, bool]:
     engine.train()
     logprobs = engine(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1).detach()
     taken = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-    found = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
+    result = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
     engine.destroy()
-    return float((found - taken).abs().max()), copied, not any(sharded)
+    return float((result - taken).abs().max()), copied, not any(sharded)
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
@@ -115,7 +118,7 @@ def test_logprobs_are_those_of_the_training_forward(world: int, stage: int) -> N
 
 
 def serve_live_module() -> None:
-    """`windlass.LLM(engine.module)` sees each step without being told."""
+    """Generate with `windlass.LLM(engine.module)` between steps, without notifying it of a step."""
     from windlass import LLM, SamplingParams
 
     engine = training_engine(0)

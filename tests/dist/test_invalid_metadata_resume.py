@@ -80,7 +80,7 @@ def _all_of(engine: Any) -> list[Any]:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     pairs = zip(a, b, strict=True)
-    return all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)
+    return all(torch.equal(item, other) if isinstance(item, torch.Tensor) else item == other for item, other in pairs)
 
 
 def _other_count(index: Path, fields: dict[str, Any], name: str, value: float) -> None:
@@ -112,8 +112,10 @@ def _forge(folder: str, stage: int) -> None:
     path = Path(folder) / "t" / "checkpoint.json"
     good = path.read_bytes()
     before = _all_of(engine)
-    cases = [("plain", *case) for case in WRONG] + [("ranks", (0, *where), new, said) for where, new, said in OWN]
-    for part, where, new, said in cases:
+    cases = [("plain", *case) for case in WRONG] + [
+        ("ranks", (0, *where), new, reported) for where, new, reported in OWN
+    ]
+    for part, where, new, text in cases:
         fields = json.loads(good)
         _set(fields[part], where, new)
         dist.barrier()
@@ -122,7 +124,7 @@ def _forge(folder: str, stage: int) -> None:
         dist.barrier()
         with pytest.raises(CheckpointError) as refused:
             engine.load_checkpoint(folder, tag="t")
-        assert said in str(refused.value), f"{part} {where}: {refused.value}"
+        assert text in str(refused.value), f"{part} {where}: {refused.value}"
         assert _same(before, _all_of(engine)), f"{part} {where} = {new!r} was refused after something changed"
     count = "state/layers.0.weight/step"
     for wrong in (math.nan, math.inf, -5.0):

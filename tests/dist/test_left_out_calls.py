@@ -38,7 +38,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) -> list[str]:
     """Return the raised errors. In a step of `faults` the faulty rank fails before that call, and skips the rest."""
-    said = []
+    text = []
     for step in steps:
         fails = faults.get(step, "") if dist.get_rank() == FAULTY else ""
         try:
@@ -50,21 +50,21 @@ def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) ->
                 raise ValueError("no such metric")
             engine.step()
         except (WindlassError, ValueError) as error:
-            said.append(f"{step}: {type(error).__name__}: {error}")
-    return said
+            text.append(f"{step}: {type(error).__name__}: {error}")
+    return text
 
 
 def _survive(axis: str, stage: int, plain: bool) -> tuple[list[str], bool]:
     engine = _start(axis, stage)
-    said = _loop(engine, [0, 1, 2, 3], {1: "backward"}, plain)
-    found = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    text = _loop(engine, [0, 1, 2, 3], {1: "backward"}, plain)
+    results = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.destroy()
     spared = _start(axis, stage)
     assert not _loop(spared, [0, 2, 3], {}, plain)
-    wanted = spared.full_state_dict()
-    same = all(torch.equal(value, wanted[name]) for name, value in found.items())
+    expected = spared.full_state_dict()
+    same = all(torch.equal(value, expected[name]) for name, value in results.items())
     spared.destroy()
-    return said, same
+    return text, same
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def _survive(axis: str, stage: int, plain: bool) -> tuple[list[str], bool]:
     [("tp", 0, False), ("tp", 3, True), ("sp", 1, True), ("sp", 3, False), ("ep", 2, False), ("ep", 3, True)],
 )
 def test_failed_loss_on_one_rank_drops_the_batch_on_all(axis: str, stage: int, plain: bool) -> None:
-    for rank, (said, same) in enumerate(run_ranks(_survive, 2, axis, stage, plain)):
-        assert same and len(said) == 1, (rank, said)
+    for rank, (text, same) in enumerate(run_ranks(_survive, 2, axis, stage, plain)):
+        assert same and len(text) == 1, (rank, text)
         if rank == FAULTY:
-            assert said == ["1: ValueError: no such label"]
+            assert text == ["1: ValueError: no such label"]
         else:
-            assert said[0].startswith(f"1: CallLeftOutError: rank {FAULTY} skipped the backward of forward 2"), said
-            assert f"along {axis}" in said[0] and "continue with the next one" in said[0]
+            assert text[0].startswith(f"1: CallLeftOutError: rank {FAULTY} skipped the backward of forward 2"), text
+            assert f"along {axis}" in text[0] and "continue with the next one" in text[0]
 
 
 def _no_step(axis: str) -> list[str]:
@@ -87,8 +87,9 @@ def _no_step(axis: str) -> list[str]:
 
 
 def test_step_skipped_by_one_rank_raises_on_the_others() -> None:
-    told = run_ranks(_no_step, 2, "tp")
-    assert told[FAULTY] == ["1: ValueError: no such metric"]
+    results = run_ranks(_no_step, 2, "tp")
+    assert results[FAULTY] == ["1: ValueError: no such metric"]
     assert (
-        len(told[0]) == 1 and "skipped the step of forward 2 and continued with the forward of forward 3" in told[0][0]
+        len(results[0]) == 1
+        and "skipped the step of forward 2 and continued with the forward of forward 3" in results[0][0]
     )

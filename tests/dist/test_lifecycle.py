@@ -18,33 +18,33 @@ from tests.oracle import Recipe, relative_error
 def first_values(name: str, setting: Setting) -> dict[str, Any]:
     subject = specimen(name)
     engine = start(subject, ds_config(Recipe(), setting))
-    found = {
+    results = {
         "params": whole_params(engine.module),
         "buffers": {key: b.clone() for key, b in engine.module.named_buffers()},
         "names": [key for key, _ in engine.module.named_parameters()],
         "shapes": [tuple(p.shape) for p in engine.module.parameters()],
     }
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("name", ["tied", "buffer_in_forward", "odd_shapes"])
 def test_all_ranks_start_from_rank_0(name: str, stage: int) -> None:
     model = oracle.build(specimen(name), 0)
-    for found in run_ranks(first_values, 3, name, Setting(stage=stage), transport="shm" if stage % 2 else "gloo"):
-        assert found["names"] == [key for key, _ in model.named_parameters()]
-        assert found["shapes"] == [tuple(p.shape) for p in model.parameters()]
+    for result in run_ranks(first_values, 3, name, Setting(stage=stage), transport="shm" if stage % 2 else "gloo"):
+        assert result["names"] == [key for key, _ in model.named_parameters()]
+        assert result["shapes"] == [tuple(p.shape) for p in model.parameters()]
         for key, value in model.named_parameters():
-            assert torch.equal(found["params"][key], value.detach()), key
+            assert torch.equal(result["params"][key], value.detach()), key
         for key, value in model.named_buffers():
-            assert torch.equal(found["buffers"][key], value), key
+            assert torch.equal(result["buffers"][key], value), key
 
 
 def failing_update(settings: list[Setting]) -> list[list[str]]:
     """Return the errors of four steps on a rank, with rank 1's optimizer raising in the second."""
     import windlass
 
-    told = []
+    results = []
     for setting in settings:
         subject = specimen("mlp")
         model, steps = oracle.build(subject), 0
@@ -60,29 +60,29 @@ def failing_update(settings: list[Setting]) -> list[list[str]]:
         config = ds_config(Recipe(), setting)
         config.pop("optimizer", None)
         engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
-        heard = []
+        received = []
         for step in range(4):
             try:
                 subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
                 engine.step()
-                heard.append("")
+                received.append("")
             except Exception as error:
-                heard.append(f"{type(error).__name__}: {error}")
-        told.append(heard)
+                received.append(f"{type(error).__name__}: {error}")
+        results.append(received)
         engine.destroy()
-    return told
+    return results
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_optimizer_error_on_one_rank_raises_on_all_at_the_next_step(transport: str) -> None:
     settings = [Setting(stage=stage) for stage in range(4)]
-    for rank, told in enumerate(run_ranks(failing_update, 2, settings, transport=transport)):
-        for heard in told:
-            assert heard[0] == ""
-            assert heard[1] == ("ValueError: no such rate" if rank == 1 else "")
-            assert heard[2].startswith("UpdateError: this step was skipped"), heard
-            assert "rank 1: its optimizer raised ValueError: no such rate" in heard[2]
-            assert heard[3].startswith("StorageError: a forward is refused"), heard
+    for rank, results in enumerate(run_ranks(failing_update, 2, settings, transport=transport)):
+        for received in results:
+            assert received[0] == ""
+            assert received[1] == ("ValueError: no such rate" if rank == 1 else "")
+            assert received[2].startswith("UpdateError: this step was skipped"), received
+            assert "rank 1: its optimizer raised ValueError: no such rate" in received[2]
+            assert received[3].startswith("StorageError: a forward is refused"), received
 
 
 def second_initialize(setting: Setting) -> str:
@@ -104,8 +104,8 @@ def second_initialize(setting: Setting) -> str:
 
 
 def test_a_second_engine_on_a_model_in_training_is_refused(stage: int) -> None:
-    for said in run_ranks(second_initialize, 2, Setting(stage=stage)):
-        assert "destroy" in said and said.endswith("| 1")
+    for text in run_ranks(second_initialize, 2, Setting(stage=stage)):
+        assert "destroy" in text and text.endswith("| 1")
 
 
 def evaluated_then_trained(setting: Setting) -> list[float]:
@@ -133,9 +133,9 @@ def evaluated_then_trained(setting: Setting) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluation_engine_is_replaced(stage: int, transport: str) -> None:
     setting = Setting(stage=stage, transport=transport)
-    wanted = oracle.build(specimen("mlp"), 0)
+    expected = oracle.build(specimen("mlp"), 0)
     for rank, (first, second, third) in enumerate(run_ranks(evaluated_then_trained, 2, setting, transport=transport)):
-        want = float(wanted(**specimen("mlp").batch(Place(0, 0, rank))).detach())
+        want = float(expected(**specimen("mlp").batch(Place(0, 0, rank))).detach())
         assert first == second == pytest.approx(want, rel=1e-6)
         assert third < second
 
@@ -151,7 +151,7 @@ def destroyed(setting: Setting) -> dict[str, Any]:
     for step in range(2):
         subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
         engine.step()
-    wanted = whole_params(engine.module)
+    expected = whole_params(engine.module)
     engine.destroy()
     engine.destroy()  # a second call has no effect
     hooks = [
@@ -167,7 +167,7 @@ def destroyed(setting: Setting) -> dict[str, Any]:
     optimizer.step()
     after = float(model(**subject.batch(Place(2, 0, 0))))
     return {
-        "wanted": wanted,
+        "wanted": expected,
         "values": values,
         "hooks": hooks,
         "tied": tied,
@@ -178,11 +178,11 @@ def destroyed(setting: Setting) -> dict[str, Any]:
 
 
 def test_destroy_restores_the_plain_model(stage: int, transport: str) -> None:
-    for found in run_ranks(destroyed, 2, Setting(stage=stage, transport=transport), transport=transport):
-        assert relative_error(found["values"], found["wanted"])[0] == 0.0
-        assert not found["hooks"]
-        assert found["tied"] and found["types"] and found["contiguous"]
-        assert found["losses"][1] < found["losses"][0]
+    for result in run_ranks(destroyed, 2, Setting(stage=stage, transport=transport), transport=transport):
+        assert relative_error(result["values"], result["wanted"])[0] == 0.0
+        assert not result["hooks"]
+        assert result["tied"] and result["types"] and result["contiguous"]
+        assert result["losses"][1] < result["losses"][0]
 
 
 def evaluation_between_steps(name: str, setting: Setting) -> dict[str, Any]:
@@ -212,12 +212,12 @@ def evaluation_between_steps(name: str, setting: Setting) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["tied", "cross_attention"])
 def test_evaluation_in_between_changes_nothing(name: str, stage: int, transport: str) -> None:
     recipe = Recipe(ranks=2, steps=3)
-    wanted = oracle.train(specimen(name), recipe)
+    expected = oracle.train(specimen(name), recipe)
     setting = Setting(stage=stage, transport=transport)
-    for rank, found in enumerate(run_ranks(evaluation_between_steps, 2, name, setting, transport=transport)):
-        want = [step[rank][0] for step in wanted.losses]
-        assert found["losses"] == pytest.approx(want, rel=1e-6)
-        assert relative_error(found["params"], wanted.params)[0] < 1e-6
+    for rank, actual in enumerate(run_ranks(evaluation_between_steps, 2, name, setting, transport=transport)):
+        want = [step[rank][0] for step in expected.losses]
+        assert actual["losses"] == pytest.approx(want, rel=1e-6)
+        assert relative_error(actual["params"], expected.params)[0] < 1e-6
 
 
 def patience(timeout_s: float) -> list[float]:
@@ -225,9 +225,9 @@ def patience(timeout_s: float) -> list[float]:
     engine = start(specimen("mlp"), config)
     sharded = engine._sharded
     backend = sharded.mesh.dense.data.process_group._get_backend(torch.device("cpu"))
-    found = [sharded.settings.timeout.total_seconds(), backend.options._timeout.total_seconds()]
+    results = [sharded.settings.timeout.total_seconds(), backend.options._timeout.total_seconds()]
     engine.destroy()
-    return found
+    return results
 
 
 def test_collective_timeout_exceeds_the_watchdog_timeout() -> None:

@@ -32,9 +32,9 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, one, _ = self.apart(self.first(x))
+        hidden, item, _ = self.apart(self.first(x))
         hidden, other, _ = self.stacked(hidden)
-        return self.last(hidden).square().mean() + 0.01 * (one + other)
+        return self.last(hidden).square().mean() + 0.01 * (item + other)
 
 
 def net() -> Net:
@@ -92,14 +92,14 @@ def expected(ranks: int) -> list[Tensors]:
 
 
 def check(seen: list[list[Tensors]], ranks: int) -> None:
-    for number, wanted in enumerate(expected(ranks)):
-        found: Tensors = {}
+    for number, requested in enumerate(expected(ranks)):
+        results: Tensors = {}
         for of_rank in seen:
             for name, value in of_rank[number].items():
-                assert name not in found or torch.equal(found[name], value), name
-                found[name] = value
-        assert found.keys() == wanted.keys()
-        error, where = relative_error(found, wanted)
+                assert name not in results or torch.equal(results[name], value), name
+                results[name] = value
+        assert results.keys() == requested.keys()
+        error, where = relative_error(results, requested)
         assert error <= BOUND, (number, where, error)
 
 
@@ -178,5 +178,5 @@ def test_experts_with_different_units_per_rank_are_refused() -> None:
 
     One expert stays below the number of elements at which a block is split, two do not.
     """
-    said = run_ranks(split_unequally, 2)
-    assert said[0] == said[1] and "stage3_max_live_parameters" in said[0] and "split a block" in said[0]
+    text = run_ranks(split_unequally, 2)
+    assert text[0] == text[1] and "stage3_max_live_parameters" in text[0] and "split a block" in text[0]

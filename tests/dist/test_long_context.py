@@ -61,7 +61,7 @@ def trains(
     from windlass.parallel.sequence.long_context import apply_long_context
 
     given = [batch(kind, length) for kind, length in batches]
-    losses, wanted = plain_training(name, given)
+    losses, expected = plain_training(name, given)
     model = build(name)
     if how is not None:
         apply_sequence_parallel(model, axis_of_all(), **how)
@@ -70,12 +70,12 @@ def trains(
     engine = windlass.initialize(model=model, config=config(stage, zero))[0]
     engine.train()
     for step, loss in zip(given, losses, strict=True):
-        found = engine(**step).loss
-        check_close(found, torch.tensor(loss), "loss")
-        engine.backward(found)
+        actual = engine(**step).loss
+        check_close(actual, torch.tensor(loss), "loss")
+        engine.backward(actual)
         engine.step()
     for parameter_name, parameter in engine.module.named_parameters():
-        check_close(windlass.zero.full_param(parameter), wanted[parameter_name], parameter_name)
+        check_close(windlass.zero.full_param(parameter), expected[parameter_name], parameter_name)
 
 
 PARTS: dict[str, Any] = {"tiled_mlp": 3, "tiled_loss": 4}

@@ -61,9 +61,9 @@ def rates(way: str, accumulation: int, setting: Setting, precision: str, overflo
             engine.step()
         seen.append((before, in_group))
         applied.append(engine.was_step_applied())
-    found = {"rates": seen, "applied": applied, "skipped": engine.skipped_steps, "steps": engine.global_steps}
+    results = {"rates": seen, "applied": applied, "skipped": engine.skipped_steps, "steps": engine.global_steps}
     engine.destroy()
-    return found
+    return results
 
 
 def plain_rates(way: str, skipped: set[int]) -> list[float]:
@@ -90,23 +90,23 @@ def plain_rates(way: str, skipped: set[int]) -> list[float]:
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3), (4, 1)])
 def test_rate_of_every_step(way: str, ranks: int, accumulation: int) -> None:
     stage = {1: 0, 2: 3, 4: 2}[ranks]
-    wanted = plain_rates(way, set())
-    for found in run_ranks(rates, ranks, way, accumulation, Setting(stage=stage), "fp32", None):
-        assert found["applied"] == [True] * STEPS
-        for step, (rate, group) in enumerate(found["rates"]):
-            assert rate == pytest.approx([wanted[step]], rel=1e-6), f"get_lr at step {step}"
-            assert group == pytest.approx([wanted[step]], rel=1e-6), f"param_groups at step {step}"
+    expected = plain_rates(way, set())
+    for actual in run_ranks(rates, ranks, way, accumulation, Setting(stage=stage), "fp32", None):
+        assert actual["applied"] == [True] * STEPS
+        for step, (rate, group) in enumerate(actual["rates"]):
+            assert rate == pytest.approx([expected[step]], rel=1e-6), f"get_lr at step {step}"
+            assert group == pytest.approx([expected[step]], rel=1e-6), f"param_groups at step {step}"
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("way", ["callable", "config"])
 def test_a_skipped_step_does_not_advance_the_schedule(way: str, stage: int) -> None:
-    wanted = plain_rates(way, {2})
-    for found in run_ranks(rates, 2, way, 2, Setting(stage=stage), "fp16", 2):
-        assert found["applied"] == [step != 2 for step in range(STEPS)]
-        assert found["skipped"] == 1 and found["steps"] == STEPS
-        for step, (rate, _) in enumerate(found["rates"]):
-            assert rate == pytest.approx([wanted[step]], rel=1e-6), f"step {step}"
+    expected = plain_rates(way, {2})
+    for actual in run_ranks(rates, 2, way, 2, Setting(stage=stage), "fp16", 2):
+        assert actual["applied"] == [step != 2 for step in range(STEPS)]
+        assert actual["skipped"] == 1 and actual["steps"] == STEPS
+        for step, (rate, _) in enumerate(actual["rates"]):
+            assert rate == pytest.approx([expected[step]], rel=1e-6), f"step {step}"
 
 
 def with_a_group_more(kind: str) -> tuple[list[float], str]:
@@ -123,7 +123,7 @@ def with_a_group_more(kind: str) -> tuple[list[float], str]:
         params = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}
         config["scheduler"] = {"type": kind, "params": params}
     engine = windlass.initialize(model=model, config=config, **more)[0]
-    said = ""
+    text = ""
     for step in range(4):
         if step == 2:
             model[0].requires_grad_(True)
@@ -132,17 +132,17 @@ def with_a_group_more(kind: str) -> tuple[list[float], str]:
         try:
             engine.step()
         except windlass.WindlassError as error:
-            said = str(error)
-    found = engine.get_lr()
+            text = str(error)
+    result = engine.get_lr()
     engine.destroy()
-    return found, said
+    return result, text
 
 
 def test_schedule_after_adding_a_group() -> None:
-    for found, said in run_ranks(with_a_group_more, 2, "WarmupLR"):
-        assert found == pytest.approx([LR * 3 / 4, 0.003]) and not said
-    for found, said in run_ranks(with_a_group_more, 2, "LambdaLR"):
-        assert found[1] == 0.003
+    for result, text in run_ranks(with_a_group_more, 2, "WarmupLR"):
+        assert result == pytest.approx([LR * 3 / 4, 0.003]) and not text
+    for result, text in run_ranks(with_a_group_more, 2, "LambdaLR"):
+        assert result[1] == 0.003
         assert (
-            "LambdaLR was constructed for 1 optimizer groups, and there are 2" in said and "engine.lr_scheduler" in said
+            "LambdaLR was constructed for 1 optimizer groups, and there are 2" in text and "engine.lr_scheduler" in text
         )

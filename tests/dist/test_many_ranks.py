@@ -35,28 +35,28 @@ def test_eight_ranks_train_as_one_process(name: str, many: Pool) -> None:
     ]
     by_rank = many.run(train_rank_in_turn, 8, name, recipe, settings, timeout=600.0)
     for number, setting in enumerate(settings):
-        said = complaints([traces[number] for traces in by_rank], expected(name, recipe), recipe)
-        assert not said, f"{setting}:\n" + "\n".join(said[:8])
+        text = complaints([traces[number] for traces in by_rank], expected(name, recipe), recipe)
+        assert not text, f"{setting}:\n" + "\n".join(text[:8])
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_sixteen_ranks_train_as_one_process(transport: str, many: Pool) -> None:
     recipe = Recipe(ranks=16, accumulation=1, steps=3)
     setting = Setting(stage=3, config=(("comm", {"transport": transport}),))
-    said = complaints(
+    text = complaints(
         many.run(train_rank, 16, "tied", recipe, setting, timeout=300.0), expected("tied", recipe), recipe
     )
-    assert not said, "\n".join(said[:8])
+    assert not text, "\n".join(text[:8])
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 2)])
 def test_checkpoint_of_sixteen_ranks_resumes_on_three(first: int, second: int, many: Pool, tmp_path: Any) -> None:
     row = Row(Layout(16, first), Layout(3, second), model="tied", micro_batches=48)
-    wanted = many.run(save_and_go_on, 16, row, str(tmp_path), env=LATE, timeout=300.0)
-    found = many.run(take_up, 3, row, str(tmp_path), env=LATE, timeout=300.0)
-    for of_rank in found:
-        said = resumed_complaints(row, wanted[0], of_rank)
-        assert not said, "\n".join(said[:8])
+    expected = many.run(save_and_go_on, 16, row, str(tmp_path), env=LATE, timeout=300.0)
+    actual = many.run(take_up, 3, row, str(tmp_path), env=LATE, timeout=300.0)
+    for of_rank in actual:
+        text = resumed_complaints(row, expected[0], of_rank)
+        assert not text, "\n".join(text[:8])
     back = replace(row, first=row.second, second=row.first)
     again = many.run(take_up, 16, back, str(tmp_path), env=LATE, timeout=300.0)
-    assert not resumed_complaints(row, wanted[0], again[15])
+    assert not resumed_complaints(row, expected[0], again[15])

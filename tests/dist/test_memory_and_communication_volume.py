@@ -57,8 +57,8 @@ def test_payload_is_exact(row: dict[str, Any]) -> None:
     setting = Setting(stage=row["stage"], zero=FROZEN_KNOBS)
     for by_name in run_ranks(reported_in_turn, row["ranks"], recipe, setting, transport=row["transport"]):
         for name, reports in zip(SPECIMENS, by_name, strict=True):
-            wanted = volume(row["stage"], row["accumulation"]) * elements(name)
-            assert [report["payload_elements"] for report in reports] == [wanted] * 3, name
+            expected = volume(row["stage"], row["accumulation"]) * elements(name)
+            assert [report["payload_elements"] for report in reports] == [expected] * 3, name
 
 
 @pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(4)), (1, 2), (2, 2), (3, 2)])
@@ -71,19 +71,19 @@ def test_bytes_of_the_data_axis_equal_the_formulas(stage: int, replicas: int) ->
         for report in reports:
             padded = elements("four_blocks") + report["padding_elements"]
             work = StepWorkload(1, micro_batches=3, zero_stage=stage, parameter_bytes=4)
-            said = compute_data_parallel_volumes("data", padded, 4, replicas, work)
-            wanted = {one.operation: one.nbytes for one in said if one.nbytes}
-            assert report["bytes_moved"] == wanted
+            text = compute_data_parallel_volumes("data", padded, 4, replicas, work)
+            expected = {item.operation: item.nbytes for item in text if item.nbytes}
+            assert report["bytes_moved"] == expected
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_default_options_never_send_more(accumulation: int, stage: int, transport: str) -> None:
     recipe = Recipe(accumulation=accumulation)
     setting = Setting(stage=stage, transport=transport, persistence=100_000)
-    wanted = volume(stage, accumulation) * elements("four_blocks")
+    expected = volume(stage, accumulation) * elements("four_blocks")
     for reports in run_ranks(reported, 2, "four_blocks", recipe, setting, 3, transport=transport):
         for report in reports:
-            assert 0 < report["payload_elements"] <= wanted
+            assert 0 < report["payload_elements"] <= expected
 
 
 def test_one_rank_sends_nothing(stage: int) -> None:
@@ -115,11 +115,11 @@ def test_bytes_between_steps_are_exact(stage: int, ranks: int, grad_bytes: int) 
     dtype = {2: "bf16", 4: "fp32"}[grad_bytes]
     recipe = Recipe(ranks=ranks, precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)
     setting = Setting(stage=stage, config=(("data_types", {"grad_accum_dtype": dtype}),))
-    found = [reports[-1] for reports in run_ranks(reported, ranks, "four_blocks", recipe, setting, 2)]
-    whole = elements("four_blocks")
+    results = [reports[-1] for reports in run_ranks(reported, ranks, "four_blocks", recipe, setting, 2)]
+    full = elements("four_blocks")
     names = len(list(specimen("four_blocks").build().parameters()))
-    for report in found:
-        padded = whole + report["padding_elements"]
+    for report in results:
+        padded = full + report["padding_elements"]
         assert report["padding_elements"] < LINE * (names + ranks * len(report["units"]))
         sizes = at_rest(report)
         assert sizes["param"] == 2 * padded // (ranks if stage == 3 else 1)
@@ -128,8 +128,8 @@ def test_bytes_between_steps_are_exact(stage: int, ranks: int, grad_bytes: int) 
         assert set(sizes) == {"param", "grad", "master", "exp_avg", "exp_avg_sq"}
         assert report["gathered_elements"] == 0
     for moment in ("exp_avg", "exp_avg_sq"):
-        sizes_by_rank = [at_rest(report)[moment] for report in found]
-        assert sum(sizes_by_rank) == 4 * whole
+        sizes_by_rank = [at_rest(report)[moment] for report in results]
+        assert sum(sizes_by_rank) == 4 * full
         assert max(sizes_by_rank) <= sizes["master"]
 
 

@@ -35,8 +35,8 @@ class Growing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        said = x * self.scale
-        return said if self.more is None else said + self.more(x)
+        text = x * self.scale
+        return text if self.more is None else text + self.more(x)
 
 
 def head() -> nn.Module:
@@ -152,12 +152,12 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
             losses.append(float(loss.detach()))
         if step:
             average.update()
-    found = {"losses": losses, "params": whole_params(engine.module), "steps": engine.global_steps}
-    found["averages"] = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
+    results = {"losses": losses, "params": whole_params(engine.module), "steps": engine.global_steps}
+    results["averages"] = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
     with average.applied(), pytest.raises(windlass.WindlassError, match="while the averages are applied"):
         engine.refresh()
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,17 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
 def test_a_model_that_changes_trains_as_in_one_process(
     how: str, kind: str, ranks: int, stage: int, transport: str, home: str, tmp_path: Any
 ) -> None:
-    wanted, params, averages = plainly(how, ranks, kind)
+    expected, params, averages = plainly(how, ranks, kind)
     everywhere = run_ranks(
         sharded, ranks, how, kind, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home)
     )
-    for rank, found in enumerate(everywhere):
-        assert found["steps"] == 3 * STEPS
-        assert found["losses"] == pytest.approx(wanted[rank], rel=1e-5)
-        assert set(found["params"]) == set(params)
-        error, where = relative_error(found["params"], params)
+    for rank, actual in enumerate(everywhere):
+        assert actual["steps"] == 3 * STEPS
+        assert actual["losses"] == pytest.approx(expected[rank], rel=1e-5)
+        assert set(actual["params"]) == set(params)
+        error, where = relative_error(actual["params"], params)
         assert error < 1e-5, where
-        error, where = relative_error(found["averages"], averages)
+        error, where = relative_error(actual["averages"], averages)
         assert error < 1e-5, where
 
 
@@ -219,21 +219,21 @@ def refused_refresh() -> list[str]:
 
     trains(0)
     kept, model.layers[1] = model.layers[1], head()
-    found = [said(engine.refresh), said(lambda: engine.save_checkpoint("nowhere"))]
+    results = [said(engine.refresh), said(lambda: engine.save_checkpoint("nowhere"))]
     model.layers[1] = kept
     before = engine.fingerprint()
     trains(1)
     assert engine.fingerprint() != before
     model.more = head()
     engine.optimizer.param_groups[0]["params"] += list(model.more.parameters())
-    found.append(said(lambda: trains(2)))
+    results.append(said(lambda: trains(2)))
     engine.zero_grad()
     engine.refresh()
     trains(3)
     engine.destroy()
     for call in (engine.step, engine.full_state_dict, engine.fingerprint, lambda: engine.save_checkpoint("nowhere")):
         assert "this engine was destroyed" in said(call)
-    return found
+    return results
 
 
 def test_refused_refresh_leaves_the_engine_unchanged() -> None:
@@ -260,5 +260,5 @@ def behind_the_engine() -> str:
 
 
 def test_step_that_would_ignore_a_gradient_is_refused() -> None:
-    for said in run_ranks(behind_the_engine, 2):
-        assert "engine.refresh()" in said
+    for text in run_ranks(behind_the_engine, 2):
+        assert "engine.refresh()" in text

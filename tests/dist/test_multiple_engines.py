@@ -26,11 +26,11 @@ def built(offset: int, rank: int) -> nn.Module:
 
 def joint_loss(actor: Any, critic: Any, reference: Any, batch: dict[str, Any]) -> torch.Tensor:
     """Return the loss of the critic on the actor's output, with a penalty on its distance from the reference."""
-    said, _ = actor(batch["x"])
-    judged, _ = critic(said)
+    text, _ = actor(batch["x"])
+    judged, _ = critic(text)
     with torch.no_grad():
         before, _ = reference(batch["x"])
-    return mse(judged, batch["y"]) + 0.1 * mse(said, before)
+    return mse(judged, batch["y"]) + 0.1 * mse(text, before)
 
 
 def three_engines(stages: tuple[int, int, int], transport: str, plain: bool, accumulation: int) -> dict[str, Any]:
@@ -56,10 +56,10 @@ def three_engines(stages: tuple[int, int, int], transport: str, plain: bool, acc
             actor.step()
             critic.step()
             losses.append(float(loss.detach()))
-    found = {"losses": losses, "actor": whole_params(actor.module), "critic": whole_params(critic.module)}
+    results = {"losses": losses, "actor": whole_params(actor.module), "critic": whole_params(critic.module)}
     for engine in (actor, critic, reference):
         engine.destroy()
-    return found
+    return results
 
 
 def in_one_process(ranks: int, accumulation: int) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def in_one_process(ranks: int, accumulation: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stages", [(0, 0, 0), (1, 2, 3), (2, 3, 0), (3, 3, 3)])
 def test_a_joint_backward_trains_both(stages: tuple[int, int, int], plain: bool, accumulation: int) -> None:
     """Each engine divides its own gradients by the accumulation steps once, though both share one backward."""
-    wanted = in_one_process(2, accumulation)
+    expected = in_one_process(2, accumulation)
     transport = "shm" if plain == (accumulation == 1) else "gloo"
     found_by_rank = run_ranks(three_engines, 2, stages, transport, plain, accumulation, transport=transport)
-    for rank, found in enumerate(found_by_rank):
-        assert found["losses"] == pytest.approx(wanted["losses"][rank], rel=1e-6)
+    for rank, actual in enumerate(found_by_rank):
+        assert actual["losses"] == pytest.approx(expected["losses"][rank], rel=1e-6)
         for name in ("actor", "critic"):
-            error, where = relative_error(found[name], wanted[name])
+            error, where = relative_error(actual[name], expected[name])
             assert error < 1e-6, (name, where)
 
 
@@ -111,8 +111,8 @@ def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plai
     dtypes = [next(engine.parameters()).dtype for engine in engines]
     for step in range(STEPS):
         batch = rows(Place(step, 0, rank))
-        said, _ = actor(batch["x"].to(dtypes[0]))
-        judged, _ = critic(said.to(dtypes[1]))
+        text, _ = actor(batch["x"].to(dtypes[0]))
+        judged, _ = critic(text.to(dtypes[1]))
         loss = mse(judged.float(), batch["y"])
         if plain:
             actor.scale(loss).backward()
@@ -120,10 +120,10 @@ def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plai
             actor.backward(loss)
         actor.step()
         critic.step()
-    found = {"actor": whole_params(actor.module), "critic": whole_params(critic.module)}
+    results = {"actor": whole_params(actor.module), "critic": whole_params(critic.module)}
     for engine in engines:
         engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_each_engine_has_its_own_precision_and_tiers(
             optimizer.step()
             optimizer.zero_grad()
     bound = 1e-6 if set(precisions) == {"fp32"} else 5e-3
-    for found in run_ranks(mixed, 2, precisions, homes, str(tmp_path), plain, env=env_of("host")):
+    for result in run_ranks(mixed, 2, precisions, homes, str(tmp_path), plain, env=env_of("host")):
         for name, model in zip(("actor", "critic"), models, strict=True):
-            error, where = relative_error(found[name], {n: p.detach() for n, p in model.named_parameters()})
+            error, where = relative_error(result[name], {n: p.detach() for n, p in model.named_parameters()})
             assert error < bound, (name, where)
 
 
@@ -176,7 +176,7 @@ def after_a_failure() -> list[dict[str, torch.Tensor]]:
     """Run a step of one engine, with and without an earlier failed backward of another."""
     import windlass
 
-    found, x = [], rows(Place(0, 0, dist.get_rank()))["x"]
+    result, x = [], rows(Place(0, 0, dist.get_rank()))["x"]
     for fails in (True, False):
         config = ds_config(Recipe(), Setting(stage=1))
         half = {**config, "fp16": {"enabled": True, "loss_scale": 128.0}}
@@ -189,10 +189,10 @@ def after_a_failure() -> list[dict[str, torch.Tensor]]:
                 failing.scale(Fails.apply(failing(x.half())[0]).float().square().mean()).backward()
         alone(x)[0].square().mean().backward()
         alone.step()
-        found.append(whole_params(alone.module))
+        result.append(whole_params(alone.module))
         failing.destroy()
         alone.destroy()
-    return found
+    return result
 
 
 def test_failed_backward_leaves_no_loss_scale() -> None:

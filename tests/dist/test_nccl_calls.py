@@ -22,5 +22,5 @@ def through_nccl_calls(name: str, recipe: Recipe, setting: Setting) -> RankTrace
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nccl_collectives_train_as_one_process(precision: str, stage: int) -> None:
     recipe = Recipe(ranks=2, accumulation=2, precision=precision)
-    found = run_ranks(through_nccl_calls, 2, "tied", recipe, Setting(stage=stage), transport="gloo")
-    assert not complaints(found, expected("tied", recipe), recipe)
+    actual = run_ranks(through_nccl_calls, 2, "tied", recipe, Setting(stage=stage), transport="gloo")
+    assert not complaints(actual, expected("tied", recipe), recipe)

@@ -51,11 +51,11 @@ def saved(disks: list[str], stage: int, blocking: bool, more: dict[str, Any]) ->
                 engine.save_checkpoint("kept", tag="two", blocking=blocking)
                 weights = whole_params(engine.module)
         engine.finish_checkpoint()
-        found = contents(Path("kept"))
+        result = contents(Path("kept"))
         engine.load_checkpoint("kept")
         back = whole_params(engine.module)
         engine.destroy()
-        return found, weights, all(torch.equal(back[name], value) for name, value in weights.items())
+        return result, weights, all(torch.equal(back[name], value) for name, value in weights.items())
     finally:
         os.chdir(before)
 
@@ -63,16 +63,16 @@ def saved(disks: list[str], stage: int, blocking: bool, more: dict[str, Any]) ->
 def loaded(folder: str) -> dict[str, Any]:
     engine = windlass.initialize(model=mlp(), config=config(0, local=False))[0]
     engine.load_checkpoint(folder)
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 def disks(tmp_path: Path, ranks: int, each: int) -> list[str]:
-    found = [tmp_path / f"node{rank // each}" for rank in range(ranks)]
-    for path in found:
+    results = [tmp_path / f"node{rank // each}" for rank in range(ranks)]
+    for path in results:
         path.mkdir(exist_ok=True)
-    return [str(path) for path in found]
+    return [str(path) for path in results]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_every_node_has_the_full_checkpoint(
         assert back and files == answers[0][0] and "latest" in files and "two/checkpoint.json" in files
     for place in dict.fromkeys(places):
         assert [path.name for path in Path(place, "kept").iterdir() if path.name.endswith(".writing")] == []
-        found = run_ranks(loaded, 1, f"{place}/kept")[0]
-        assert all(torch.equal(found[name], value) for name, value in answers[0][1].items())
+        result = run_ranks(loaded, 1, f"{place}/kept")[0]
+        assert all(torch.equal(result[name], value) for name, value in answers[0][1].items())
 
 
 def fails(disks: list[str]) -> str:
@@ -109,6 +109,6 @@ def fails(disks: list[str]) -> str:
 def test_a_node_that_cannot_write_stops_all(tmp_path: Path) -> None:
     places = disks(tmp_path, 2, 1)
     Path(places[1], "kept").write_text("a file in the way")
-    for said in run_ranks(fails, 2, places, transport="gloo"):
-        assert "rank 1" in said and "kept" in said
+    for text in run_ranks(fails, 2, places, transport="gloo"):
+        assert "rank 1" in text and "kept" in text
     assert list(Path(places[0], "kept").iterdir()) == []

@@ -37,14 +37,14 @@ EMULATED = {"WINDLASS_EMULATE_DEVICE": BUDGET}
 
 def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[str, Any], ...]:
     """Return the offload sections of a configuration."""
-    found: list[tuple[str, Any]] = []
+    results: list[tuple[str, Any]] = []
     if state != "none":
         section = {"device": state, **optimizer}
-        found.append(("offload_optimizer", section | ({"nvme_path": str(folder)} if state == "nvme" else {})))
+        results.append(("offload_optimizer", section | ({"nvme_path": str(folder)} if state == "nvme" else {})))
     if param != "none":
         section = {"device": param}
-        found.append(("offload_param", section | ({"nvme_path": str(folder)} if param == "nvme" else {})))
-    return tuple(found)
+        results.append(("offload_param", section | ({"nvme_path": str(folder)} if param == "nvme" else {})))
+    return tuple(results)
 
 
 PLACES = [(1, "gloo"), (2, "gloo"), (2, "shm")]  # ranks and transport: one rank shares no memory
@@ -73,11 +73,11 @@ def train_all(name: str, recipe: Recipe, settings: list[Setting], ranks: int, en
 
 def hold(name: str, recipe: Recipe, settings: list[Setting], env: dict[str, str]) -> list[list[RankTrace]]:
     """Assert that training under each setting equals the oracle's."""
-    wanted = expected(name, recipe)
+    requested = expected(name, recipe)
     traces = train_all(name, recipe, settings, recipe.ranks, env)
-    for setting, found in zip(settings, traces, strict=True):
-        said = complaints(found, wanted, recipe)
-        assert not said, f"{name} {recipe} {setting}:\n  " + "\n  ".join(said[:12])
+    for setting, actual in zip(settings, traces, strict=True):
+        text = complaints(actual, requested, recipe)
+        assert not text, f"{name} {recipe} {setting}:\n  " + "\n  ".join(text[:12])
     return traces
 
 
@@ -118,8 +118,8 @@ def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any
     cases = [(1, "none", "none"), (2, "cpu", "none"), (3, "nvme", "cpu")]
     settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
     plain, *others = train_all("mlp", recipe, settings, 2, LATE)
-    for setting, found in zip(settings[1:], others, strict=True):
-        assert not bitwise_difference(plain, found), setting
+    for setting, result in zip(settings[1:], others, strict=True):
+        assert not bitwise_difference(plain, result), setting
 
 
 @in_shares
@@ -135,8 +135,8 @@ def test_tiers_agree_bitwise(transport: str, every: bool, tmp_path: Any) -> None
     first, *others = settings
     settings = [first, *share(others, transport == "shm", 2, every)]
     first, *others = train_all("four_blocks", recipe, settings, 2, LATE)
-    for setting, found in zip(settings[1:], others, strict=True):
-        assert not bitwise_difference(first, found), setting
+    for setting, result in zip(settings[1:], others, strict=True):
+        assert not bitwise_difference(first, result), setting
 
 
 def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
         engine.step()
     report = engine.report()
     numel = sum(unit["elements"] for unit in report["units"])
-    found = {"rest": place.used, "peak": place.peak, "slots": report["slots"], "numel": numel}
-    found |= {"to_device": device_memory.copy_counters.to_device, "to_host": device_memory.copy_counters.to_host}
+    results = {"rest": place.used, "peak": place.peak, "slots": report["slots"], "numel": numel}
+    results |= {"to_device": device_memory.copy_counters.to_device, "to_host": device_memory.copy_counters.to_host}
     engine.destroy()
-    found["after"] = place.used
-    return found
+    results["after"] = place.used
+    return results
 
 
 def test_device_contains_only_its_own_slots(tmp_path: Any) -> None:
@@ -191,8 +191,8 @@ def fill_up() -> str:
 
 
 def test_full_device_names_the_slot() -> None:
-    for said in run_ranks(fill_up, 2, env={"WINDLASS_EMULATE_DEVICE": "20K"}, transport="gloo"):
-        assert said.startswith("DeviceMemoryError") and "20,480" in said and "WINDLASS_EMULATE_DEVICE" in said
+    for text in run_ranks(fill_up, 2, env={"WINDLASS_EMULATE_DEVICE": "20K"}, transport="gloo"):
+        assert text.startswith("DeviceMemoryError") and "20,480" in text and "WINDLASS_EMULATE_DEVICE" in text
 
 
 def park_between_steps(stage: int, parks: bool) -> RankTrace:
@@ -231,7 +231,10 @@ def test_states_are_offloaded_and_reloaded(stage: int) -> None:
 
 
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
-    """Return the bytes of disk traffic per local element in one step in bf16.
+    """Return the bytes of disk traffic per local element in one step in bf16, with and without memory for new
+    parameters.
+
+    New parameters that stay in memory are not read again in the next forward.
 
     The first value is with memory that keeps new parameters until the next forward, the second one without.
     """
@@ -304,7 +307,7 @@ def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> di
     knobs = (*homes(state, "none", folder), ("sub_group_size", 100))
     engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=knobs)))
     inner = engine._sharded.update._inner
-    whole = type(inner).step
+    full = type(inner).step
     for step in range(3):
         batch = subject.batch(Place(step, 0, torch.distributed.get_rank()))
         if fails and step == 1:
@@ -315,12 +318,12 @@ def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> di
                 engine.step()
             del inner.step
             engine.zero_grad()
-        assert type(inner).step is whole
+        assert type(inner).step is full
         subject.train(engine, batch, engine.backward)
         engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
@@ -367,9 +370,9 @@ def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, to
         model.scales = scales
         engine.backward(engine(rows) * 1e-2)
         engine.step()
-    found = whole_params(model) | {f"16 bits of {name}": value for name, value in engine.full_state_dict().items()}
+    result = whole_params(model) | {f"16 bits of {name}": value for name, value in engine.full_state_dict().items()}
     engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
@@ -377,8 +380,8 @@ def test_failed_step_leaves_no_divisor_and_no_copies(state: str, tmp_path: Any) 
     plain, again = (
         run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True)
     )
-    for one, other in zip(plain, again, strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    for item, other in zip(plain, again, strict=True):
+        assert item.keys() == other.keys() and all(torch.equal(item[name], other[name]) for name in item)
 
 
 class Growing(torch.nn.Module):
@@ -409,9 +412,9 @@ def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str
         model.used = 1 + step
         engine.backward(engine(torch.linspace(-1, 1, 8).roll(step).repeat(2, 1)))
         engine.step()
-    found = whole_params(model)
+    result = whole_params(model)
     engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("optimizer", "sub_group"), [("AdamW", 1 << 30), ("AdamW", 100), ("Muon", 1 << 30)])
@@ -420,8 +423,8 @@ def test_late_states_do_not_overwrite_those_on_disk(ranks: int, optimizer: str, 
     plain, away = (
         run_ranks(growing, ranks, state, str(tmp_path), optimizer, sub_group, env=LATE) for state in ("none", "nvme")
     )
-    for one, other in zip(plain, away, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    for item, other in zip(plain, away, strict=True):
+        assert all(torch.equal(item[name], other[name]) for name in item)
 
 
 class Hollow(torch.nn.Module):
@@ -446,16 +449,16 @@ def hollow(stage: int, state: str, param: str, folder: str) -> dict[str, torch.T
     for _ in range(3):
         engine.backward(engine(torch.linspace(-1, 1, 8).repeat(2, 1)))
         engine.step()
-    found = whole_params(model)
+    result = whole_params(model)
     engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("stage", "state", "param"), [(2, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme")])
 def test_units_without_elements_on_any_tier(stage: int, state: str, param: str, tmp_path: Any) -> None:
     plain = run_ranks(hollow, 2, 2, "none", "none", "", env=LATE)[0]
-    for found in run_ranks(hollow, 2, stage, state, param, str(tmp_path), env=LATE):
-        assert all(torch.equal(found[name], plain[name]) for name in plain)
+    for result in run_ranks(hollow, 2, stage, state, param, str(tmp_path), env=LATE):
+        assert all(torch.equal(result[name], plain[name]) for name in plain)
 
 
 def half_a_step(state: str, stage: int, folder: str) -> bool:
@@ -503,9 +506,9 @@ def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int],
             with windlass.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 parameter.add_(1.0)
         engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return counts, found
+    return counts, result
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -516,10 +519,10 @@ def test_records_are_read_during_the_backward(ranks: int, tmp_path: Any) -> None
 
 
 def test_prefetched_records_do_not_undo_an_edit(tmp_path: Any) -> None:
-    on_disk = [found for _, found in run_ranks(reads_ahead, 2, str(tmp_path), True, 1, env=LATE)]
+    on_disk = [result for _, result in run_ranks(reads_ahead, 2, str(tmp_path), True, 1, env=LATE)]
     alone = run_ranks(edits_between, 2, env=LATE)
-    for mine, wanted in zip(on_disk, alone, strict=True):
-        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    for offloaded, resident in zip(on_disk, alone, strict=True):
+        assert all(torch.equal(offloaded[name], resident[name]) for name in resident)
 
 
 def edits_between() -> dict[str, torch.Tensor]:
@@ -532,9 +535,9 @@ def edits_between() -> dict[str, torch.Tensor]:
         with windlass.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             parameter.add_(1.0)
         engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 class LateState(Foreign):
@@ -561,16 +564,16 @@ def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:
     for micro in range(6):
         subject.train(engine, subject.batch(Place(micro, 0, torch.distributed.get_rank())), engine.backward)
         engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_late_states_are_stored_on_disk(ranks: int, tmp_path: Any) -> None:
-    wanted, found = (run_ranks(late_states, ranks, state, str(tmp_path), env=EMULATED) for state in ("none", "nvme"))
-    for mine, alone in zip(found, wanted, strict=True):
-        assert all(torch.equal(mine[name], alone[name]) for name in alone)
+    expected, actual = (run_ranks(late_states, ranks, state, str(tmp_path), env=EMULATED) for state in ("none", "nvme"))
+    for local, alone in zip(actual, expected, strict=True):
+        assert all(torch.equal(local[name], alone[name]) for name in alone)
 
 
 def without_memory(failing: int) -> tuple[list[int], float]:
@@ -578,7 +581,7 @@ def without_memory(failing: int) -> tuple[list[int], float]:
 
     Return the remaining users of each unit, and the difference from a run without the failure.
     """
-    wanted: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
     for fails in (False, True):
         model = oracle.build(specimen("four_blocks"))
         for block in model.blocks:
@@ -604,9 +607,9 @@ def without_memory(failing: int) -> tuple[list[int], float]:
             engine.backward(engine(**batch))
             engine.step()
         users = [unit.users for unit in engine._sharded.units]
-        wanted, before = whole_params(engine.module), wanted
+        expected, before = whole_params(engine.module), expected
         engine.destroy()
-    return users, relative_error(wanted, before)[0]
+    return users, relative_error(expected, before)[0]
 
 
 @pytest.mark.parametrize("failing", [1, 2, 9])

@@ -39,17 +39,17 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        before = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
-        for one in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
-                storage = one.untyped_storage()
+        before = {entry.untyped_storage()._cdata for entry in args if isinstance(entry, torch.Tensor)}
+        for item in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(item, torch.Tensor) and item.device.type == "cpu":
+                storage = item.untyped_storage()
                 if storage._cdata not in before and storage._cdata not in self._tensors:
                     self._tensors[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._look()
         return result
 
     def _look(self) -> None:
-        self._tensors = {key: one for key, one in self._tensors.items() if not one[0].expired()}
+        self._tensors = {key: item for key, item in self._tensors.items() if not item[0].expired()}
         self.peak = max(self.peak, self._buffers + sum(nbytes for _, nbytes in self._tensors.values()))
         self.chunks = max(self.chunks, sum(chunk.master is not None for chunk in self._model.masters.chunks))
 
@@ -95,7 +95,7 @@ def forget_buffers(model: Any) -> None:
 def counted(folder: str) -> dict[str, Any]:
     """Return the peak memory of each operation on this rank."""
     subject = specimen("four_blocks")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     engine = engine_on_disk(folder)
     for step in range(2):
         subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
@@ -110,26 +110,26 @@ def counted(folder: str) -> dict[str, Any]:
         live = Live(model)
         with live.counting():
             call()
-        found[what] = (live.peak, live.chunks)
+        results[what] = (live.peak, live.chunks)
     engine.destroy()
     fresh = engine_on_disk(folder)
     forget_buffers(fresh._sharded)
     live = Live(fresh._sharded)
     with live.counting():
         fresh.load_checkpoint(folder)
-    found["load into a fresh engine"] = (live.peak, live.chunks)
-    found["unit"] = max(unit["elements"] for unit in fresh.report()["units"]) * 4
-    found["all"] = sum(unit["elements"] for unit in fresh.report()["units"]) * 12 // dist.get_world_size()
+    results["load into a fresh engine"] = (live.peak, live.chunks)
+    results["unit"] = max(unit["elements"] for unit in fresh.report()["units"]) * 4
+    results["all"] = sum(unit["elements"] for unit in fresh.report()["units"]) * 12 // dist.get_world_size()
     fresh.destroy()
-    return found
+    return results
 
 
 def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
-    for found in run_ranks(counted, 2, str(tmp_path), env=LATE, transport="gloo"):
-        chunk, unit = SUB_GROUP * (4 + 8), found.pop("unit")
+    for result in run_ranks(counted, 2, str(tmp_path), env=LATE, transport="gloo"):
+        chunk, unit = SUB_GROUP * (4 + 8), result.pop("unit")
         hashing = (1 << 19) + MARGIN  # memory of a fingerprint, for any size of the model
-        assert found.pop("all") > 2 * (chunk + unit + MARGIN)
-        for what, (peak, chunks) in found.items():
+        assert result.pop("all") > 2 * (chunk + unit + MARGIN)
+        for what, (peak, chunks) in result.items():
             assert chunks <= 1, what
             assert peak <= (unit if what == "export" else chunk + unit + hashing) + MARGIN, what
-        assert found["save"][1] == found["load"][1] == 1
+        assert result["save"][1] == result["load"][1] == 1

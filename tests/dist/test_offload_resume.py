@@ -126,12 +126,12 @@ def snapshot(engine: Any) -> dict[str, Any]:
     """Return full masters and optimizer states, and all counters."""
     from windlass.zero.access.full_values import full_states
 
-    found: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
+    results: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found |= {f"{key} {name}": torch.as_tensor(value) for key, value in full_states(parameter).items()}
-    found["counts"] = torch.tensor([engine.global_steps, engine.micro_steps, engine.loss_scale(), *engine.get_lr()])
-    return found
+            results |= {f"{key} {name}": torch.as_tensor(value) for key, value in full_states(parameter).items()}
+    results["counts"] = torch.tensor([engine.global_steps, engine.micro_steps, engine.loss_scale(), *engine.get_lr()])
+    return results
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -166,38 +166,38 @@ def take_up(case: Case, folder: str) -> dict[str, Any]:
 
 
 def complaints(case: Case, wanted: dict[str, Any], found: dict[str, Any], *, same_ranks: bool = True) -> list[str]:
-    said = [f"loaded: {name}" for name in differences(wanted["saved"], found["saved"])]
+    text = [f"loaded: {name}" for name in differences(wanted["saved"], found["saved"])]
     if case.same and same_ranks:
-        said += [f"after: {name}" for name in differences(wanted["after"], found["after"])]
+        text += [f"after: {name}" for name in differences(wanted["after"], found["after"])]
         if wanted["losses"] != found["losses"]:
-            said.append(f"losses {wanted['losses']} and {found['losses']}")
+            text.append(f"losses {wanted['losses']} and {found['losses']}")
     elif case.recipe.precision == "fp32" and same_ranks:
-        params = [{k: v for k, v in one["after"].items() if k.startswith("param")} for one in (wanted, found)]
+        params = [{k: v for k, v in item["after"].items() if k.startswith("param")} for item in (wanted, found)]
         error, where = relative_error(params[1], params[0])
         if not error <= 1e-5:
-            said.append(f"after: {where} off by {error:.1e}")
-    return said
+            text.append(f"after: {where} off by {error:.1e}")
+    return text
 
 
 def in_turn(cases: list[Case], folder: str) -> list[str]:
     """Run every case on these ranks. Return all differences."""
-    said = []
+    text = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
         try:
-            found = complaints(case, save_and_go_on(case, place), take_up(case, place))
+            result = complaints(case, save_and_go_on(case, place), take_up(case, place))
         except Exception as error:
             error.add_note(f"under {case}")
             raise
-        said += [f"{case}: {', '.join(found[:4])}"] if found else []
-    return said
+        text += [f"{case}: {', '.join(result[:4])}"] if result else []
+    return text
 
 
 def hold(cases: list[Case], ranks: int, transport: str, folder: Any, env: dict[str, str] = LATE) -> None:
-    for said in run_ranks(
+    for text in run_ranks(
         in_turn, ranks, cases, str(folder), env=env, transport=transport, timeout=120.0 + 30 * len(cases)
     ):
-        assert not said, "\n".join(said[:8])
+        assert not text, "\n".join(text[:8])
 
 
 SAME = [
@@ -214,7 +214,7 @@ SAME = [
 def test_resumes_bitwise_on_the_same_tiers(ranks: int, transport: str, tmp_path: Any) -> None:
     # `slow` runs every pair on both transports
     settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]
-    cases = [Case(one, one, name="unused_by_step", trained=n % 2 == 0) for n, one in enumerate(settings)]
+    cases = [Case(item, item, name="unused_by_step", trained=n % 2 == 0) for n, item in enumerate(settings)]
     # there are no states to load: none may remain
     cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))
     hold(cases, ranks, transport, tmp_path)
@@ -229,7 +229,7 @@ ACROSS = [
 
 
 def test_resumes_on_other_tiers_and_stages(tmp_path: Any) -> None:
-    hold([Case(one, other, trained=True) for one, other in ACROSS], 2, "shm", tmp_path)
+    hold([Case(item, other, trained=True) for item, other in ACROSS], 2, "shm", tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -257,11 +257,11 @@ OPTIMIZERS: list[dict[str, Any]] = [
 
 def with_optimizers(settings: list[Setting], second: Setting | None = None) -> list[Case]:
     """Return a case for each optimizer, with the settings in turn."""
-    found = []
+    results = []
     for number, what in enumerate(OPTIMIZERS):
-        one = settings[number % len(settings)]
-        found.append(Case(one, second or one, trained=number % 3 == 0, **what))
-    return found
+        item = settings[number % len(settings)]
+        results.append(Case(item, second or item, trained=number % 3 == 0, **what))
+    return results
 
 
 def test_any_optimizer_resumes(tmp_path: Any) -> None:
@@ -276,38 +276,38 @@ def test_any_optimizer_resumes_on_other_tiers(transport: str, tmp_path: Any) -> 
 
 def close(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Return the names that differ by more than half an 8-bit quantization step. Only moments may differ."""
-    said = [name for name in wanted if name not in found or found[name].shape != wanted[name].shape]
-    for name in wanted.keys() - said:
+    text = [name for name in wanted if name not in found or found[name].shape != wanted[name].shape]
+    for name in wanted.keys() - text:
         a, b = wanted[name].double(), found[name].double()
         moment = name.startswith("exp_avg")
         most = a.abs() / 16 * 1.001 + a.abs().max() * 2.0**-14 if moment else 0.0 * a
-        said += [name] if bool(((a - b).abs() > most).any()) else []
-    return said + [name for name in found if name not in wanted]
+        text += [name] if bool(((a - b).abs() > most).any()) else []
+    return text + [name for name in found if name not in wanted]
 
 
 def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]:
     """Return, for each case, the inexact and the too different values after a load in another sharding or format."""
-    found = []
+    results = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
-        wanted, loaded = save_and_go_on(case, place)["saved"], take_up(case, place)["saved"]
-        wanted.pop("counts"), loaded.pop("counts")
-        found.append((differences(wanted, loaded), close(wanted, loaded)))
-    return found
+        expected, loaded = save_and_go_on(case, place)["saved"], take_up(case, place)["saved"]
+        expected.pop("counts"), loaded.pop("counts")
+        results.append((differences(expected, loaded), close(expected, loaded)))
+    return results
 
 
 def test_8_bit_states_are_resharded_and_converted(tmp_path: Any) -> None:
-    one, other = at(2, "cpu"), at(3, "nvme", "nvme", *SMALL)
+    item, other = at(2, "cpu"), at(3, "nvme", "nvme", *SMALL)
     cases = [
-        Case(one, other, client="adam 8bit", trained=True),
-        Case(other, one, client="adam fp32", other_client="adam 8bit"),
-        Case(other, one, client="adam 8bit", other_client="adam fp32", trained=True),
-        Case(one, other, client="adam 8bit", other_client="adamw"),
-        Case(one, at(1), client="lamb 8bit"),
+        Case(item, other, client="adam 8bit", trained=True),
+        Case(other, item, client="adam fp32", other_client="adam 8bit"),
+        Case(other, item, client="adam 8bit", other_client="adam fp32", trained=True),
+        Case(item, other, client="adam 8bit", other_client="adamw"),
+        Case(item, at(1), client="lamb 8bit"),
     ]
-    for found in run_ranks(recoded, 2, cases, str(tmp_path), env=LATE, transport="gloo", timeout=240):
-        assert [not_close for _, not_close in found] == [[]] * len(cases)
-        changed = [bool(not_same) for not_same, _ in found]
+    for result in run_ranks(recoded, 2, cases, str(tmp_path), env=LATE, transport="gloo", timeout=240):
+        assert [not_close for _, not_close in result] == [[]] * len(cases)
+        changed = [bool(not_same) for not_same, _ in result]
         # decoding is exact, and so is coding in other blocks: scales are powers of two
         assert changed == [False, True, False, False, False]
 
@@ -316,14 +316,14 @@ def through_a_state_dict(case: Case, folder: str) -> list[str]:
     """Return the values that are too different after a plain state dict was moved between engines."""
     engine = engine_for(case, case.first, case.client, 0, folder)
     steps(engine, case, 0, 2)
-    wanted, state = snapshot(engine), engine.optimizer.state_dict()
+    expected, state = snapshot(engine), engine.optimizer.state_dict()
     engine.destroy()
     other = engine_for(case, case.second, case.client, 0, folder)
     steps(other, case, 0, 1)
     other.optimizer.load_state_dict(state)
-    found = snapshot(other)
+    actual = snapshot(other)
     other.destroy()
-    moments = [{k: v for k, v in one.items() if not k.startswith(("param", "counts"))} for one in (wanted, found)]
+    moments = [{k: v for k, v in item.items() if not k.startswith(("param", "counts"))} for item in (expected, actual)]
     dtypes = {entry["exp_avg"].dtype for entry in state["state"].values()}
     keys = {key for entry in state["state"].values() for key in entry}
     assert dtypes == {torch.float32} and keys == {"step", "exp_avg", "exp_avg_sq"}
@@ -332,8 +332,8 @@ def through_a_state_dict(case: Case, folder: str) -> list[str]:
 
 def test_8_bit_states_in_a_plain_state_dict(tmp_path: Any) -> None:
     case = Case(at(2, "cpu"), at(3, "nvme", "none", *SMALL), client="adam 8bit")
-    for said in run_ranks(through_a_state_dict, 2, case, str(tmp_path), env=LATE, transport="gloo"):
-        assert not said
+    for text in run_ranks(through_a_state_dict, 2, case, str(tmp_path), env=LATE, transport="gloo"):
+        assert not text
 
 
 def saved_while_parked(folder: str) -> str:
@@ -341,20 +341,20 @@ def saved_while_parked(folder: str) -> str:
     engine = engine_for(case, case.first, "", 0, folder)
     steps(engine, case, 0, 1)
     engine.offload_states()
-    said = ""
+    text = ""
     try:
         engine.save_checkpoint(folder)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     engine.reload_states()
     engine.save_checkpoint(folder)
     engine.destroy()
-    return said
+    return text
 
 
 def test_offloaded_states_are_not_saved(tmp_path: Any) -> None:
-    (said,) = run_ranks(saved_while_parked, 1, str(tmp_path), env=LATE)
-    assert said == "ModelError: save_checkpoint: states are offloaded; call engine.reload_states() first"
+    (text,) = run_ranks(saved_while_parked, 1, str(tmp_path), env=LATE)
+    assert text == "ModelError: save_checkpoint: states are offloaded; call engine.reload_states() first"
 
 
 def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder: str) -> list[dict[str, Any]]:
@@ -363,12 +363,12 @@ def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder:
 
 def across_ranks(cases: list[Case], before: int, after: int, folder: Any) -> None:
     """Save on `before` ranks and load on `after`: masters, states and counters are equal bit by bit."""
-    wanted = run_ranks(each, before, save_and_go_on, cases, str(folder), env=LATE, timeout=240)[0]
-    found = run_ranks(each, after, take_up, cases, str(folder), env=LATE, timeout=240)[0]
-    for case, one, other in zip(cases, wanted, found, strict=True):
-        said = complaints(case, one, other, same_ranks=False)
-        said = [text for text in said if text != "loaded: counts"] if after != before else said
-        assert not said, f"{case}: {said[:4]}"
+    expected = run_ranks(each, before, save_and_go_on, cases, str(folder), env=LATE, timeout=240)[0]
+    actual = run_ranks(each, after, take_up, cases, str(folder), env=LATE, timeout=240)[0]
+    for case, item, other in zip(cases, expected, actual, strict=True):
+        reported = complaints(case, item, other, same_ranks=False)
+        reported = [text for text in reported if text != "loaded: counts"] if after != before else reported
+        assert not reported, f"{case}: {reported[:4]}"
 
 
 WORLDS: list[dict[str, Any]] = [

@@ -127,9 +127,9 @@ def with_client(kind: str, way: str, setting: Setting) -> dict[str, Any]:
         subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
         engine.step()
     groups_after = [(group["lr"], group.get("weight_decay")) for group in engine.optimizer.param_groups]
-    found = {"params": whole_params(engine.module), "groups": groups_after}
+    results = {"params": whole_params(engine.module), "groups": groups_after}
     engine.destroy()
-    return found
+    return results
 
 
 def client_oracle(kind: str, way: str) -> oracle.Trace:
@@ -152,13 +152,13 @@ CLIENTS = [(kind, way) for kind in ("adamw", "sgd", "stranger") for way in ("ins
 
 @pytest.mark.parametrize(("kind", "way"), [*CLIENTS, ("adamw", "model_parameters")])
 def test_optimizer_of_the_caller(kind: str, way: str, stage: int) -> None:
-    wanted = client_oracle(kind, "groups" if way == "model_parameters" else way)
-    for found in run_ranks(with_client, 2, kind, way, Setting(stage=stage)):
-        error, where = relative_error(found["params"], wanted.params)
+    expected = client_oracle(kind, "groups" if way == "model_parameters" else way)
+    for actual in run_ranks(with_client, 2, kind, way, Setting(stage=stage)):
+        error, where = relative_error(actual["params"], expected.params)
         assert error < 1e-6, where
         if way in ("groups", "model_parameters"):
-            assert len(found["groups"]) == 2
-            assert kind == "stranger" or [g[1] for g in found["groups"]] == [0.3, 0.0]
+            assert len(actual["groups"]) == 2
+            assert kind == "stranger" or [g[1] for g in actual["groups"]] == [0.3, 0.0]
 
 
 def foreign() -> None:
@@ -185,15 +185,15 @@ def half_the_model(setting: Setting) -> dict[str, Any]:
     engine = windlass.initialize(model=model, optimizer=torch.optim.SGD(some, lr=0.1), config=config)[0]
     subject.train(engine, subject.batch(Place(0, 0, rank)), engine.backward)
     engine.step()
-    found = whole_params(engine.module)
+    result = whole_params(engine.module)
     engine.destroy()
-    return found
+    return result
 
 
 def test_parameters_outside_the_optimizer_are_unchanged(stage: int) -> None:
     before = dict(oracle.build(specimen("mlp"), 0).named_parameters())
-    for found in run_ranks(half_the_model, 2, Setting(stage=stage)):
-        for name, value in found.items():
+    for result in run_ranks(half_the_model, 2, Setting(stage=stage)):
+        for name, value in result.items():
             assert torch.equal(value, before[name].detach()) == (not name.startswith("blocks.0")), name
 
 
@@ -227,7 +227,7 @@ def go_on(name: str, setting: Setting) -> list[float]:
 
     The first takes over a stepped optimizer, the second loads the first one's state dict.
     """
-    wanted = dict(warmed(name, torch.float32, 4)[0].named_parameters())
+    expected = dict(warmed(name, torch.float32, 4)[0].named_parameters())
     errors = []
     saved: Any = None
     for start in (1, 2):
@@ -243,15 +243,15 @@ def go_on(name: str, setting: Setting) -> list[float]:
             engine.step()
             if step == 1:
                 saved = engine.optimizer.state_dict()
-        errors.append(relative_error(whole_params(model), {k: p.detach() for k, p in wanted.items()})[0])
+        errors.append(relative_error(whole_params(model), {k: p.detach() for k, p in expected.items()})[0])
         engine.destroy()
     return errors
 
 
 @pytest.mark.parametrize("name", WARM)
 def test_scalar_states_are_taken_over_and_loaded(name: str, stage: int) -> None:
-    for found in run_ranks(go_on, 2, name, Setting(stage=stage)):
-        assert max(found) < 1e-6, found
+    for result in run_ranks(go_on, 2, name, Setting(stage=stage)):
+        assert max(result) < 1e-6, result
 
 
 def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
@@ -260,22 +260,22 @@ def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
     before = {id(p): dict(state) for p, state in optimizer.state.items()}
     names = {id(p): name for name, p in model.named_parameters()}
     engine = windlass.initialize(model=model, optimizer=optimizer, config=ds_config(Recipe(), setting))[0]
-    said = []
+    text = []
     for p in (p for p in model.parameters() if p.numel()):
         for key, value in before[id(p)].items():
-            found = windlass.zero.full_state(p, key)
-            if key != "step" and (found.dtype != torch.float32 or not torch.equal(found, value.float())):
-                said.append(f"{key} of {names[id(p)]}: {found}, not {value}")
+            result = windlass.zero.full_state(p, key)
+            if key != "step" and (result.dtype != torch.float32 or not torch.equal(result, value.float())):
+                text.append(f"{key} of {names[id(p)]}: {result}, not {value}")
     engine.backward(engine(**cast(specimen("odd_shapes").batch(Place(2, 0, 0)), torch.bfloat16)))
     engine.step()
     engine.destroy()
-    return said
+    return text
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "Muon"])
 def test_states_of_a_16_bit_model_are_widened_to_the_master_dtype(name: str) -> None:
-    for said in run_ranks(of_a_narrow_model, 2, name, Setting(stage=2)):
-        assert not said
+    for text in run_ranks(of_a_narrow_model, 2, name, Setting(stage=2)):
+        assert not text
 
 
 class Counting(torch.optim.Optimizer):
@@ -307,20 +307,20 @@ def counted(setting: Setting) -> dict[str, Any]:
     for step in range(3):
         engine.backward(engine(**specimen("mlp").batch(Place(step, 0, dist.get_rank()))))
         engine.step()
-    found = {"params": whole_params(model), "counts": [g["count"] for g in optimizer.param_groups], "hooks": hooks}
+    results = {"params": whole_params(model), "counts": [g["count"] for g in optimizer.param_groups], "hooks": hooks}
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("sub_group", [1 << 30, 100])
 def test_counters_and_hooks_advance_once_per_step(sub_group: int, stage: int) -> None:
-    wanted = oracle.train(specimen("mlp"), Recipe(steps=3), lambda p: Counting([{"params": p[n::2]} for n in (0, 1)]))
-    found = run_ranks(counted, 2, Setting(stage=stage, zero=(("sub_group_size", sub_group),)))
-    for one in found:
-        error, where = relative_error(one["params"], wanted.params)
+    expected = oracle.train(specimen("mlp"), Recipe(steps=3), lambda p: Counting([{"params": p[n::2]} for n in (0, 1)]))
+    actual = run_ranks(counted, 2, Setting(stage=stage, zero=(("sub_group_size", sub_group),)))
+    for item in actual:
+        error, where = relative_error(item["params"], expected.params)
         assert error < 1e-6, where
-        assert one["hooks"] == ["before", True] * 3
-        assert one["counts"] == [3, 3]
+        assert item["hooks"] == ["before", True] * 3
+        assert item["counts"] == [3, 3]
 
 
 class Diary(torch.optim.Optimizer):

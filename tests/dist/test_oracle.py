@@ -62,9 +62,9 @@ def ddp_rank(name: str, recipe: Recipe) -> RankTrace:
 def test_ddp_equals_the_oracle(name: str, ranks: int, accumulation: int, optimizer: str) -> None:
     params = SGD if optimizer == "SGD" else adamw(specimen(name))
     recipe = Recipe(ranks=ranks, accumulation=accumulation, optimizer=optimizer, optimizer_params=params)
-    found = run_ranks(ddp_rank, ranks, name, recipe)
-    said = complaints(found, expected(name, recipe), recipe)
-    assert not said, "\n".join(said)
+    actual = run_ranks(ddp_rank, ranks, name, recipe)
+    text = complaints(actual, expected(name, recipe), recipe)
+    assert not text, "\n".join(text)
 
 
 def test_oracle_detects_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:

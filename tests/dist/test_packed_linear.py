@@ -132,18 +132,18 @@ def train_rank(recipe: Recipe, setting: Setting) -> tuple[RankTrace, list[Tensor
 def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transport: str, precision: str) -> None:
     recipe = Recipe(ranks, accumulation=2, steps=4, precision=precision)
     input_gradients.clear()
-    wanted = oracle.train(ADAPTED, recipe)
+    expected = oracle.train(ADAPTED, recipe)
     by_place = torch.stack(input_gradients).view(recipe.steps, recipe.accumulation, ranks, ROWS, WIDTH)
     start_bytes = packed_bytes(oracle.build(ADAPTED).state_dict())
     assert len(start_bytes) == 6
-    found = run_ranks(train_rank, ranks, recipe, Setting(stage, transport=transport), transport=transport)
-    kept = packed_bytes(found[0][0].model)
+    actual = run_ranks(train_rank, ranks, recipe, Setting(stage, transport=transport), transport=transport)
+    kept = packed_bytes(actual[0][0].model)
     assert kept.keys() == start_bytes.keys() and all(torch.equal(kept[name], start_bytes[name]) for name in kept)
-    for values in (wanted.model, found[0][0].model):  # compare the other values: bytes would count as large numbers
+    for values in (expected.model, actual[0][0].model):  # compare the other values: bytes would count as large numbers
         for name in start_bytes:
             del values[name]
-    assert not (said := complaints([trace for trace, _ in found], wanted, recipe)), "\n".join(said)
-    for rank, (_, gradients) in enumerate(found):
+    assert not (text := complaints([trace for trace, _ in actual], expected, recipe)), "\n".join(text)
+    for rank, (_, gradients) in enumerate(actual):
         error, _ = relative_error({"x": torch.stack(gradients)}, {"x": by_place[:, :, rank].reshape(-1, ROWS, WIDTH)})
         assert error <= (FP32_BOUND if precision == "fp32" else BF16_GRAD_BOUND), (rank, error)
 
@@ -181,8 +181,8 @@ def test_other_options_at_stage_3_train_alike(way: str, transport: str) -> None:
     kind, born_sharded, zero = WAYS[way]
     recipe = Recipe(precision="bf16", steps=4)
     plain = run_ranks(losses_of, 1, AdaptedModel, False, Setting(0), recipe)[0]
-    for found in run_ranks(losses_of, 2, kind, born_sharded, Setting(3, zero=zero), recipe, transport=transport):
-        assert found == pytest.approx(plain, rel=BF16_GRAD_BOUND)
+    for result in run_ranks(losses_of, 2, kind, born_sharded, Setting(3, zero=zero), recipe, transport=transport):
+        assert result == pytest.approx(plain, rel=BF16_GRAD_BOUND)
 
 
 # ------------------------------------------------------------------------------------------------------ memory at rest
@@ -207,10 +207,10 @@ def bytes_at_rest(precision: str) -> tuple[int, int]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "shm"), (2, "gloo"), (4, "gloo")])
 def test_packed_bytes_are_sharded_over_the_ranks(ranks: int, transport: str, precision: str) -> None:
-    whole = sum(value.numel() for value in packed_bytes(oracle.build(ADAPTED).state_dict()).values())
-    assert whole == 2 * (HIDDEN * WIDTH + 4 * HIDDEN) - 4 * (HIDDEN - WIDTH) + (2 + 4) * HIDDEN * WIDTH
+    full = sum(value.numel() for value in packed_bytes(oracle.build(ADAPTED).state_dict()).values())
+    assert full == 2 * (HIDDEN * WIDTH + 4 * HIDDEN) - 4 * (HIDDEN - WIDTH) + (2 + 4) * HIDDEN * WIDTH
     for held, padding in run_ranks(bytes_at_rest, ranks, precision, transport=transport):
-        assert held * ranks == whole + padding
+        assert held * ranks == full + padding
         assert padding < 2 * 16 * (6 + ranks), "two blocks of six packed tensors, each aligned to 16 bytes"
 
 
@@ -263,9 +263,9 @@ def test_checkpoints_preserve_the_packed_bytes(
     folder = tmp_path / "saved"
     torch.manual_seed(0)
     wanted_bytes = packed_bytes(AdaptedModel().state_dict())
-    wanted, went_on = run_ranks(save_and_go_on, ranks[0], str(folder), stages[0], precision, True)[0]
-    found, loaded = run_ranks(resume, ranks[1], str(folder), stages[1], precision, 7)[0]
-    assert found == pytest.approx(wanted, rel=1e-6 if precision == "fp32" else 1e-2)
+    expected, went_on = run_ranks(save_and_go_on, ranks[0], str(folder), stages[0], precision, True)[0]
+    actual, loaded = run_ranks(resume, ranks[1], str(folder), stages[1], precision, 7)[0]
+    assert actual == pytest.approx(expected, rel=1e-6 if precision == "fp32" else 1e-2)
     export_safetensors(folder, tmp_path / "exported", dtype=torch.float16)
     read = [windlass.read_checkpoint(folder).model_state_dict(), load_file(folder / "whole.safetensors")]
     read += [load_file(tmp_path / "exported" / "model.safetensors")]
@@ -280,15 +280,15 @@ def test_checkpoints_preserve_the_packed_bytes(
 
 def adapters_alone(folder: str) -> list[str]:
     """Return the errors of an adapter checkpoint over its own packed weights and over others."""
-    said = []
+    text = []
     save_and_go_on(folder, 3, "bf16", False)
     for seed in (0, 7):
         try:
             resume(folder, 3, "bf16", seed)
-            said.append("")
+            text.append("")
         except windlass.WindlassError as error:
-            said.append(str(error))
-    return said
+            text.append(str(error))
+    return text
 
 
 def test_adapters_resume_over_their_packed_base(tmp_path: Path) -> None:
@@ -304,34 +304,34 @@ def into_other_formats(folder: str) -> str:
     model = AdaptedModel()
     model.blocks[0].rise.base = PackedLinear.from_linear(model.blocks[0].rise.base.to_linear(), "fp32")
     engine = windlass.initialize(model=model, config=ds_config(Recipe(precision="bf16"), Setting(stage=3)))[0]
-    said = ""
+    text = ""
     try:
         engine.load_checkpoint(folder)
     except windlass.WindlassError as error:
-        said = str(error)
+        text = str(error)
     engine.destroy()
-    return said
+    return text
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(into_other_formats, 2, str(tmp_path)):
-        assert "blocks.0.rise.base.fp32_weight" in said and "blocks.0.rise.base.int8_weight" in said
+    for text in run_ranks(into_other_formats, 2, str(tmp_path)):
+        assert "blocks.0.rise.base.fp32_weight" in text and "blocks.0.rise.base.int8_weight" in text
 
 
 def used_where_it_is_sharded() -> list[str]:
-    """Return the errors of reading a packed weight outside of a forward at stage 3."""
-    engine, said = engine_of(3, "bf16"), []
+    """Return the errors of reading a packed weight outside of a forward at stage 3, where it is sharded."""
+    engine, text = engine_of(3, "bf16"), []
     layer = engine.module.blocks[0].rise.base
     with torch._C.DisableTorchFunctionSubclass():
         assert bool((raw_data(layer.int8_weight_scale) == 255).all()), "float32 of these bytes is NaN"
     try:
         layer.unpack()
     except windlass.WindlassError as error:
-        said.append(str(error))
+        text.append(str(error))
     with windlass.zero.GatheredParameters(list(layer.parameters())):
-        said.append(str(bool(torch.isfinite(layer.unpack()).all())))
+        text.append(str(bool(torch.isfinite(layer.unpack()).all())))
     engine.destroy()
-    return said
+    return text
 
 
 def test_a_sharded_packed_weight_is_never_read_as_numbers() -> None:

@@ -100,9 +100,9 @@ def plain() -> list[float]:
 
 @pytest.mark.parametrize("more", [specs(default=False), specs(default=True), own_table()])
 def test_user_rules_shard_the_named_layers(more: dict[str, Any]) -> None:
-    wanted = plain()
+    expected = plain()
     for losses, shapes in run_ranks(trained, 2, more):
-        torch.testing.assert_close(losses, wanted, rtol=BOUND, atol=0)
+        torch.testing.assert_close(losses, expected, rtol=BOUND, atol=0)
         assert (shapes["blocks.1.first.weight"], shapes["blocks.1.second.weight"]) == ((7, 6), (6, 7))
         if "tensor_parallel" in more:
             assert (shapes["blocks.0.third.weight"], shapes["blocks.0.fourth.weight"]) == ((10, 6), (6, 10))
@@ -144,8 +144,8 @@ KINDS: list[tuple[dict[str, Any], str, set[str]]] = [
 def test_each_kind_trains_as_one_process_with_the_expected_traffic(
     parallel: dict[str, Any], axis: str, operations: set[str]
 ) -> None:
-    (one, _), *_ = run_ranks(along, 1, {}, "tp")
+    (item, _), *_ = run_ranks(along, 1, {}, "tp")
     for losses, moved in run_ranks(along, parallel[axis], parallel, axis):
-        torch.testing.assert_close(losses, one, rtol=BOUND, atol=0)
+        torch.testing.assert_close(losses, item, rtol=BOUND, atol=0)
         large = {name for name, nbytes in moved.items() if nbytes > 2000}  # without the loss and counts of tokens
         assert large == operations

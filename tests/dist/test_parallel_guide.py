@@ -29,8 +29,8 @@ TEXT = (GUIDES / "parallel.md").read_text()
 
 def configs() -> dict[str, dict[str, Any]]:
     """Return the configurations of the guide, by the comment before them."""
-    found = re.findall(r"<!-- config: (\w+) -->\n```json\n(.*?)```", TEXT, re.DOTALL)
-    return {name: json.loads(text) for name, text in found}
+    result = re.findall(r"<!-- config: (\w+) -->\n```json\n(.*?)```", TEXT, re.DOTALL)
+    return {name: json.loads(text) for name, text in result}
 
 
 def program(name: str) -> str:
@@ -81,22 +81,22 @@ def alone(kind: str, readers: list[list[torch.Tensor]], micros: int = 1) -> list
     """Return the losses of each data-loading rank in plain PyTorch in one process."""
     model = build(kind, tied=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found: list[list[float]] = [[] for _ in readers]
+    results: list[list[float]] = [[] for _ in readers]
     for step in range(0, len(readers[0]), micros):
-        for own, batches in zip(found, readers, strict=True):
+        for own, batches in zip(results, readers, strict=True):
             losses = torch.stack([model(input_ids=x, labels=labels_of(x)).loss for x in batches[step : step + micros]])
             own.append(losses.mean().item())
             (losses.mean() / len(readers)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 def by_reader(found: list[dict[str, Any]], what: str) -> list[Any]:
     """Return one value per data-loading rank. Ranks that read the same data have equal values."""
     count = found[0]["readers"][0]
-    own = [[one[what] for one in found if one["readers"][1] == number] for number in range(count)]
+    own = [[item[what] for item in found if item["readers"][1] == number] for number in range(count)]
     return [ranks[0] for ranks in own]
 
 
@@ -106,14 +106,14 @@ AXES |= {"copies": "llama", "long": "llama"}
 
 @pytest.mark.parametrize("tag", AXES)
 def test_guide_configuration_trains_as_one_process(tag: str) -> None:
-    said = {axis: size for axis, size in configs()[tag]["parallel"].items() if axis in GRID}
-    world = 4 if tag == "copies" else math.prod(said.values())
-    found = run_ranks(trained, world, tag, AXES[tag], "train", timeout=120)
-    assert all({axis: one["axes"][axis] for axis in said} == said for one in found)
-    wanted = alone(AXES[tag], by_reader(found, "seen"))
-    for one in found:
-        assert len(one["losses"]) == SAMPLES // 2 // one["readers"][0]
-        assert one["losses"] == pytest.approx(wanted[one["readers"][1]], rel=1e-5)
+    text = {axis: size for axis, size in configs()[tag]["parallel"].items() if axis in GRID}
+    world = 4 if tag == "copies" else math.prod(text.values())
+    actual = run_ranks(trained, world, tag, AXES[tag], "train", timeout=120)
+    assert all({axis: entry["axes"][axis] for axis in text} == text for entry in actual)
+    expected = alone(AXES[tag], by_reader(actual, "seen"))
+    for item in actual:
+        assert len(item["losses"]) == SAMPLES // 2 // item["readers"][0]
+        assert item["losses"] == pytest.approx(expected[item["readers"][1]], rel=1e-5)
 
 
 def test_every_configuration_is_run() -> None:
@@ -121,11 +121,11 @@ def test_every_configuration_is_run() -> None:
 
 
 def test_a_pipeline_trains_as_one_process() -> None:
-    found = run_ranks(trained, 2, "pipeline", "llama", "a model over stages", timeout=120)
-    assert [one["axes"]["pp"] for one in found] == [2, 2]
-    (wanted,) = alone("llama", by_reader(found, "seen"), micros=4)
-    for one in found:
-        assert len(wanted) == 2 and one["losses"] == pytest.approx(wanted, rel=1e-5)
+    actual = run_ranks(trained, 2, "pipeline", "llama", "a model over stages", timeout=120)
+    assert [entry["axes"]["pp"] for entry in actual] == [2, 2]
+    (expected,) = alone("llama", by_reader(actual, "seen"), micros=4)
+    for item in actual:
+        assert len(expected) == 2 and item["losses"] == pytest.approx(expected, rel=1e-5)
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
@@ -289,16 +289,16 @@ def test_user_defined_layers_train_as_one_process(world: int) -> None:
 def _alone(model: nn.Module, loss_of: Any, readers: int) -> list[list[float]]:
     """Train three steps in one process on the features of all data-loading ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found: list[list[float]] = [[] for _ in range(readers)]
+    results: list[list[float]] = [[] for _ in range(readers)]
     for step in range(3):
         losses = [loss_of(model, *_features(step * readers + number)) for number in range(readers)]
         torch.stack(losses).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        for own, loss in zip(found, losses, strict=True):
+        for own, loss in zip(results, losses, strict=True):
             own.append(loss.item())
-    return found
+    return results
 
 
 def own_experts(name: str) -> tuple[str, int, list[float], int]:
@@ -366,10 +366,10 @@ def own_loader(tag: str, kind: str, change: tuple[str, str]) -> tuple[tuple[int,
 
 @pytest.mark.parametrize(("tag", "kind", "readers"), [("tensor", "llama", 1), ("experts", "mixtral", 2)])
 def test_loader_over_data_loading_ranks_has_each_sample_once(tag: str, kind: str, readers: int) -> None:
-    found = run_ranks(own_loader, 2, tag, kind, ("", ""))
-    by_number = {number: seen for (_, number), seen in found}
+    result = run_ranks(own_loader, 2, tag, kind, ("", ""))
+    by_number = {number: seen for (_, number), seen in result}
     assert len(by_number) == readers
-    assert all(seen == by_number[number] for (_, number), seen in found)
+    assert all(seen == by_number[number] for (_, number), seen in result)
     everything = [tuple(ids) for seen in by_number.values() for ids in seen]
     assert len(everything) == len(set(everything)) == SAMPLES
 
@@ -411,11 +411,11 @@ def moved(folder: str) -> tuple[str, str, list[torch.Tensor], list[float]]:
 
 
 def test_checkpoint_of_one_layout_resumes_in_another(tmp_path: Path) -> None:
-    found = run_ranks(moved, 2, str(tmp_path), timeout=120)
-    (wanted,) = alone("llama", [found[0][2]])
-    for before, after, seen, losses in found:
+    actual = run_ranks(moved, 2, str(tmp_path), timeout=120)
+    (expected,) = alone("llama", [actual[0][2]])
+    for before, after, seen, losses in actual:
         assert before == after
-        assert len(seen) == 8 and losses == pytest.approx(wanted, rel=1e-5)
+        assert len(seen) == 8 and losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_formulas_match_the_source() -> None:
@@ -493,5 +493,5 @@ def test_commands_of_the_guide_run(tmp_path: Path) -> None:
     exported, trained_to = tmp_path / "exported", tmp_path / "runs" / "stages" / "hf"
     from safetensors.torch import load_file
 
-    one, other = (load_file(folder / "model.safetensors") for folder in (exported, trained_to))
-    assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
+    item, other = (load_file(folder / "model.safetensors") for folder in (exported, trained_to))
+    assert set(item) == set(other) and all(torch.equal(item[name], other[name]) for name in item)

@@ -25,25 +25,25 @@ def model_of(name: str, seed: int = 0) -> Any:
 
 
 def generate_everywhere(names: list[str], axes: dict[str, int], options: dict[str, Any]) -> list[Any]:
-    """Greedy answers of each model. Ranks start from different weights, and the first one alone gives prompts."""
+    """Return the greedy answers of each model. Ranks start from different weights; only the first has prompts."""
     from windlass import LLM, SamplingParams
 
     rank = dist.get_rank()
-    found = []
+    results = []
     for name in names:
         with LLM(model_of(name, seed=rank), **axes, **{**SMALL, **options}) as llm:
             prompts = make_prompts(12, VOCABULARY, 40, shared=18) if rank == 0 else []
             outputs = llm.generate(prompts, SamplingParams(**GREEDY))
             stats = llm.stats()
             assert stats.kv_cache_usage == 0, "blocks leaked"
-            found.append((outputs, stats.num_preemptions, stats.prefix_cache_hits))
-    return found
+            results.append((outputs, stats.num_preemptions, stats.prefix_cache_hits))
+    return results
 
 
 def assert_same(results: list[Any], names: list[str]) -> list[Any]:
     for other in results[1:]:
         for (outputs, *_), (others, *_) in zip(results[0], other, strict=True):
-            assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in others]
+            assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in others]
     for name, (outputs, *_) in zip(names, results[0], strict=True):
         assert_greedy(model_of(name), outputs)
     return results[0]
@@ -51,8 +51,8 @@ def assert_same(results: list[Any], names: list[str]) -> list[Any]:
 
 def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
     names = ["llama", "gpt2", "mixtral", "gemma2", "bloom"]
-    found = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)
-    paged = found[:-1]
+    result = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)
+    paged = result[:-1]
     assert all(preempted > 0 and hits > 0 for _, preempted, hits in paged)
 
 
@@ -73,7 +73,7 @@ def test_loaded_models_pack_their_shards(tmp_path: Path, weights: str | None, to
     model = model_of("llama")
     model.save_pretrained(tmp_path)
     first, second = run_ranks(generate_from_directory, 2, str(tmp_path), weights, timeout=240)
-    assert [one.outputs[0].token_ids for one in first] == [one.outputs[0].token_ids for one in second]
+    assert [item.outputs[0].token_ids for item in first] == [item.outputs[0].token_ids for item in second]
     assert_greedy(model, first, tolerance)
 
 
@@ -95,10 +95,10 @@ def two_models_over_four_ranks() -> list[int]:
 
 
 def test_a_larger_world_holds_several_models() -> None:
-    found = run_ranks(two_models_over_four_ranks, 4)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert [one[:3] for one in found[::2]] == [[3, 5, 7], [4, 5, 7]]
+    result = run_ranks(two_models_over_four_ranks, 4)
+    assert result[0] == result[1]
+    assert result[2] == result[3]
+    assert [item[:3] for item in result[::2]] == [[3, 5, 7], [4, 5, 7]]
 
 
 def refused_then_served() -> tuple[str, int]:
@@ -144,9 +144,9 @@ def failing_rank(rank: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_reaches_all(rank: int) -> None:
-    found = run_ranks(failing_rank, 2, rank)
-    assert found[rank][:2] == ("MemoryError", "planted")
-    kind, text, _ = found[1 - rank]
+    result = run_ranks(failing_rank, 2, rank)
+    assert result[rank][:2] == ("MemoryError", "planted")
+    kind, text, _ = result[1 - rank]
     assert kind == "PeerError"
     assert f"rank {rank} of the inference ranks failed: MemoryError: planted" in text
 
@@ -171,10 +171,10 @@ def serve_on_first_rank() -> list[list[int]] | str:
                 last = output
             return list(last.outputs[0].token_ids)
 
-        found = await asyncio.gather(*(ask(prompt) for prompt in make_prompts(8, VOCABULARY, 20)))
+        result = await asyncio.gather(*(ask(prompt) for prompt in make_prompts(8, VOCABULARY, 20)))
         assert len((await engine.embed([[3, 4, 5]]))[0]) == 32
         await engine.shutdown()
-        return list(found)
+        return list(result)
 
     return asyncio.run(serve())
 
@@ -184,7 +184,7 @@ def plain_answers() -> list[list[int]]:
 
     with LLM(model_of("llama"), **SMALL) as llm:
         outputs = llm.generate(make_prompts(8, VOCABULARY, 20), SamplingParams(**GREEDY))
-    return [list(one.outputs[0].token_ids) for one in outputs]
+    return [list(item.outputs[0].token_ids) for item in outputs]
 
 
 def test_a_server_on_the_first_rank_runs_workers_on_the_others() -> None:

@@ -42,9 +42,9 @@ def test_whole_parameter_states_are_resharded_over_other_axes(rule: str, params:
     dense = Case("llama", (("tp", 1),), stage=3, optimizer=rule, params=params, bound=5e-5)
     # one data-loading rank on two ranks of tp, then on one rank; and back
     run_ranks(train, 2, cut, 2, str(tmp_path / "cut"))
-    wanted = plain("llama", False, 1, 1, STEPS, rule, params)
-    found = run_ranks(train, 1, dense, STEPS - 2, str(tmp_path / "dense"), str(tmp_path / "cut"))
-    hold(dense, found, wanted, first=2)
+    expected = plain("llama", False, 1, 1, STEPS, rule, params)
+    actual = run_ranks(train, 1, dense, STEPS - 2, str(tmp_path / "dense"), str(tmp_path / "cut"))
+    hold(dense, actual, expected, first=2)
     later = plain("llama", False, 1, 1, STEPS + 2, rule, params)
     hold(cut, run_ranks(train, 2, cut, 2, None, str(tmp_path / "dense")), later, first=STEPS)
 
@@ -76,9 +76,9 @@ def eight_bits(axes: dict[str, int], stage: int, steps: int, save: str | None, s
         engine.step()
     if save is not None:
         engine.save_checkpoint(save)
-    found = {"before": before, "after": whole()}
+    results = {"before": before, "after": whole()}
     engine.destroy()
-    return found
+    return results
 
 
 def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -93,17 +93,17 @@ def test_8_bit_states_of_parts_resume_in_any_layout(tmp_path: Path) -> None:
     first = run_ranks(eight_bits, 2, cut, 1, 2, saved, None)
     on = run_ranks(eight_bits, 2, cut, 1, 2, None, saved)
     straight = run_ranks(eight_bits, 2, cut, 1, 4, None, None)
-    for one, other, begun in zip(on, straight, first, strict=True):  # the same sharding: equal bit by bit
-        for key, values in one["after"].items():
+    for item, other, begun in zip(on, straight, first, strict=True):  # the same sharding: equal bit by bit
+        for key, values in item["after"].items():
             assert all(torch.equal(value, other["after"][key][name]) for name, value in values.items()), key
-        assert _codes_apart(one["before"], begun["after"]) == 0
-    whole = run_ranks(eight_bits, 1, dense, 3, 0, again, saved)[0]
-    assert _codes_apart(whole["before"], first[0]["after"]) < 1 / 64
+        assert _codes_apart(item["before"], begun["after"]) == 0
+    full = run_ranks(eight_bits, 1, dense, 3, 0, again, saved)[0]
+    assert _codes_apart(full["before"], first[0]["after"]) < 1 / 64
     returned = run_ranks(eight_bits, 2, cut, 2, 0, back, again)[0]
-    assert _codes_apart(returned["before"], whole["after"]) < 1 / 64
-    wanted = plain("llama", False, 1, 1, 4)["params"]
+    assert _codes_apart(returned["before"], full["after"]) < 1 / 64
+    expected = plain("llama", False, 1, 1, 4)["params"]
     for name, value in straight[0]["after"]["params"].items():  # as far from 32 bits as one process with 8-bit states
-        assert float((value - wanted[name]).abs().max()) < 4 * 2e-3, name
+        assert float((value - expected[name]).abs().max()) < 4 * 2e-3, name
 
 
 def refused() -> str:
@@ -118,5 +118,5 @@ def refused() -> str:
 
 
 def test_whole_parameter_rules_with_8_bit_states_are_refused() -> None:
-    for said in run_ranks(refused, 2):
-        assert "CPULamb" in said and "rounded once more at each step" in said and "is sharded over tp" in said
+    for text in run_ranks(refused, 2):
+        assert "CPULamb" in text and "rounded once more at each step" in text and "is sharded over tp" in text

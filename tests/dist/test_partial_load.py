@@ -52,7 +52,7 @@ def trained(model: nn.Module) -> list[dict[str, Any]]:
 def apart(model: nn.Module) -> list[dict[str, Any]]:
     """Return groups with a separate rate for the first layer."""
     first = list(model.layers[0].parameters())
-    rest = [p for p in model.parameters() if all(p is not one for one in first)]
+    rest = [p for p in model.parameters() if all(p is not item for item in first)]
     return [{"params": first, "lr": 0.001}, {"params": rest}]
 
 
@@ -98,11 +98,11 @@ def whole(engine: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    said: list[str] = []
+    text: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: text.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("windlass").addHandler(handler)
-    yield said
+    yield text
     logging.getLogger("windlass").removeHandler(handler)
 
 
@@ -188,17 +188,17 @@ def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
     except CheckpointError as error:
         refused = str(error)
     kept = relative_error(whole(other), untouched)[0]
-    with listening() as said:
+    with listening() as text:
         other.load_checkpoint(folder, **keywords)
     steps(other, 2, 5)
-    found = whole(other)
+    actual = whole(other)
     other.destroy()
     plain = net(**before)
     stepped = optimizer(groups(plain))
     plain_steps(plain, stepped, 0, 2)
     plain_steps(plain, change(plain, stepped), 2, 5)
-    wanted = {name: p.detach() for name, p in plain.named_parameters()}
-    return {"refused": refused, "kept": kept, "said": said, "error": relative_error(found, wanted)}
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    return {"refused": refused, "kept": kept, "said": text, "error": relative_error(actual, expected)}
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -207,11 +207,11 @@ def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
     [(3, "nvme"), pytest.param(0, "none", marks=pytest.mark.slow), pytest.param(2, "cpu", marks=pytest.mark.slow)],
 )
 def test_selected_parts_are_loaded(name: str, stage: int, home: str, tmp_path: Any) -> None:
-    for found in run_ranks(taken_up, 2, name, stage, home, str(tmp_path), env=LATE):
-        assert REFUSED[name] in found["refused"] and found["kept"] == 0.0
+    for result in run_ranks(taken_up, 2, name, stage, home, str(tmp_path), env=LATE):
+        assert REFUSED[name] in result["refused"] and result["kept"] == 0.0
         for text in SAID[name]:
-            assert any(text in line for line in found["said"]), (text, found["said"])
-        assert found["error"][0] <= 1e-6, found["error"]
+            assert any(text in line for line in result["said"]), (text, result["said"])
+        assert result["error"][0] <= 1e-6, result["error"]
 
 
 def only_the_module(folder: str) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def only_the_module(folder: str) -> dict[str, Any]:
     engine = engine_for(net(), trained, 3, "none", folder)
     steps(engine, 0, 2)
     engine.save_checkpoint(folder)
-    wanted = whole(engine)
+    expected = whole(engine)
     engine.destroy()
     other = engine_for(net(seed=9), apart, 1, "none", folder)
     torch.manual_seed(77)
@@ -228,20 +228,20 @@ def only_the_module(folder: str) -> dict[str, Any]:
     import windlass
 
     states = [windlass.zero.full_state(p, "exp_avg") for p in other.module.parameters()]
-    found = {
-        "error": relative_error(whole(other), wanted)[0],
+    results = {
+        "error": relative_error(whole(other), expected)[0],
         "steps": other.global_steps,
         "states": [state for state in states if state is not None],
         "rates": [group["lr"] for group in other.optimizer.param_groups],
         "random": bool((torch.get_rng_state() == before).all()),
     }
     other.destroy()
-    return found
+    return results
 
 
 def test_module_only(tmp_path: Any) -> None:
-    for found in run_ranks(only_the_module, 2, str(tmp_path)):
-        assert found == {"error": 0.0, "steps": 0, "states": [], "rates": [0.001, 0.01], "random": True}
+    for result in run_ranks(only_the_module, 2, str(tmp_path)):
+        assert result == {"error": 0.0, "steps": 0, "states": [], "rates": [0.001, 0.01], "random": True}
 
 
 def with_a_schedule(folder: str) -> list[float]:
@@ -284,22 +284,22 @@ def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
         steps(engine, step, step + 1)
         average.update()
     engine.save_checkpoint(folder)
-    wanted = {name: average.full_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    requested = {name: average.full_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     weights = whole(engine)
     engine.destroy()
     other = engine_for(net(seed=9), trained, 2, home, f"{folder}/second")
     average = windlass.zero.ExponentialMovingAverage(other, 0.5)
     other.load_checkpoint(folder, load_optimizer_strict=False)
-    found = {name: average.full_param(p).clone() for name, p in other.module.named_parameters()}
+    results = {name: average.full_param(p).clone() for name, p in other.module.named_parameters()}
     other.destroy()
-    expected = {**weights, **wanted}
-    return {name: bool(torch.equal(found[name], expected[name])) for name in expected}
+    expected = {**weights, **requested}
+    return {name: bool(torch.equal(results[name], expected[name])) for name in expected}
 
 
 @pytest.mark.parametrize("home", ["none", "nvme"])
 def test_average_of_unfrozen_parameters_starts_with_a_copy(home: str, tmp_path: Any) -> None:
-    for found in run_ranks(thawed_with_an_average, 2, home, str(tmp_path)):
-        assert len(found) == 6 and all(found.values()), found
+    for result in run_ranks(thawed_with_an_average, 2, home, str(tmp_path)):
+        assert len(result) == 6 and all(result.values()), result
 
 
 def average_of_before(folder: str) -> bool:

@@ -127,8 +127,8 @@ def unused_is_an_error(stage: int) -> str:
 
 
 def test_unused_parameters_are_named_if_not_ignored(stage: int) -> None:
-    for said in run_ranks(unused_is_an_error, 2, stage):
-        assert "forgotten" in said or "blocks.1" in said
+    for text in run_ranks(unused_is_an_error, 2, stage):
+        assert "forgotten" in text or "blocks.1" in text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -30,24 +30,24 @@ _expected = cache(expected)
 
 
 def _settings(ranks: int, micros: range | tuple[int, ...]) -> list[Setting]:
-    found = [Setting(name, m) for m in micros for name in ("gpipe", "1f1b", "zero-bubble")]
-    return found + [Setting("interleaved", m, 2) for m in micros] + [Setting("gpipe", micros[-1], 8 // ranks)]
+    results = [Setting(name, m) for m in micros for name in ("gpipe", "1f1b", "zero-bubble")]
+    return results + [Setting("interleaved", m, 2) for m in micros] + [Setting("gpipe", micros[-1], 8 // ranks)]
 
 
 def _hold(name: str, ranks: int, settings: list[Setting]) -> list[list[Seen]]:
     by_rank = run_ranks(steps, ranks, name, settings, timeout=240.0)
     for number, setting in enumerate(settings):
-        wanted = _expected(name, setting.micros)
-        seen = [found[number] for found in by_rank]
-        assert [len(one.losses) for one in seen] == [0] * (ranks - 1) + [setting.micros]
-        assert seen[-1].losses == pytest.approx(wanted.losses, rel=BOUND), (name, setting)
+        expected = _expected(name, setting.micros)
+        seen = [result[number] for result in by_rank]
+        assert [len(entry.losses) for entry in seen] == [0] * (ranks - 1) + [setting.micros]
+        assert seen[-1].losses == pytest.approx(expected.losses, rel=BOUND), (name, setting)
         grads = {}
-        for one in seen:
-            for key, gradient in one.grads.items():
+        for item in seen:
+            for key, gradient in item.grads.items():
                 if key in grads:
                     assert (grads[key] == gradient).all(), f"{key} of {name} differs between its ranks"
                 grads[key] = gradient
-        error, where = relative_error(grads, wanted.grads)
+        error, where = relative_error(grads, expected.grads)
         assert error <= BOUND, f"{name} {setting}: gradient of {where} off by {error:.2e}"
     return by_rank
 
@@ -78,58 +78,58 @@ def _row_bytes(micros: int) -> int:
 def test_only_activations_are_sent_between_stages(setting: Setting) -> None:
     """Each rank receives exactly one activation and one gradient per stage boundary and micro-batch."""
     once = _row_bytes(setting.micros)
-    found = [one[0].moved for one in run_ranks(steps, 2, "row", [setting], True)]
-    assert [moved.get("activations", 0) for moved in found] == [once * (setting.each - 1), once * setting.each]
-    assert [moved.get("gradients", 0) for moved in found] == [once * setting.each, once * (setting.each - 1)]
-    assert all(moved.keys() <= {"activations", "gradients"} for moved in found)
+    results = [item[0].moved for item in run_ranks(steps, 2, "row", [setting], True)]
+    assert [moved.get("activations", 0) for moved in results] == [once * (setting.each - 1), once * setting.each]
+    assert [moved.get("gradients", 0) for moved in results] == [once * setting.each, once * (setting.each - 1)]
+    assert all(moved.keys() <= {"activations", "gradients"} for moved in results)
 
 
 def test_only_hidden_states_are_sent_between_transformer_stages() -> None:
-    found = [one[0].moved for one in run_ranks(steps, 3, "llama", [Setting("1f1b", 4)], True)]
+    results = [item[0].moved for item in run_ranks(steps, 3, "llama", [Setting("1f1b", 4)], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     width = transformer("llama").config.hidden_size
     once = 4 * tokens * width
-    assert found == [{"gradients": once}, {"activations": once, "gradients": once}, {"activations": once}]
+    assert results == [{"gradients": once}, {"activations": once, "gradients": once}, {"activations": once}]
 
 
 @pytest.mark.parametrize("setting", [Setting("1f1b", 4), Setting("interleaved", 4, 2)])
 def test_router_logits_are_sent_as_in_the_formula(setting: Setting) -> None:
-    found = [one[0].moved for one in run_ranks(steps, 2, "mixtral", [setting], True)]
+    results = [item[0].moved for item in run_ranks(steps, 2, "mixtral", [setting], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     shape = from_transformers(transformer("mixtral").config.to_dict())
     # as if all tokens were in one micro-batch
     work = StepWorkload(tokens, activation_bytes=4, virtual_stages=setting.each)
-    for pipe, moved in enumerate(found):
-        said = {
-            one.tensors: one.nbytes
-            for one in compute_step_volumes(shape, MeshShape(pp=2), work, pipe)
-            if one.axis == "pp"
+    for pipe, moved in enumerate(results):
+        reported = {
+            item.tensors: item.nbytes
+            for item in compute_step_volumes(shape, MeshShape(pp=2), work, pipe)
+            if item.axis == "pp"
         }
-        logits, back = said.get("logits of routers", 0), said.get("gradients of logits of routers", 0)
+        logits, back = reported.get("logits of routers", 0), reported.get("gradients of logits of routers", 0)
         assert bool(logits) == (pipe == 1 or setting.each == 2) and bool(back) == (pipe == 0 or setting.each == 2)
-        assert moved.get("activations", 0) == said.get("activations", 0) + logits
-        assert moved.get("gradients", 0) == said.get("gradients of activations", 0) + back
+        assert moved.get("activations", 0) == reported.get("activations", 0) + logits
+        assert moved.get("gradients", 0) == reported.get("gradients of activations", 0) + back
 
 
 def test_shapes_are_sent_once_per_micro_batch_shape() -> None:
-    first = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 3)])]
-    longer = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 8)])]
+    first = [item[0].moved.get("headers", 0) for item in run_ranks(steps, 2, "row", [Setting("1f1b", 3)])]
+    longer = [item[0].moved.get("headers", 0) for item in run_ranks(steps, 2, "row", [Setting("1f1b", 8)])]
     assert first == longer and first[0] == 0 < first[1] < 3 * 400  # three lengths, for any number of micro-batches
 
 
 def test_shared_parameter_gradients_are_sent_to_every_holder() -> None:
     settings = [Setting("1f1b", 2)]
-    tied = [one[0] for one in run_ranks(steps, 3, "tied", settings)]
-    assert [("tied_modules.embed.weight" in one.grads) for one in tied] == [True, False, True]
+    tied = [item[0] for item in run_ranks(steps, 3, "tied", settings)]
+    assert [("tied_modules.embed.weight" in item.grads) for item in tied] == [True, False, True]
 
 
 def test_evaluation_returns_losses_and_outputs() -> None:
     for name, each in (("row", 1), ("row", 2), ("llama tied", 2), ("several", 1)):
-        wanted = _expected(name, 4).losses
-        found = run_ranks(evaluate, 3 if each == 1 else 4, name, 4, each)
-        assert [len(losses) for losses, _ in found] == [0] * (len(found) - 1) + [4]
-        losses, outputs = found[-1]
-        assert losses == pytest.approx(wanted, rel=BOUND)
+        expected = _expected(name, 4).losses
+        actual = run_ranks(evaluate, 3 if each == 1 else 4, name, 4, each)
+        assert [len(losses) for losses, _ in actual] == [0] * (len(actual) - 1) + [4]
+        losses, outputs = actual[-1]
+        assert losses == pytest.approx(expected, rel=BOUND)
         assert all(output.shape[0] == 2 for output in outputs) and len(outputs) == 4
 
 

@@ -31,16 +31,16 @@ BOUND = 1e-5
 
 
 def _hold(case: Case, ranks: int) -> list[Came]:
-    found = run_ranks(train, ranks, case, timeout=120.0)
+    actual = run_ranks(train, ranks, case, timeout=120.0)
     readers = ranks // case.pp // 2 ** len([axis for axis in case.beside if axis != "ep"])
-    wanted = expected_of(case, readers)
-    for came in found:
-        assert came.losses == pytest.approx(wanted.losses, rel=BOUND), case
-        assert came.norms == pytest.approx(wanted.norms, rel=BOUND), case
-        assert came.evaluated == pytest.approx(wanted.evaluated, rel=BOUND), case
-    error, where = relative_error(found[0].params, wanted.params)
+    expected = expected_of(case, readers)
+    for outcome in actual:
+        assert outcome.losses == pytest.approx(expected.losses, rel=BOUND), case
+        assert outcome.norms == pytest.approx(expected.norms, rel=BOUND), case
+        assert outcome.evaluated == pytest.approx(expected.evaluated, rel=BOUND), case
+    error, where = relative_error(actual[0].params, expected.params)
     assert error <= BOUND, f"{case}: {where} off by {error:.2e}"
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -88,9 +88,9 @@ def test_run_resumes_in_another_layout(before: Case, after: Case, tmp_path: Path
     Both layouts have the same product of data-loading ranks and micro-batches, and read the same data in another order.
     """
     run_ranks(save, 4, before, str(tmp_path), timeout=120.0)
-    found = run_ranks(resume, 4, after, str(tmp_path), timeout=120.0)[0]
+    result = run_ranks(resume, 4, after, str(tmp_path), timeout=120.0)[0]
     same = run_ranks(resume, 4, before, str(tmp_path), timeout=120.0)[0]
-    error, where = relative_error(found, same)
+    error, where = relative_error(result, same)
     assert error <= BOUND, f"{where} off by {error:.2e}"
 
 
@@ -129,8 +129,8 @@ def test_error_of_one_stage_raises_on_all_and_the_next_batch_trains(case: Case, 
         for fault in FAULTS
         if (fault != "loss" or stage == case.pp - 1) and (fault != "form" or (stage == 0 and case.name == "row"))
     )
-    found = run_ranks(survive, ranks, case, faults, faulty, timeout=120.0)
-    wanted = expected_of(case, ranks // case.pp)
+    actual = run_ranks(survive, ranks, case, faults, faulty, timeout=120.0)
+    expected = expected_of(case, ranks // case.pp)
     places = {"forward": f"the forward of micro-batch 1 in stage {stage} raised ValueError: no such label"}
     places |= {
         "evaluation": places["forward"],
@@ -143,18 +143,18 @@ def test_error_of_one_stage_raises_on_all_and_the_next_batch_trains(case: Case, 
         "form": f"of micro-batch 0 in stage {stage} raised",
     }
     kinds = {"memory": "OutOfMemoryError", "loss": "ModelError", "loader": "ModelError", "ended": "PeerError"}
-    for rank, (told, came) in enumerate(found):
-        for fault, kind, text in told:
+    for rank, (results, outcome) in enumerate(actual):
+        for fault, kind, text in results:
             if rank == faulty:
                 assert kind.split()[0] == kinds.get(fault, "ValueError") or fault == "form", (fault, kind, text)
             else:
                 assert kind == f"PeerError{' out of memory' * (fault == 'memory')}", (rank, fault, kind, text)
             assert f"rank {faulty}: " in text and places[fault] in text, (rank, fault, text)
             assert "continue with the next batch" in text
-        assert came.losses == pytest.approx(wanted.losses, rel=BOUND)
-        assert came.norms == pytest.approx(wanted.norms, rel=BOUND)
-        assert came.evaluated == pytest.approx(wanted.evaluated, rel=BOUND)
-    error, where = relative_error(found[0][1].params, wanted.params)
+        assert outcome.losses == pytest.approx(expected.losses, rel=BOUND)
+        assert outcome.norms == pytest.approx(expected.norms, rel=BOUND)
+        assert outcome.evaluated == pytest.approx(expected.evaluated, rel=BOUND)
+    error, where = relative_error(actual[0][1].params, expected.params)
     assert error <= BOUND, f"{case}: {where} off by {error:.2e}"
 
 
@@ -164,15 +164,15 @@ def test_queries_and_refusals_of_a_pipeline_engine(kind: str) -> None:
     assert "PipelineEngine" in first["bases"] and ("DeepSpeedEngine" in first["bases"]) is (kind == "deepspeed")
     assert (first["first"], first["last"], last["first"], last["last"]) == (True, False, False, True)
     assert (first["stages"], last["stages"]) == ((0, 2, 2), (1, 2, 2))
-    for found in (first, last):
+    for result in (first, last):
         for name in ("forward", "backward", "step", "no_sync"):
-            assert f"ModelError: engine.{name}() is not available for a pipeline" in found[name]
-            assert "engine.train_batch(data_iter)" in found[name]
-        assert "DataError: train_batch has nothing to read" in found["nothing"]
-        assert "needs 2 micro-batches (gradient_accumulation_steps), and its iterator ended after 1" in found["few"]
-        assert "is a pair (inputs, labels), not a Tensor" in found["no pair"]
-        assert "reduce_output is 'sum'" in found["reduce"]
-        assert found["ended"] and found["steps"] == 0 and found["unchanged"] and not found["boundary"]
+            assert f"ModelError: engine.{name}() is not available for a pipeline" in result[name]
+            assert "engine.train_batch(data_iter)" in result[name]
+        assert "DataError: train_batch has nothing to read" in result["nothing"]
+        assert "needs 2 micro-batches (gradient_accumulation_steps), and its iterator ended after 1" in result["few"]
+        assert "is a pair (inputs, labels), not a Tensor" in result["no pair"]
+        assert "reduce_output is 'sum'" in result["reduce"]
+        assert result["ended"] and result["steps"] == 0 and result["unchanged"] and not result["boundary"]
     assert first["eval"][0] == last["eval"][0] and first["eval"][1] is None and last["eval"][1] == (4, 5, 8)
     assert first["own"] is None and float(last["own"]) == last["eval"][0]
     assert first["each"] is None and [float(loss) for loss in last["each"]] == [last["eval"][0]] * 3
@@ -216,11 +216,11 @@ def _payload(case: Case, ranks: int = 4) -> list[Came]:
     ids=str,
 )
 def test_every_schedule_gathers_and_reduces_once(case: Case) -> None:
-    for came in _payload(case):
-        trained = [n for n in came.names if not (case.name.endswith("frozen") and n.split(".")[0] in "0123")]
-        elements = {n: v.numel() for n, v in came.shapes.items()}
-        assert came.payload["reduce"] == sum(elements[n] for n in trained)
-        assert came.payload["gather"] == sum(elements[n] for n in (came.names if case.stage == 3 else trained))
+    for outcome in _payload(case):
+        trained = [n for n in outcome.names if not (case.name.endswith("frozen") and n.split(".")[0] in "0123")]
+        elements = {n: v.numel() for n, v in outcome.shapes.items()}
+        assert outcome.payload["reduce"] == sum(elements[n] for n in trained)
+        assert outcome.payload["gather"] == sum(elements[n] for n in (outcome.names if case.stage == 3 else trained))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -228,10 +228,10 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_mic
     """A step of four micro-batches gathers and reduces each element once, or once per micro-batch, as configured."""
     once = _payload(Case(name="row", stage=stage))
     often = _payload(Case(name="row", stage=stage, gather="micro-batch"))
-    for one, other in zip(once, often, strict=True):
-        elements = sum(shape.numel() for shape in one.shapes.values())
-        assert one.payload["reduce"] == elements and other.payload["reduce"] == 4 * elements
-        assert one.payload["gather"] == elements
+    for item, other in zip(once, often, strict=True):
+        elements = sum(shape.numel() for shape in item.shapes.values())
+        assert item.payload["reduce"] == elements and other.payload["reduce"] == 4 * elements
+        assert item.payload["gather"] == elements
         if stage == 3:  # forward and backward, without units that stay unsharded in between
             assert 4 * elements <= other.payload["gather"] <= 8 * elements
 
@@ -239,15 +239,15 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_mic
 def test_stage_that_does_not_fit_is_gathered_per_micro_batch() -> None:
     tight = run_ranks(too_small, 2, env={"WINDLASS_EMULATE_DEVICE": "64K"}, timeout=60.0)
     roomy = run_ranks(too_small, 2, env={"WINDLASS_EMULATE_DEVICE": "4M"}, timeout=60.0)
-    assert [found["held"] for found in tight] == [0, 0] and all(found["held"] for found in roomy)
-    assert all("zero-bubble" in found["refused"] for found in tight) and not any("refused" in f for f in roomy)
-    assert [found["loss"] for found in tight] == pytest.approx([found["loss"] for found in roomy], rel=BOUND)
+    assert [result["held"] for result in tight] == [0, 0] and all(result["held"] for result in roomy)
+    assert all("zero-bubble" in result["refused"] for result in tight) and not any("refused" in f for f in roomy)
+    assert [result["loss"] for result in tight] == pytest.approx([result["loss"] for result in roomy], rel=BOUND)
 
 
 def test_unfrozen_stage_trains_after_all_ranks_refresh() -> None:
-    (first, state, said), (last, _, _) = run_ranks(unfreeze, 2)
-    losses, wanted = unfrozen_alone()
-    assert "call engine.refresh() on every rank of the pipeline first" in said
+    (first, state, text), (last, _, _) = run_ranks(unfreeze, 2)
+    losses, expected = unfrozen_alone()
+    assert "call engine.refresh() on every rank of the pipeline first" in text
     assert first == last == pytest.approx(losses, rel=BOUND)
-    error, where = relative_error(state, wanted)
+    error, where = relative_error(state, expected)
     assert error <= BOUND, f"{where} off by {error:.2e}"

@@ -63,9 +63,9 @@ class QuantizedLinear(nn.Module):
         assert isinstance(self.nibbles, PackedParameter)
         bytes_ = self.nibbles.to(torch.int16)
         pairs = torch.stack([bytes_ // 16 - 8, bytes_ % 16 - 8], -1).float() * self.nibbles.quant_state
-        whole = self.weight.to(FP32) * 0.005 + pairs.view(WIDTH, WIDTH) + self.table.to(FP32) * 0.001
+        full = self.weight.to(FP32) * 0.005 + pairs.view(WIDTH, WIDTH) + self.table.to(FP32) * 0.001
         x = x.to(self.adapter.weight.dtype)
-        return torch.tanh(nn.functional.linear(x, whole.to(x.dtype)) + self.adapter(x))
+        return torch.tanh(nn.functional.linear(x, full.to(x.dtype)) + self.adapter(x))
 
 
 class QuantizedModel(nn.Module):
@@ -111,7 +111,7 @@ def quantized_bytes(states: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, l
 
 
 def trained(folder: str) -> list[tuple[list[float], Any]]:
-    found = []
+    results = []
     for precision, stage in RECIPES:
         engine = start(precision, stage)
         losses = []
@@ -128,9 +128,9 @@ def trained(folder: str) -> list[tuple[list[float], Any]]:
         for layer in engine.module.layers:
             layer.table.view(torch.uint8).zero_()
         engine.load_checkpoint(f"{folder}/{precision}-{stage}")
-        found.append((losses, quantized_bytes(engine.full_state_dict(dtype=FP32))))
+        results.append((losses, quantized_bytes(engine.full_state_dict(dtype=FP32))))
         engine.destroy()
-    return found
+    return results
 
 
 def plain(precision: str, ranks: int) -> tuple[list[float], nn.Module]:
@@ -163,11 +163,11 @@ def plain(precision: str, ranks: int) -> tuple[list[float], nn.Module]:
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shm")])
 def test_quantized_values_keep_their_format(ranks: int, transport: str, tmp_path: Path) -> None:
     of_ranks = run_ranks(trained, ranks, str(tmp_path), transport=transport)
-    wanted = {precision: plain(precision, ranks) for precision in ("bf16", "fp16")}
+    expected = {precision: plain(precision, ranks) for precision in ("bf16", "fp16")}
     for number, (precision, stage) in enumerate(RECIPES):
-        plain_losses, model = wanted[precision]
-        for rank, found in enumerate(of_ranks):
-            assert found[number][0] == pytest.approx(plain_losses[rank::ranks], rel=5e-3), (precision, stage)
+        plain_losses, model = expected[precision]
+        for rank, actual in enumerate(of_ranks):
+            assert actual[number][0] == pytest.approx(plain_losses[rank::ranks], rel=5e-3), (precision, stage)
         values = quantized_bytes(model.state_dict())
         assert of_ranks[0][number][1] == values, (precision, stage)
         saved = tmp_path / f"{precision}-{stage}"
@@ -186,5 +186,5 @@ def constructed() -> dict[str, torch.dtype]:
 
 def test_sharded_init_casts_no_quantized_parameter() -> None:
     plain_dtypes = {name: parameter.dtype for name, parameter in QuantizedModel().named_parameters()}
-    for found in run_ranks(constructed, 2):
-        assert found == {name: dtype if is_quantized(name) else torch.bfloat16 for name, dtype in plain_dtypes.items()}
+    for result in run_ranks(constructed, 2):
+        assert result == {name: dtype if is_quantized(name) else torch.bfloat16 for name, dtype in plain_dtypes.items()}

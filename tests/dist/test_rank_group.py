@@ -19,9 +19,9 @@ def value_of(rank: int) -> torch.Tensor:
 
 
 def results(group: RankGroup) -> dict[str, Any]:
-    """The result of every method on this rank. Collective."""
+    """Return the results of every method on this rank. Collective."""
     rank, last = group.ranks[group.index], group.size - 1
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "ranks": group.ranks,
         "sum": group.all_reduce(value_of(rank)),
         "max": group.all_reduce(value_of(rank), dist.ReduceOp.MAX),
@@ -39,26 +39,26 @@ def results(group: RankGroup) -> dict[str, Any]:
             group.send(value_of(rank), last)
             group.send_object(("from", rank), last)
         elif group.index == last:
-            found["received"] = group.receive(torch.zeros(2), 0)
-            found["received object"] = group.receive_object(0)
+            result["received"] = group.receive(torch.zeros(2), 0)
+            result["received object"] = group.receive_object(0)
         following, before = (group.index + 1) % group.size, (group.index - 1) % group.size
         passed = torch.zeros(2, 1, dtype=torch.bfloat16)
         sent = value_of(rank).view(2, 1).bfloat16()
         wait_for_transfers(start_exchange(group, [(following, sent)], [(before, passed)], tag=3, on_cpu=True))
-        found["passed"] = passed
-    return found
+        result["passed"] = passed
+    return result
 
 
 def expected(ranks: tuple[int, ...], rank: int) -> dict[str, Any]:
-    values = torch.stack([value_of(one) for one in ranks])
+    values = torch.stack([value_of(item) for item in ranks])
     index, size = ranks.index(rank), len(ranks)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "ranks": ranks,
         "sum": values.sum(0),
         "max": values.amax(0),
         "first": values[0],
         "last": values[-1],
-        "objects": [{"rank": one} for one in ranks],
+        "objects": [{"rank": item} for item in ranks],
         "to first": list(ranks) if index == 0 else [],
         "to last": list(ranks) if index == size - 1 else [],
         "object of first": f"rank {ranks[0]}",
@@ -66,29 +66,29 @@ def expected(ranks: tuple[int, ...], rank: int) -> dict[str, Any]:
     }
     if size > 1:
         if index == size - 1:
-            found |= {"received": values[0], "received object": ("from", ranks[0])}
-        found["passed"] = values[(index - 1) % size].view(2, 1).bfloat16()
-    return found
+            results |= {"received": values[0], "received object": ("from", ranks[0])}
+        results["passed"] = values[(index - 1) % size].view(2, 1).bfloat16()
+    return results
 
 
 def on_world_and_parts(parts: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """The results in the group of all ranks, and in this rank's group of a partition."""
+    """Return the results in the group of all ranks, and in this rank's group of a partition."""
     group = create_rank_group(parts)
-    found = [(one.ranks, results(one)) for one in (world_group(), group, RankGroup.of(group.process_group))]
+    result = [(item.ranks, results(item)) for item in (world_group(), group, RankGroup.of(group.process_group))]
     group.destroy()
     with pytest.raises(KeyError):
         dist.get_process_group_ranks(group.process_group)
     group.destroy()  # a second call does nothing
-    return found
+    return result
 
 
 @pytest.mark.parametrize("parts", [[(0,)], [(0, 1)], [(0,), (1,)], [(0,), (2, 1)]], ids=str)
 def test_every_method_equals_its_computation(parts: list[tuple[int, ...]]) -> None:
     world = sum(map(len, parts))
-    for rank, found in enumerate(run_ranks(on_world_and_parts, world, parts)):
+    for rank, actual in enumerate(run_ranks(on_world_and_parts, world, parts)):
         own = next(tuple(sorted(part)) for part in parts if rank in part)
-        assert [ranks for ranks, _ in found] == [tuple(range(world)), own, own]
-        for ranks, values in found:
+        assert [ranks for ranks, _ in actual] == [tuple(range(world)), own, own]
+        for ranks, values in actual:
             for name, value in expected(ranks, rank).items():
                 if isinstance(value, torch.Tensor):
                     assert torch.equal(values.pop(name), value), (name, ranks, rank)

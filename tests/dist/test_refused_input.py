@@ -92,16 +92,16 @@ WORDS = {
 
 @pytest.mark.parametrize("what", WORDS)
 def test_invalid_input_is_refused_by_name_on_every_rank(what: str) -> None:
-    for said in run_ranks(refusal, 2, what):
+    for text in run_ranks(refusal, 2, what):
         for word in WORDS[what]:
-            assert word in said
+            assert word in text
 
 
 def apart() -> list[str]:
     """Return the errors of `initialize` when rank 1 freezes another parameter, has another layer, or uses 16 bits."""
     import windlass
 
-    said = []
+    text = []
     for what in ("frozen", "other", "narrow", "group"):
         model, rank = oracle.build(specimen("mlp")), torch.distributed.get_rank()
         config = ds_config(Recipe(), Setting(stage=2))
@@ -117,16 +117,16 @@ def apart() -> list[str]:
             trained.pop()
         try:
             windlass.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.1), config=config)
-            said.append("")
+            text.append("")
         except windlass.WindlassError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            text.append(f"{type(error).__name__}: {error}")
+    return text
 
 
 def test_ranks_with_different_models_raise_with_the_parameter() -> None:
     for frozen, other, narrow, group in run_ranks(apart, 2, timeout=20):
-        for said in (frozen, other, narrow, group):
-            assert said.startswith("ModelError: the model is not the same on all ranks"), said
+        for text in (frozen, other, narrow, group):
+            assert text.startswith("ModelError: the model is not the same on all ranks"), text
         assert (
             "'blocks.1.up.weight' is [32, 16] in torch.float32, trained, in group 0 of the optimizer on rank" in frozen
         )
@@ -151,14 +151,14 @@ def bad_disk(what: str, folder: str) -> list[Any]:
     model = oracle.build(specimen("mlp"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     setting = Setting(stage=3, zero=homes("nvme", "nvme", where))
-    said = ""
+    text = ""
     with pytest.MonkeyPatch.context() as patch:
         if what == "full" and rank == 1:
             patch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=3, f_frsize=4096))
         try:
             windlass.initialize(model=model, config=ds_config(Recipe(), setting))
         except windlass.WindlassError as error:
-            said = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     left = [entry.name for entry in path.iterdir() if entry.name != "taken"]
     config = ds_config(Recipe(), Setting(stage=3, zero=homes("nvme", "nvme", path)))
@@ -167,7 +167,7 @@ def bad_disk(what: str, folder: str) -> list[Any]:
     specimen("mlp").train(engine, batch, engine.backward)
     engine.step()
     engine.destroy()
-    return [said, same, left]
+    return [text, same, left]
 
 
 BAD_DISKS = {
@@ -180,10 +180,10 @@ BAD_DISKS = {
 
 @pytest.mark.parametrize("what", BAD_DISKS)
 def test_unusable_disk_of_one_rank_raises_on_all_and_changes_nothing(what: str, tmp_path: Path) -> None:
-    for said, same, left in run_ranks(bad_disk, 2, what, str(tmp_path)):
-        assert said.startswith("StorageError: ") and "rank 1: " in said and "rank 0" not in said.replace("rank0", "")
+    for text, same, left in run_ranks(bad_disk, 2, what, str(tmp_path)):
+        assert text.startswith("StorageError: ") and "rank 1: " in text and "rank 0" not in text.replace("rank0", "")
         for word in BAD_DISKS[what]:
-            assert word in said
+            assert word in text
         assert same and left == []
 
 
@@ -210,9 +210,9 @@ def test_all_space_is_reserved_before_any_transfer(optimizer: str, tmp_path: Pat
 
 def files_of(folder: str) -> dict[str, Any]:
     """Return the files that an engine leaves and finds on disk, and its warning about memory that looks like a disk."""
-    heard: list[str] = []
+    received: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: received.append(record.getMessage())  # type: ignore[method-assign]
     user, host = os.getuid(), "".join(c if c.isalnum() or c == "." else "_" for c in platform.node())
     dead, live = (
         Path(folder, f"windlass-{user}-{host}-{n}-{t}-windlass-x") for n, t in ((999999999, 1), (1, _began(1)))
@@ -225,20 +225,20 @@ def files_of(folder: str) -> dict[str, Any]:
         engine = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=homes("nvme", "none", folder))))
         disk = engine._sharded.tiers.disk
         state = os.fstat(disk._stripes.descriptors[0])
-        found = {
+        results = {
             "directory": [stat.S_IMODE(path.stat().st_mode) for path in disk.directories()],
             "file": (stat.S_IMODE(state.st_mode), state.st_nlink),
             "dead": dead.exists(),
             "live": Path(live, "stripe").read_text(),
         }
         engine.destroy()
-        found["left"] = sorted(path.name for path in Path(folder).iterdir()) == [live.name]
+        results["left"] = sorted(path.name for path in Path(folder).iterdir()) == [live.name]
         shared = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=homes("nvme", "none", "/dev/shm"))))
         shared.destroy()
-        found["warned"] = [line for line in heard if "this is memory" in line and "/dev/shm" in line]
+        results["warned"] = [line for line in received if "this is memory" in line and "/dev/shm" in line]
     finally:
         logging.getLogger("windlass").removeHandler(handler)
-    return found
+    return results
 
 
 def _began(pid: int) -> str:
@@ -246,11 +246,11 @@ def _began(pid: int) -> str:
 
 
 def test_files_are_private_and_only_those_of_dead_processes_are_removed(tmp_path: Path) -> None:
-    (found,) = run_ranks(files_of, 1, str(tmp_path))
-    assert found["directory"] == [0o700] and found["file"] == (0o600, 0)
-    assert not found["dead"] and found["live"] == "of a process" and found["left"]
+    (result,) = run_ranks(files_of, 1, str(tmp_path))
+    assert result["directory"] == [0o700] and result["file"] == (0o600, 0)
+    assert not result["dead"] and result["live"] == "of a process" and result["left"]
     if filesystem_of(Path("/dev/shm")) == "tmpfs":
-        assert len(found["warned"]) == 1
+        assert len(result["warned"]) == 1
 
 
 ENDS = """
@@ -294,22 +294,22 @@ def nan_loss(setting: Setting) -> list[str]:
     batch = subject.batch(Place(0, 0, rank))
     if rank == 1:
         batch["x"][0, 0] = float("nan")
-    said = ""
+    text = ""
     try:
         subject.train(engine, batch, engine.backward)
         engine.step()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     import windlass
 
     finite = all(bool(windlass.zero.full_param(p).isfinite().all()) for p in engine.module.parameters())
     engine.destroy()
-    return [said, str(finite)]
+    return [text, str(finite)]
 
 
 def test_nan_loss_raises_and_leaves_the_weights_finite(stage: int) -> None:
-    for said, finite in run_ranks(nan_loss, 2, Setting(stage=stage)):
-        assert said.startswith("LossError") and "nan" in said.lower()
+    for text, finite in run_ranks(nan_loss, 2, Setting(stage=stage)):
+        assert text.startswith("LossError") and "nan" in text.lower()
         assert finite == "True"
 
 

@@ -143,16 +143,16 @@ def runs(folder: str, cases: list[Any], warm: int, steps: int) -> Iterator[tuple
 def all_runs(folder: str, cases: list[Any], warm: int, steps: int) -> tuple[list[Any], list[dict[str, int]]]:
     list(runs(folder, cases, 2, 4))  # create everything that exists once per process
     first = resources()
-    found = list(runs(folder, cases, warm, steps))
-    return found, [first, after_all(first)]
+    results = list(runs(folder, cases, warm, steps))
+    return results, [first, after_all(first)]
 
 
 def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, folder: Path, timeout: float) -> None:
     for rank in run_ranks(
         all_runs, 2, str(folder), cases, warm, steps, transport=transport, timeout=timeout, env={"OMP_NUM_THREADS": "1"}
     ):
-        found, ends = rank
-        for case, before, after in found:
+        result, ends = rank
+        for case, before, after in result:
             grown = {name: after[name] - before[name] for name in before}
             assert all(grown[name] <= 0 for name in LASTING), (case, grown)
             assert grown["objects"] < steps - warm, (case, grown)  # less than one object per step

@@ -71,9 +71,9 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor]]
         with torch.no_grad():
             loss_of(engine, 99)  # evaluation is not counted
         engine.train()
-    found = biases(engine.module)
+    result = biases(engine.module)
     engine.destroy()
-    return losses, found
+    return losses, result
 
 
 def plain(kind: str, ranks: int) -> tuple[list[list[float]], list[Tensor]]:
@@ -122,8 +122,8 @@ def test_biases_are_updated_as_in_one_process(kind: str, stage: int, parallel: d
     readers = ranks // parallel.get("tp", 1)
     losses, moved = plain(kind, readers)
     assert not all(torch.equal(*pair) for pair in zip(moved, biases(KINDS[kind]()[0]), strict=True))
-    for rank, (found, here) in enumerate(seen):
-        torch.testing.assert_close(found, losses[rank % readers], rtol=BOUND, atol=0)
+    for rank, (result, here) in enumerate(seen):
+        torch.testing.assert_close(result, losses[rank % readers], rtol=BOUND, atol=0)
         torch.testing.assert_close(here, moved, rtol=0, atol=1e-7)
 
 
@@ -174,5 +174,5 @@ def refused() -> str:
 
 
 def test_update_rate_without_a_router_bias_is_refused() -> None:
-    (said,) = run_ranks(refused, 1)
-    assert "Linear has no router with a buffer e_score_correction_bias" in said
+    (text,) = run_ranks(refused, 1)
+    assert "Linear has no router with a buffer e_score_correction_bias" in text

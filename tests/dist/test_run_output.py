@@ -49,16 +49,16 @@ def rows(path: Path) -> list[float]:
 
 
 def test_monitors_write_the_engine_values(tmp_path: Path) -> None:
-    found = run_ranks(monitored, 2, str(tmp_path))
+    result = run_ranks(monitored, 2, str(tmp_path))
     files = {path.stem.lower(): rows(path) for path in tmp_path.rglob("*.csv")}
     assert all(len(values) == STEPS for values in files.values()), files
     by_word = {word: [values for name, values in files.items() if word in name] for word in ("lr", "norm", "loss")}
-    mean = [(a + b) / 2 for a, b in zip(found[0]["loss"], found[1]["loss"], strict=True)]
-    assert by_word["lr"] and by_word["lr"][0] == pytest.approx(found[0]["lr"])
-    assert by_word["norm"] and by_word["norm"][0] == pytest.approx(found[0]["norm"])
+    mean = [(a + b) / 2 for a, b in zip(result[0]["loss"], result[1]["loss"], strict=True)]
+    assert by_word["lr"] and by_word["lr"][0] == pytest.approx(result[0]["lr"])
+    assert by_word["norm"] and by_word["norm"][0] == pytest.approx(result[0]["norm"])
     assert by_word["loss"]
     # either rank 0's loss or the mean over ranks, but over all micro-batches of the step
-    assert by_word["loss"][0] in (pytest.approx(found[0]["loss"]), pytest.approx(mean))
+    assert by_word["loss"][0] in (pytest.approx(result[0]["loss"]), pytest.approx(mean))
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 

@@ -1,4 +1,4 @@
-"""An update that reduces local gradients itself equals a plain simulation of its rule on the data of all ranks."""
+"""Law: an update that reduces local gradients itself equals a plain simulation of its rule on the data of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOUND = 1e-6
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Compute as the ranks do: another order of a sum can change the sign of an element near zero, and so the step."""
+    """Use one thread, as the ranks do: another order of a sum can flip the sign of an element near zero."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ class Case:
 
 
 def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
-    """Train steps `[first, last)` on this rank; return the gradient norms."""
+    """Train steps `[first, last)` on this rank. Return the gradient norms."""
     subject, rank, norms = specimen(case.model), dist.get_rank(), []
     for step in range(first, last):
         for micro in range(case.accumulation):
@@ -85,12 +85,12 @@ def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 
 def errors_of(engine: Any) -> dict[str, torch.Tensor]:
-    """This rank's error feedback by parameter."""
+    """Return this rank's error feedback by parameter."""
     return {state.name: state.values.clone() for state in engine._sharded.update.rank_states()}
 
 
 def result(engine: Any, norms: list[float]) -> dict[str, Any]:
-    found = {
+    results = {
         "params": whole_params(engine.module),
         "norms": norms,
         "errors": errors_of(engine),
@@ -98,7 +98,7 @@ def result(engine: Any, norms: list[float]) -> dict[str, Any]:
         "scale": engine.optimizer.loss_scale,
     }
     engine.destroy()
-    return found
+    return results
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 class Simulation:
-    """The plain run of a case."""
+    """Simulated run of a case in one process."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.subject = case, specimen(case.model)
@@ -136,7 +136,7 @@ class Simulation:
                     parameter.copy_(self.masters[name])
 
     def _local(self, step: int, rank: int) -> list[torch.Tensor | None]:
-        """The gradient of one rank: the mean over its micro-batches."""
+        """Return the gradient of one rank: the mean over its micro-batches."""
         sums: list[torch.Tensor | None] = [None] * len(self.named)
 
         def backward(loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -158,13 +158,13 @@ def require_law(case: Case, found: list[dict[str, Any]], bound: float = BOUND) -
     """Check parameters, norms and errors of all ranks against the simulation."""
     plain = Simulation(case)
     plain.run(0, case.steps)
-    for rank, one in enumerate(found):
-        error, where = relative_error(one["params"], plain.masters)
+    for rank, item in enumerate(found):
+        error, where = relative_error(item["params"], plain.masters)
         assert error <= bound, f"{case} rank {rank}: {where} is off by {error:.2e}"
-        norms = [norm for step, norm in enumerate(one["norms"]) if step not in case.overflows]
+        norms = [norm for step, norm in enumerate(item["norms"]) if step not in case.overflows]
         assert norms == pytest.approx(plain.norms, rel=max(bound, 1e-6)), f"{case} rank {rank}"
-        wanted = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
-        error, where = relative_error(one["errors"], wanted)
+        expected = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
+        error, where = relative_error(item["errors"], expected)
         assert error <= 100 * bound, f"{case} rank {rank}: the error of {where} is off by {error:.2e}"
     if case.ranks > 1:
         distinct = {name: (value - found[1]["errors"][name]).norm() for name, value in found[0]["errors"].items()}
@@ -174,7 +174,7 @@ def require_law(case: Case, found: list[dict[str, Any]], bound: float = BOUND) -
 MODELS = ["mlp", "tied", "frozen", "unused_by_rank", "unused_by_step"]
 
 
-# two ranks train every model, one and three ranks every second one
+# every model on two ranks, every second one on one and three
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
@@ -192,7 +192,7 @@ def test_training_equals_the_simulation(model: str, ranks: int) -> None:
     ]
     by_rank = run_ranks(train_all, ranks, cases, timeout=120.0)
     for number, case in enumerate(cases):
-        require_law(case, [found[number] for found in by_rank])
+        require_law(case, [result[number] for result in by_rank])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -204,14 +204,14 @@ def test_16_bit_models_have_master_weights_and_errors_in_float32(stage: int) -> 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     case = Case("mlp", stage, precision="fp16", accumulation=2, overflows=(1, 3), steps=5)
-    found = run_ranks(train, 2, case)
-    require_law(case, found, bound=1e-6)
-    assert [one["scale"] for one in found] == [16.0, 16.0]
+    result = run_ranks(train, 2, case)
+    require_law(case, result, bound=1e-6)
+    assert [item["scale"] for item in result] == [16.0, 16.0]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_local_gradient_that_is_not_finite_is_named(stage: int) -> None:
-    # of the last rank, in the last parameters as in the first: each rank looks at whole gradients
+    # overflows in the first and in the last parameters: each rank checks full gradients
     with pytest.raises(
         RankError, match=r"(?s)LossError.*step 1: the gradient norm is nan, first in 'blocks.0.norm.weight'"
     ):
@@ -253,29 +253,29 @@ def test_a_resumed_run_on_the_same_ranks_is_exact(first: int, second: int, tmp_p
 def test_errors_are_converted_for_another_number_of_ranks(stage: int, before: int, after: int, tmp_path: Path) -> None:
     case = Case("mlp", stage, before)
     run_ranks(save, before, case, str(tmp_path), 0)
-    found = run_ranks(resume, after, replace(case, ranks=after), str(tmp_path), 3)
+    result = run_ranks(resume, after, replace(case, ranks=after), str(tmp_path), 3)
     plain = Simulation(case)
     plain.run(0, case.steps)
     plain.rule.relay(after)
     relaid = [dict(zip(plain.masters, errors, strict=True)) for errors in plain.rule.errors]
     plain.run(case.steps, case.steps + 3)
-    for rank, one in enumerate(found):
-        error, where = relative_error(one["loaded"], relaid[rank])
+    for rank, item in enumerate(result):
+        error, where = relative_error(item["loaded"], relaid[rank])
         assert error <= BOUND, f"rank {rank}: the error of {where} is off by {error:.2e}"
-        error, where = relative_error(one["params"], plain.masters)
+        error, where = relative_error(item["params"], plain.masters)
         assert error <= BOUND, f"rank {rank}: {where} is off by {error:.2e}"
 
 
 def refreshed_run(case: Case) -> list[dict[str, Any]]:
-    """Train without and with a new layout of the model in the middle."""
-    found = []
+    """Train without and with a refresh of the model's layout in the middle."""
+    results = []
     for refreshes in (False, True):
         engine = start(specimen(case.model), case.config)
         norms = steps(engine, case, 0, 2)
         if refreshes:
             engine.refresh()
-        found.append(result(engine, norms + steps(engine, case, 2, case.steps)))
-    return found
+        results.append(result(engine, norms + steps(engine, case, 2, case.steps)))
+    return results
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -286,21 +286,21 @@ def test_refresh_keeps_the_states_of_each_rank(stage: int) -> None:
 
 
 def changed_fingerprints(case: Case) -> list[str]:
-    """Fingerprints before and after the error of the last rank alone changes in one element."""
+    """Return the fingerprints before and after one element of the last rank's error feedback changes."""
     engine = start(specimen(case.model), case.config)
     steps(engine, case, 0, 1)
-    found = [str(engine.fingerprint())]
+    results = [str(engine.fingerprint())]
     if dist.get_rank() == dist.get_world_size() - 1:
         next(engine._sharded.update.rank_states()).values[0] += 1.0
-    found.append(str(engine.fingerprint()))
+    results.append(str(engine.fingerprint()))
     engine.destroy()
-    return found
+    return results
 
 
 def test_the_fingerprint_covers_every_rank_and_no_stage() -> None:
     by_stage = [run_ranks(changed_fingerprints, 2, Case(stage=stage))[0] for stage in (0, 1)]
     assert by_stage[0] == by_stage[1]
-    (parameters, states), (same, other) = (one.split("-") for one in by_stage[0])
+    (parameters, states), (same, other) = (item.split("-") for item in by_stage[0])
     assert parameters == same and states != other
 
 
@@ -314,15 +314,15 @@ def gradients_and_traffic(stage: int) -> dict[str, Any]:
     moved = dict(traffic.bytes_moved)
     name, parameter = next(iter(engine.module.named_parameters()))
     mean = windlass.zero.full_grad(parameter)
-    said = ""
+    text = ""
     try:
         windlass.zero.local_grad(parameter)
     except windlass.WindlassError as error:
-        said = str(error)
+        text = str(error)
     windlass.zero.set_full_grad(parameter, torch.ones_like(mean))
     ones = windlass.zero.full_grad(parameter)
     engine.destroy()
-    return {"name": name, "mean": mean, "said": said, "ones": ones, "moved": moved}
+    return {"name": name, "mean": mean, "said": text, "ones": ones, "moved": moved}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -330,15 +330,17 @@ def test_full_gradient_is_the_mean_of_local_gradients(stage: int) -> None:
     plain = Simulation(Case("mlp"))
     local = [plain._local(0, rank)[0] for rank in range(2)]
     assert local[0] is not None and local[1] is not None
-    for found in run_ranks(gradients_and_traffic, 2, stage):
-        torch.testing.assert_close(found["mean"], (local[0] + local[1]) / 2)
-        assert torch.equal(found["ones"], torch.ones_like(found["ones"]))
-        assert f"{found['name']!r} has no shard of a reduced gradient" in found["said"] and "full_grad" in found["said"]
-        assert not any(found["moved"].values()), "a gradient was communicated in the backward"
+    for result in run_ranks(gradients_and_traffic, 2, stage):
+        torch.testing.assert_close(result["mean"], (local[0] + local[1]) / 2)
+        assert torch.equal(result["ones"], torch.ones_like(result["ones"]))
+        assert (
+            f"{result['name']!r} has no shard of a reduced gradient" in result["said"] and "full_grad" in result["said"]
+        )
+        assert not any(result["moved"].values()), "a gradient was communicated in the backward"
 
 
 def unfrozen_run(case: Case) -> dict[str, Any]:
-    """Train with a frozen parameter for two steps, then with it."""
+    """Train two steps with a frozen parameter, then unfreeze it."""
     model = oracle.build(specimen(case.model), dist.get_rank())
     late = dict(model.named_parameters())[LATE]
     late.requires_grad_(False)
@@ -365,11 +367,11 @@ def test_unfrozen_parameters_start_with_zero_error(stage: int) -> None:
 
     plain._local = without  # type: ignore[method-assign]
     plain.run(0, case.steps)
-    for rank, found in enumerate(run_ranks(unfrozen_run, 2, case)):
-        error, where = relative_error(found["params"], plain.masters)
+    for rank, actual in enumerate(run_ranks(unfrozen_run, 2, case)):
+        error, where = relative_error(actual["params"], plain.masters)
         assert error <= BOUND, f"rank {rank}: {where} is off by {error:.2e}"
-        wanted = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
-        assert relative_error(found["errors"], wanted)[0] <= 100 * BOUND
+        expected = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
+        assert relative_error(actual["errors"], expected)[0] <= 100 * BOUND
 
 
 def initialize(config: dict[str, Any]) -> None:

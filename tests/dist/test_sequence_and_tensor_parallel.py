@@ -25,7 +25,7 @@ def law(cases: list[Case], kind: str, tp: dict[str, Any], long: dict[str, Any] |
     for name, changes, of in cases:
         given = batch(of, 13)
         plain, model = build(name, **changes), build(name, **changes)
-        wanted_loss, wanted = loss_and_gradients(plain, dict(given))
+        wanted_loss, expected = loss_and_gradients(plain, dict(given))
         apply_tensor_parallel(model, mesh.tp, **tp)
         apply_sequence_parallel(model, mesh.sp, sp_mode=kind)
         if long is not None:
@@ -38,7 +38,7 @@ def law(cases: list[Case], kind: str, tp: dict[str, Any], long: dict[str, Any] |
             if "tp" in placement.partial_axes:
                 mesh.tp.all_reduce(mean)
             check_close(
-                gather_full_tensor(mean, placement, mesh.tp), wanted[parameter_name], f"{name} {of}: {parameter_name}"
+                gather_full_tensor(mean, placement, mesh.tp), expected[parameter_name], f"{name} {of}: {parameter_name}"
             )
         model.eval()
         plain.eval()
@@ -76,12 +76,12 @@ def refused() -> str:
 
     model = build("llama")
     apply_tensor_parallel(model, axis_of_all("tp"), tp_sequence_norms=True)
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as results:
         apply_long_context(model)
     apply_long_context(model, tiled_mlp=False)  # the first call changed nothing
-    return str(told.value)
+    return str(results.value)
 
 
 def test_mlps_that_gather_tokens_cannot_be_tiled() -> None:
     """An MLP that gathers tokens is refused: ranks with different numbers of tiles would deadlock."""
-    assert all("tiled_mlp=False" in told for told in run_ranks(refused, 2))
+    assert all("tiled_mlp=False" in results for results in run_ranks(refused, 2))

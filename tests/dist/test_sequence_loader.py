@@ -70,9 +70,9 @@ def loaded(from_first: bool) -> None:
         model.zero_grad()
         plain.zero_grad()
         loss, gradients = loss_and_gradients(model, part)
-        wanted_loss, wanted = loss_and_gradients(plain, batch(kind, length))
+        wanted_loss, expected = loss_and_gradients(plain, batch(kind, length))
         check_close(loss, wanted_loss, kind)
-        check_mean(axis, gradients, wanted, kind)
+        check_mean(axis, gradients, expected, kind)
         seen += tokens
     if batches is not None:
         assert len(loader) == len(CASES)
@@ -121,12 +121,12 @@ def registered(
     assert mpu.get_data_parallel_world_size() == world // 2 and mpu.get_data_parallel_rank() == rank // 2
     assert mpu.get_sequence_data_parallel_world_size() == world and mpu.get_model_parallel_world_size() == 1
     group = mpu.get_sequence_parallel_group()
-    mine = [own_samples(rank, kind, length) for kind, length in kinds]
-    adapter = UlyssesSPDataLoaderAdapter(mine, rank % 2, group, 2, "cpu", pad_to_sp_multiple=pads)
+    local = [own_samples(rank, kind, length) for kind, length in kinds]
+    adapter = UlyssesSPDataLoaderAdapter(local, rank % 2, group, 2, "cpu", pad_to_sp_multiple=pads)
     first = rank - rank % 2
     wholes = [own_samples(first + other, kind, length) for kind, length in kinds for other in range(2)]
     assert len(adapter) == len(wholes)
-    for whole, part in zip(wholes, adapter, strict=True):
+    for full, part in zip(wholes, adapter, strict=True):
         model.zero_grad()
         plain.zero_grad()
         assert "labels" not in part and part["input_ids"].shape == part["position_ids"].shape
@@ -142,12 +142,12 @@ def registered(
         counts = mpu.sp.all_gather((part["shift_labels"] != -100).sum().view(1))
         loss = (losses * counts).sum() / counts.sum()
         loss.backward()
-        wanted_loss, wanted = loss_and_gradients(plain, dict(whole))
+        wanted_loss, expected = loss_and_gradients(plain, dict(full))
         check_close(loss.detach(), wanted_loss, "loss")
         axis = mpu.sp
         for name, parameter in model.named_parameters():
             mean = axis.all_reduce(parameter.grad.clone()) / axis.size
-            check_close(mean, wanted[name], name)
+            check_close(mean, expected[name], name)
     assert next(adapter, "the next epoch begins") is not None
     model.eval()
     check_close(model(wholes[0]["input_ids"]).logits, plain(wholes[0]["input_ids"]).logits, "evaluation")
@@ -185,20 +185,20 @@ def distributed_attention(tokens_first: bool, heads: int, keys: int, sizes: list
     length = sum(sizes)
     along = 0 if tokens_first else 1
     shape = [length, 2] if tokens_first else [2, length]
-    whole = [torch.randn(*shape, n, 8).requires_grad_() for n in (heads, keys, keys)]
-    expected = attend(*whole, tokens_first=tokens_first)
+    full = [torch.randn(*shape, n, 8).requires_grad_() for n in (heads, keys, keys)]
+    expected = attend(*full, tokens_first=tokens_first)
     start = sum(sizes[: axis.index])
-    own = [x.detach().narrow(along, start, sizes[axis.index]).clone().requires_grad_() for x in whole]
+    own = [x.detach().narrow(along, start, sizes[axis.index]).clone().requires_grad_() for x in full]
     layer = DistributedAttention(
         lambda q, k, v: attend(q, k, v, tokens_first), axis.group.process_group, 2, 0 if tokens_first else 1
     )
-    found = layer(*own, 1 if tokens_first else 0)
-    check_close(found, expected.narrow(along, start, sizes[axis.index]), "output")
+    actual = layer(*own, 1 if tokens_first else 0)
+    check_close(actual, expected.narrow(along, start, sizes[axis.index]), "output")
     gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     expected.backward(gradient)
-    found.backward(gradient.narrow(along, start, sizes[axis.index]))
-    for one, other in zip(own, whole, strict=True):
-        check_close(one.grad, other.grad.narrow(along, start, sizes[axis.index]), "gradient")
+    actual.backward(gradient.narrow(along, start, sizes[axis.index]))
+    for item, other in zip(own, full, strict=True):
+        check_close(item.grad, other.grad.narrow(along, start, sizes[axis.index]), "gradient")
 
 
 @pytest.mark.parametrize(
@@ -219,11 +219,11 @@ def cross_entropy() -> None:
     start = sum(sizes[: axis.index])
     own = logits.detach().narrow(0, start, sizes[axis.index]).clone().requires_grad_()
     labels = target.narrow(0, start, sizes[axis.index])
-    found = vocab_sequence_parallel_cross_entropy(own, labels, axis.group.process_group)
-    wanted = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(5, 2)
-    check_close(found, wanted, "losses")
-    found.square().sum().backward()
-    wanted.square().sum().backward()
+    actual = vocab_sequence_parallel_cross_entropy(own, labels, axis.group.process_group)
+    expected = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(5, 2)
+    check_close(actual, expected, "losses")
+    actual.square().sum().backward()
+    expected.square().sum().backward()
     check_close(own.grad, logits.grad.narrow(0, start, sizes[axis.index]), "gradient")
 
 
@@ -257,16 +257,16 @@ def test_tiled_computations_under_deepspeed_names() -> None:
     def same(found: Tensor, wanted: Tensor) -> None:
         torch.testing.assert_close(found, wanted)
         weights = torch.rand_like(wanted)
-        graded = [torch.autograd.grad(one, inputs, weights, retain_graph=True) for one in (found, wanted)]
+        graded = [torch.autograd.grad(item, inputs, weights, retain_graph=True) for item in (found, wanted)]
         torch.testing.assert_close(*graded)
 
     def loss(self: _Layer, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         losses = functional.cross_entropy(_mlp(self, x).flatten(0, -2), y.flatten(), reduction="none")
         return losses.sum() if mask is None else (losses * mask.flatten()).sum()
 
-    whole = _mlp(layer, hidden)
-    same(TiledMLP.apply(_mlp, layer, hidden, 4, list(layer.parameters())), whole)
-    same(TiledMLP.apply(_mlp, layer, hidden, 2, None), whole)
+    full = _mlp(layer, hidden)
+    same(TiledMLP.apply(_mlp, layer, hidden, 4, list(layer.parameters())), full)
+    same(TiledMLP.apply(_mlp, layer, hidden, 2, None), full)
     parameters = list(layer.parameters())
     for shards in (1, 3, 4):
         same(
@@ -274,11 +274,11 @@ def test_tiled_computations_under_deepspeed_names() -> None:
             loss(layer, hidden, labels),
         )
         mask = torch.rand(2, 9).round()
-        found = TiledFusedLogitsLoss.apply(loss, layer, hidden, labels, mask, shards, parameters, "mean")
+        actual = TiledFusedLogitsLoss.apply(loss, layer, hidden, labels, mask, shards, parameters, "mean")
         parts = -(-18 // -(-18 // shards))
-        same(found, loss(layer, hidden, labels, mask) / parts)
+        same(actual, loss(layer, hidden, labels, mask) / parts)
     shard, passed = {"x": hidden, "y": labels}, {"self": layer}
-    same(sequence_tiled_compute(lambda x, y, self: _mlp(self, x), 9, 4, shard, passed, "x", parameters, 1, None), whole)
+    same(sequence_tiled_compute(lambda x, y, self: _mlp(self, x), 9, 4, shard, passed, "x", parameters, 1, None), full)
     same(sequence_tiled_compute(loss, 9, 3, shard, passed, "x", parameters, 0, "sum"), loss(layer, hidden, labels))
     same(
         SequenceTiledCompute.apply(loss, 9, 3, ["x", "y"], ["self"], "x", parameters, 0, "mean", hidden, labels, layer),
@@ -292,7 +292,7 @@ def wrong() -> list[str]:
     from windlass.compat.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     axis = axis_of_all()
-    said = []
+    text = []
     group = axis.group.process_group
     register = UlyssesSPAttentionHF.register_with_transformers
     short = [{"input_ids": torch.ones(1, 1), "labels": torch.ones(1, 1)}]
@@ -308,14 +308,14 @@ def wrong() -> list[str]:
         try:
             call()
         except WindlassError as error:
-            said.append(str(error))
-    return said
+            text.append(str(error))
+    return text
 
 
 def test_invalid_loaders_are_refused() -> None:
-    said = run_ranks(wrong, 2)
-    assert said[0] == said[1]
-    wanted = ["eager", "sequence_parallel_size = 3", "scatter_idx = 1", "rotary_pos_emb", "labels", "1 tokens"]
-    assert len(said[0]) == len(wanted)
-    for found, words in zip(said[0], wanted, strict=True):
-        assert words in found
+    text = run_ranks(wrong, 2)
+    assert text[0] == text[1]
+    expected = ["eager", "sequence_parallel_size = 3", "scatter_idx = 1", "rotary_pos_emb", "labels", "1 tokens"]
+    assert len(text[0]) == len(expected)
+    for actual, words in zip(text[0], expected, strict=True):
+        assert words in actual

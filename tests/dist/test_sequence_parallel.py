@@ -84,11 +84,11 @@ def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
     """Return a batch of full sequences."""
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(1, VOCABULARY, (samples, length), generator=draw)
-    found = {"input_ids": ids, "labels": ids.clone()}
+    results = {"input_ids": ids, "labels": ids.clone()}
     if kind == "packed":  # documents with different ends in each sample
         ends = [[0, 3, 4, length], [0, length // 2, length]]
         rows = [torch.cat([torch.arange(b - a) for a, b in zip(e, e[1:], strict=False)]) for e in ends]
-        found["position_ids"] = torch.stack(rows)
+        results["position_ids"] = torch.stack(rows)
     elif kind in ("left", "right", "holes"):
         mask = torch.ones_like(ids)
         ids[0, :2] = 1  # id 1 is RoBERTa's padding
@@ -100,11 +100,11 @@ def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
         else:
             mask[0, 2:4] = 0
             mask[1, 5:9:2] = 0
-        found["attention_mask"] = mask
-        found["labels"] = found["labels"].masked_fill(mask == 0, -100)
+        results["attention_mask"] = mask
+        results["labels"] = results["labels"].masked_fill(mask == 0, -100)
     elif kind == "answers":  # prompts have no labels, so some shards have none
-        found["labels"][:, : length * 2 // 3] = -100
-    return found
+        results["labels"][:, : length * 2 // 3] = -100
+    return results
 
 
 def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -136,12 +136,12 @@ def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
     axis = axis_of_all()
     for name, changes, kind, length in cases:
         given, case = batch(kind, length), f"{name} {changes} {kind} {length}"
-        wanted_loss, wanted = loss_and_gradients(build(name, **changes), dict(given))
+        wanted_loss, expected = loss_and_gradients(build(name, **changes), dict(given))
         model = build(name, **changes)
         apply_sequence_parallel(model, axis, **WAYS[way])
         loss, gradients = loss_and_gradients(model, dict(given))
         check_close(loss, wanted_loss, f"{case}: loss")
-        check_mean(axis, gradients, wanted, case)
+        check_mean(axis, gradients, expected, case)
 
 
 def check_mean(
@@ -238,7 +238,7 @@ def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]
         **more: Any,
     ) -> tuple[Tensor, None]:
         samples, heads, length, features = query.shape
-        key, value = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (key, value))
+        key, value = (item.repeat_interleave(heads // item.shape[1], dim=1) for item in (key, value))
         scores = query @ key.mT * (features**-0.5 if scaling is None else scaling)
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
@@ -264,7 +264,7 @@ def dropping(way: str, recompute: bool) -> None:
         ("llama", {"attention_dropout": 0.2, "initializer_range": 0.3}),
     ):
         given = batch("plain", 13)
-        wanted_loss, wanted = whole_with_dropout(name, changes, dict(given))
+        wanted_loss, expected = whole_with_dropout(name, changes, dict(given))
         model = build(name, **changes)
         apply_sequence_parallel(model, axis, **WAYS[way])
         if recompute:
@@ -272,7 +272,7 @@ def dropping(way: str, recompute: bool) -> None:
         torch.manual_seed(9)
         loss, gradients = loss_and_gradients(model, dict(given))
         check_close(loss, wanted_loss, f"{name}: loss")
-        check_mean(axis, gradients, wanted, name)
+        check_mean(axis, gradients, expected, name)
         again = model(**given).loss
         assert float((again - loss).abs()) > 1e-2  # another forward drops other weights
         model.eval()
@@ -312,45 +312,45 @@ def loss_bytes(ranks: int) -> int:
 def test_ulysses_traffic_equals_the_formula(ranks: int) -> None:
     """A layer moves `4 N h / P` elements less the part that each rank keeps, and as many in the backward."""
     one_way = 4 * SAMPLES * TOKENS * FEATURES // ranks * (ranks - 1) // ranks
-    wanted = {"all_to_all": 2 * LAYERS * one_way * FLOAT, "all_reduce": loss_bytes(ranks)}
+    expected = {"all_to_all": 2 * LAYERS * one_way * FLOAT, "all_reduce": loss_bytes(ranks)}
     moved = run_ranks(bytes_of, ranks, "ulysses", "llama", {"num_key_value_heads": 4}, TOKENS)
-    assert moved == [wanted] * ranks
+    assert moved == [expected] * ranks
 
 
 def test_ulysses_sends_shared_key_heads_once_per_user() -> None:
     """One key head for four query heads is sent to each of four ranks."""
     queries_and_output = 2 * SAMPLES * TOKENS * FEATURES // 4 * 3 // 4
     keys_and_values = 2 * SAMPLES * TOKENS // 4 * 3 * (FEATURES // 4)
-    wanted = 2 * LAYERS * (queries_and_output + keys_and_values) * FLOAT
+    expected = 2 * LAYERS * (queries_and_output + keys_and_values) * FLOAT
     moved = run_ranks(bytes_of, 4, "ulysses", "llama", {"num_key_value_heads": 1}, TOKENS)
-    assert [one["all_to_all"] for one in moved] == [wanted] * 4
+    assert [item["all_to_all"] for item in moved] == [expected] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ring_traffic_equals_the_formula(ranks: int) -> None:
     block = 2 * SAMPLES * TOKENS // ranks * (FEATURES // 2)  # two key heads of four
     forward, backward = (ranks - 1) * block, (ranks - 1) * block + ranks * block
-    wanted = {"pass_on": LAYERS * (forward + backward) * FLOAT, "all_reduce": loss_bytes(ranks)}
+    expected = {"pass_on": LAYERS * (forward + backward) * FLOAT, "all_reduce": loss_bytes(ranks)}
     moved = run_ranks(bytes_of, ranks, "ring", "llama", {}, TOKENS)
-    assert moved == [wanted] * ranks
+    assert moved == [expected] * ranks
 
 
 def test_ring_stops_at_the_end_of_the_window() -> None:
     """With 6 tokens per rank and a window of 5, one previous block is enough, and gradients return one rank."""
     block = 2 * SAMPLES * TOKENS // 4 * (FEATURES // 2)
     moved = run_ranks(bytes_of, 4, "ring, unbalanced", "mistral", {}, TOKENS)
-    assert [one["pass_on"] for one in moved] == [LAYERS * (block + block + 2 * block) * FLOAT] * 4
+    assert [item["pass_on"] for item in moved] == [LAYERS * (block + block + 2 * block) * FLOAT] * 4
 
 
 def test_combined_traffic_is_the_sum_of_both() -> None:
     one_way = (2 * FEATURES + 2 * FEATURES // 2) * SAMPLES * TOKENS // 4 // 2  # half of a quarter of the tokens
     block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one key head of half the tokens
-    wanted = {
+    expected = {
         "all_to_all": 2 * LAYERS * one_way * FLOAT,
         "pass_on": LAYERS * (block + block + 2 * block) * FLOAT,
         "all_reduce": loss_bytes(4),
     }
-    assert run_ranks(bytes_of, 4, "both", "llama", {}, TOKENS) == [wanted] * 4
+    assert run_ranks(bytes_of, 4, "both", "llama", {}, TOKENS) == [expected] * 4
 
 
 # ----------------------------------------------------------------------------- attributes that are read from a model
@@ -370,13 +370,13 @@ def outputs(way: str) -> None:
         given = {key: value for key, value in batch(kind, length).items() if key != "labels"}
         plain, model = build(name), build(name)
         apply_sequence_parallel(model, axis, **WAYS[way])
-        wanted, found = plain(**given), model(**given)
+        expected, actual = plain(**given), model(**given)
         key = "logits" if name == "llama" else "last_hidden_state"
         real = given.get("attention_mask", torch.ones(2, length))[..., None]
-        check_close(found[key] * real, wanted[key] * real, f"{name} {key}")
-        weights = torch.randn(found[key].shape, generator=torch.Generator().manual_seed(0)) * real
-        (wanted[key] * weights).sum().backward()
-        (found[key] * weights).sum().backward()
+        check_close(actual[key] * real, expected[key] * real, f"{name} {key}")
+        weights = torch.randn(actual[key].shape, generator=torch.Generator().manual_seed(0)) * real
+        (expected[key] * weights).sum().backward()
+        (actual[key] * weights).sum().backward()
         found_gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         wanted_gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
         check_mean(axis, found_gradients, wanted_gradients, name)
@@ -402,33 +402,33 @@ def other_calls() -> None:
     embedded = plain.get_input_embeddings()(ids).detach()
     check_close(model(inputs_embeds=embedded, labels=labels).loss, plain(ids, labels=labels).loss, "embeddings")
     for items in (50, torch.tensor(50)):
-        found = model(**given, num_items_in_batch=items).loss
-        check_close(found, plain(**given, num_items_in_batch=items).loss, "items")
+        actual = model(**given, num_items_in_batch=items).loss
+        check_close(actual, plain(**given, num_items_in_batch=items).loss, "items")
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
-    found = model(ids, labels=ids, shift_labels=shifted).loss
-    check_close(found, plain(ids, labels=labels).loss, "labels that are shifted already")
+    actual = model(ids, labels=ids, shift_labels=shifted).loss
+    check_close(actual, plain(ids, labels=labels).loss, "labels that are shifted already")
     model.eval()
     with torch.no_grad():
         check_close(model(**given).loss, plain(**given).loss, "evaluation")
     copied = copy.deepcopy(model)
-    found, gradients = loss_and_gradients(copied, dict(given))
-    wanted, expected = loss_and_gradients(plain, dict(given))
-    check_close(found, wanted, "a copy")
+    actual, gradients = loss_and_gradients(copied, dict(given))
+    requested, expected = loss_and_gradients(plain, dict(given))
+    check_close(actual, requested, "a copy")
     check_mean(axis, gradients, expected, "a copy")
     assert all(p.grad is None for p in model.parameters())
     model.config.use_cache = plain.config.use_cache = True
     check_close(model(**given).loss, plain(**given).loss, "with a cache in the config")
     plain.eval()
-    made = [one.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0) for one in (plain, model)]
+    made = [item.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0) for item in (plain, model)]
     assert torch.equal(*made)
     for reentrant in (False, True):
         again = build("llama")
         apply_sequence_parallel(again, axis, sp_mode="ring")
         again.activation_checkpointing_enable({"use_reentrant": reentrant})
         again.enable_input_require_grads()
-        found, gradients = loss_and_gradients(again, dict(given))
-        wanted, expected = loss_and_gradients(build("llama"), dict(given))
-        check_close(found, wanted, "recomputed")
+        actual, gradients = loss_and_gradients(again, dict(given))
+        requested, expected = loss_and_gradients(build("llama"), dict(given))
+        check_close(actual, requested, "recomputed")
         check_mean(axis, gradients, expected, "recomputed")
 
 
@@ -443,17 +443,18 @@ def interleaved() -> None:
     axis = axis_of_all()
     plain, model = build("llama"), build("llama")
     apply_sequence_parallel(model, axis, sp_mode="ring")
-    for one in (plain, model):
-        one.train()
-        one.activation_checkpointing_enable({"use_reentrant": False})
+    for item in (plain, model):
+        item.train()
+        item.activation_checkpointing_enable({"use_reentrant": False})
     losses = [
-        [one(**batch(kind, length)).loss for kind, length in (("packed", 13), ("left", 9))] for one in (plain, model)
+        [entry(**batch(kind, length)).loss for kind, length in (("packed", 13), ("left", 9))]
+        for entry in (plain, model)
     ]
     for of_one in losses:
         for loss in of_one:
             loss.backward()
-    wanted = {n: p.grad for n, p in plain.named_parameters()}
-    check_mean(axis, {n: p.grad for n, p in model.named_parameters()}, wanted, "interleaved")
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    check_mean(axis, {n: p.grad for n, p in model.named_parameters()}, expected, "interleaved")
 
 
 def test_several_forwards_before_their_backwards() -> None:
@@ -497,8 +498,8 @@ def adapters() -> None:
     wanted_loss, _ = loss_and_gradients(plain, batch("packed", 13))
     loss, _ = loss_and_gradients(model, batch("packed", 13))
     check_close(loss, wanted_loss, "loss")
-    wanted = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
-    check_mean(axis, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}, wanted, "adapter")
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    check_mean(axis, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}, expected, "adapter")
 
 
 def test_adapters() -> None:
@@ -516,15 +517,15 @@ def refused() -> list[str]:
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
-    said = []
+    text = []
 
     def tell(call: Any) -> None:
         try:
             call()
         except WindlassError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            text.append(f"{type(error).__name__}: {error}")
         else:
-            said.append("nothing")
+            text.append("nothing")
 
     def apply(model: Any, **how: Any) -> Any:
         apply_sequence_parallel(model, axis, **how)
@@ -565,7 +566,7 @@ def refused() -> list[str]:
     places.__class__ = type("OtherEmbedding", (type(places),), {})
     apply(model)
     tell(lambda: model(**given))
-    return said
+    return text
 
 
 REFUSALS = [
@@ -591,10 +592,10 @@ REFUSALS = [
 
 
 def test_unshardable_inputs_are_refused() -> None:
-    said = run_ranks(refused, 2)
-    assert said[0] == said[1] and len(said[0]) == len(REFUSALS)
-    for found, wanted in zip(said[0], REFUSALS, strict=True):
-        assert re.match(wanted, found), f"{wanted!r} was to be said, and it was {found!r}"
+    text = run_ranks(refused, 2)
+    assert text[0] == text[1] and len(text[0]) == len(REFUSALS)
+    for actual, expected in zip(text[0], REFUSALS, strict=True):
+        assert re.match(expected, actual), f"{expected!r} was to be said, and it was {actual!r}"
 
 
 def test_an_axis_of_one_rank_changes_nothing() -> None:

@@ -58,25 +58,25 @@ def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:
     after = torch.rand(4)  # rank 0 has drawn as many numbers as the plain build
     torch.manual_seed(7)
     build()
-    said = [] if rank or torch.equal(after, torch.rand(4)) else ["the random stream moved"]
+    text = [] if rank or torch.equal(after, torch.rand(4)) else ["the random stream moved"]
     from windlass.zero.core.sharded_parameter import ShardedParameter
 
     if torch.distributed.get_world_size() > 1 or options.get("remote_device") == "nvme":
-        said += [f"{n} is whole" for n, p in model.named_parameters() if not isinstance(p, ShardedParameter)]
-    found, wanted = whole(model), dict(plain.named_parameters(remove_duplicate=False))
-    if list(found) != list(wanted):
-        said.append(f"names {list(found)} and {list(wanted)}")
-    for name, value in wanted.items():
-        same = found[name].dtype == value.dtype and torch.equal(found[name], value)
-        if not same or found[name].stride() != value.stride():
-            said.append(f"{name} differs")
+        text += [f"{n} is whole" for n, p in model.named_parameters() if not isinstance(p, ShardedParameter)]
+    actual, expected = whole(model), dict(plain.named_parameters(remove_duplicate=False))
+    if list(actual) != list(expected):
+        text.append(f"names {list(actual)} and {list(expected)}")
+    for name, value in expected.items():
+        same = actual[name].dtype == value.dtype and torch.equal(actual[name], value)
+        if not same or actual[name].stride() != value.stride():
+            text.append(f"{name} differs")
     ties = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
     plain_ties = {n: id(p) for n, p in plain.named_parameters(remove_duplicate=False)}
     for name in ties:
         if [ties[o] == ties[name] for o in ties] != [plain_ties[o] == plain_ties[name] for o in plain_ties]:
-            said.append(f"{name} is tied otherwise")
+            text.append(f"{name} is tied otherwise")
     flags = {n: p.requires_grad for n, p in model.named_parameters()}
-    return said + [f"{n}.requires_grad" for n, p in plain.named_parameters() if flags[n] != p.requires_grad]
+    return text + [f"{n}.requires_grad" for n, p in plain.named_parameters() if flags[n] != p.requires_grad]
 
 
 # ------------------------------------------------------------------------------------------------ awkward constructions
@@ -186,22 +186,22 @@ def hugging_face(name: str) -> nn.Module:
 
 def all_differences(names: list[str], floor: bool) -> dict[str, list[str]]:
     """Return the differences by name of the model. Names without differences are absent."""
-    said: dict[str, list[str]] = {}
+    text: dict[str, list[str]] = {}
     with cut_at_once() if floor else _nothing():
         for name in names:
             try:
                 if name in AWKWARD:
-                    found = differences(AWKWARD[name])
+                    result = differences(AWKWARD[name])
                 elif name.startswith("hf_"):
-                    found = differences(lambda name=name: hugging_face(name[3:]))
+                    result = differences(lambda name=name: hugging_face(name[3:]))
                 else:
-                    found = differences(specimen(name).build)
+                    result = differences(specimen(name).build)
             except Exception as error:
                 error.add_note(f"building {name}")
                 raise
-            if found:
-                said[name] = found
-    return said
+            if result:
+                text[name] = result
+    return text
 
 
 @contextmanager
@@ -222,16 +222,16 @@ def _nothing() -> Any:
 )
 def test_sharded_init_is_bitwise_equal_to_plain_init(floor: bool, ranks: int) -> None:
     names = [*ZOO, *HF_ZOO, *AWKWARD]
-    for said in run_ranks(all_differences, ranks, names, floor, timeout=120):
-        assert not said
+    for text in run_ranks(all_differences, ranks, names, floor, timeout=120):
+        assert not text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_transformers_models_are_bitwise_equal_to_plain_ones(ranks: int) -> None:
     pytest.importorskip("transformers")
     names = [f"hf_{name}" for name in ("llama", "gpt2", "bert", "t5", "qwen_moe")]
-    for said in run_ranks(all_differences, ranks, names, True, timeout=120):
-        assert not said
+    for text in run_ranks(all_differences, ranks, names, True, timeout=120):
+        assert not text
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -241,7 +241,7 @@ def train_both(names: list[str], recipe: Recipe, settings: list[Setting]) -> lis
     """Train each specimen constructed in full and sharded. Return every difference in any bit."""
     import windlass
 
-    said = []
+    reported = []
     build = oracle.build
 
     def sharded(subject: Any, rank: int = 0) -> nn.Module:
@@ -260,8 +260,8 @@ def train_both(names: list[str], recipe: Recipe, settings: list[Setting]) -> lis
                     raise
                 finally:
                     oracle.build = build
-            said += [f"{name} {setting}: {text}" for text in bitwise_difference(traces[:1], traces[1:])]
-    return said
+            reported += [f"{name} {setting}: {text}" for text in bitwise_difference(traces[:1], traces[1:])]
+    return reported
 
 
 SETTINGS = [
@@ -280,24 +280,24 @@ def test_sharded_init_trains_as_plain_init(ranks: int, transport: str) -> None:
     settings = [Setting(s.stage, persistence=s.persistence, zero=s.zero, transport=transport) for s in SETTINGS]
     names = ["tied", "lora", "odd_shapes"] if ranks == 2 else ["tied", "odd_shapes"]
     settings = settings[:3] if ranks == 3 else settings
-    for said in run_ranks(train_both, ranks, names, recipe, settings, transport=transport, timeout=180):
-        assert not said
+    for text in run_ranks(train_both, ranks, names, recipe, settings, transport=transport, timeout=180):
+        assert not text
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_unusual_models_and_precisions_train_as_plain_init(precision: str) -> None:
     recipe = Recipe(2, steps=2, precision=precision, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     names = ["t5"] if precision == "bf16" else ["untidy", "frozen_first", "convolutions", "weight_norm", "t5"]
-    for said in run_ranks(train_both, 2, names, recipe, [Setting(3)], transport="shm", timeout=180):
-        assert not said
+    for text in run_ranks(train_both, 2, names, recipe, [Setting(3)], transport="shm", timeout=180):
+        assert not text
 
 
 @pytest.mark.parametrize("zero", [{"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}])
 def test_mics_and_secondary_shards(zero: dict[str, Any]) -> None:
     recipe = Recipe(4, steps=2, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     settings = [Setting(3, zero=tuple(zero.items()))]
-    for said in run_ranks(train_both, 4, ["tied"], recipe, settings, transport="gloo", timeout=120):
-        assert not said
+    for text in run_ranks(train_both, 4, ["tied"], recipe, settings, transport="gloo", timeout=120):
+        assert not text
 
 
 def said_at_stage(stage: int) -> list[str]:
@@ -321,8 +321,8 @@ def said_at_stage(stage: int) -> list[str]:
 
 
 def test_stage_without_sharded_parameters_logs_one_line() -> None:
-    for said in run_ranks(said_at_stage, 2, 1):
-        assert len(said) == 1 and "sharded 2 parameters" in said[0] and "stage 1 gathers" in said[0]
+    for text in run_ranks(said_at_stage, 2, 1):
+        assert len(text) == 1 and "sharded 2 parameters" in text[0] and "stage 1 gathers" in text[0]
     assert run_ranks(said_at_stage, 2, 3) == [[], []]
 
 
@@ -413,18 +413,22 @@ def forms() -> dict[str, Any]:
     seen["nested"] = [isinstance(m.weight, ShardedParameter) for m in (inner, also)]
     torch.manual_seed(11 + rank)
     outside = nn.Linear(5, 5)
-    wanted = [outside.weight.detach().clone()]
+    expected = [outside.weight.detach().clone()]
     with windlass.zero.Init():
         holder = nn.Sequential(nn.Linear(2, 2))
         holder.append(outside)
-    seen["outside"] = (isinstance(outside.bias, ShardedParameter), windlass.zero.full_param(outside.weight), wanted[0])
+    seen["outside"] = (
+        isinstance(outside.bias, ShardedParameter),
+        windlass.zero.full_param(outside.weight),
+        expected[0],
+    )
     with windlass.zero.Init(enabled=False):
         seen["disabled"] = type(nn.Linear(4, 4).weight) is nn.Parameter
     torch.manual_seed(9 + rank)
     built = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    wanted = built[0].weight.detach().clone()
+    expected = built[0].weight.detach().clone()
     windlass.zero.Init(module=built)
-    seen["module"] = (isinstance(built[1].bias, ShardedParameter), windlass.zero.full_param(built[0].weight), wanted)
+    seen["module"] = (isinstance(built[1].bias, ShardedParameter), windlass.zero.full_param(built[0].weight), expected)
     torch.manual_seed(2)
     with windlass.zero.Init(dtype="bf16", remote_device="cpu"):
         narrow = nn.Linear(6, 6)
@@ -445,14 +449,14 @@ def forms() -> dict[str, Any]:
 
 
 def test_every_form_of_init() -> None:
-    found = run_ranks(forms, 2)
-    for seen in found:
+    result = run_ranks(forms, 2)
+    for seen in result:
         assert seen["nested"] == [True, True] and seen["disabled"]
         dtype, narrow, plain = seen["dtype"]
         assert dtype == torch.bfloat16 and torch.equal(narrow, plain)
         assert seen["after_error"] == (0, False, True)
     for form in ("module", "outside"):
-        assert all(seen[form][0] and torch.equal(seen[form][1], found[0][form][2]) for seen in found)
+        assert all(seen[form][0] and torch.equal(seen[form][1], result[0][form][2]) for seen in result)
 
 
 def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
@@ -464,22 +468,22 @@ def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": directory}},
     }
     with cut_at_once():
-        said = differences(specimen("tied").build, config_dict_or_path=config)
+        text = differences(specimen("tied").build, config_dict_or_path=config)
     with windlass.zero.Init(config=config):
         model = nn.Linear(50, 50)
     named = sorted(str(path) for path in Path(directory).rglob("*"))
-    return isinstance(model.weight, nn.Parameter), said, named
+    return isinstance(model.weight, nn.Parameter), text, named
 
 
 def test_shards_can_be_in_an_unlinked_file(tmp_path: Path) -> None:
-    for _, said, named in run_ranks(from_a_file, 2, str(tmp_path)):
-        assert not said and not named
+    for _, text, named in run_ranks(from_a_file, 2, str(tmp_path)):
+        assert not text and not named
 
 
 def refused_arguments() -> list[str]:
     import windlass
 
-    said = []
+    text = []
     for options in (
         {"remote_device": "tape"},
         {"remote_device": "nvme"},
@@ -490,13 +494,13 @@ def refused_arguments() -> list[str]:
         try:
             windlass.zero.Init(**options)
         except windlass.WindlassError as error:
-            said.append(str(error))
-    return said
+            text.append(str(error))
+    return text
 
 
 def test_arguments_that_cannot_be_honoured_are_refused_by_name() -> None:
-    said = run_ranks(refused_arguments, 1)[0]
-    for text, word in zip(said, ["tape", "nvme_path", "mpu", "zero_quantized_weights", "zero_optimi"], strict=True):
+    reported = run_ranks(refused_arguments, 1)[0]
+    for text, word in zip(reported, ["tape", "nvme_path", "mpu", "zero_quantized_weights", "zero_optimi"], strict=True):
         assert word in text
 
 

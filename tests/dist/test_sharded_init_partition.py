@@ -64,19 +64,19 @@ def refused() -> dict[str, Any]:
     with windlass.zero.Init():
         plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
         model = build("llama", tied=False)
-    wanted = windlass.zero.full_param(plain[0].weight)
-    said = {}
+    expected = windlass.zero.full_param(plain[0].weight)
+    text = {}
     kinds: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "no plan": (plain, {"parallel": {"ep": 2}}),
         "time": (model, {"parallel": {"pp": 2}, "pipeline": {"partition": "time"}}),
     }
-    for name, (one, more) in kinds.items():
+    for name, (item, more) in kinds.items():
         try:
-            windlass.initialize(model=one, config={**CONFIG, **more})
+            windlass.initialize(model=item, config={**CONFIG, **more})
         except windlass.WindlassError as error:
-            said[name] = str(error)
+            text[name] = str(error)
     engine = windlass.initialize(model=plain, config={**CONFIG, "zero_optimization": {"stage": 3}})[0]
-    same = torch.equal(windlass.zero.full_param(plain[0].weight), wanted)
+    same = torch.equal(windlass.zero.full_param(plain[0].weight), expected)
     engine.destroy()
     layers = [windlass.LayerSpec(nn.Linear, 6, 6 - number) for number in range(2)]
     with windlass.zero.Init():
@@ -84,14 +84,14 @@ def refused() -> dict[str, Any]:
     try:
         windlass.initialize(model=row, config={**CONFIG, "parallel": {"pp": 2}})
     except windlass.WindlassError as error:
-        said["row"] = str(error)
+        text["row"] = str(error)
     with torch.device("meta"):
         nowhere = build("llama", tied=False)
     try:
         windlass.initialize(model=nowhere, config={**CONFIG, "parallel": {"tp": 2}})
     except windlass.WindlassError as error:
-        said["meta"] = str(error)
-    return {"said": said, "same": same}
+        text["meta"] = str(error)
+    return {"said": text, "same": same}
 
 
 def test_refused_model_is_unchanged() -> None:

@@ -42,8 +42,8 @@ def test_plain_torch_raises() -> None:
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_a_backward_after_the_step_raises(name: str, stage: int, transport: str) -> None:
     setting = Setting(stage=stage, transport=transport)
-    for said in run_ranks(late_backward, 2, name, setting, transport=transport):
-        assert "inplace operation" in said
+    for text in run_ranks(late_backward, 2, name, setting, transport=transport):
+        assert "inplace operation" in text
 
 
 def later_forward(setting: Setting) -> tuple[float, float]:

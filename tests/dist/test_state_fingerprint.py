@@ -24,15 +24,15 @@ LAYOUTS = [
 
 def trained(model: str, optimizer: str, folder: str) -> list[str]:
     """Return the fingerprint after two steps in every layout."""
-    found = []
+    results = []
     for layout in LAYOUTS:
         # one micro-batch per rank: the stages sum several in other orders, with other rounding
         row = Row(layout, layout, model, optimizer, micro_batches=2)
         engine = engine_for(row, layout, folder, 0)
         steps(engine, row, 0, 2)
-        found.append(engine.fingerprint())
+        results.append(engine.fingerprint())
         engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("tied", "AdamW"), ("lora", "Muon"), ("unused_by_step", "stranger")])
@@ -57,21 +57,21 @@ def after_changes(layout: Layout, folder: str) -> dict[str, str]:
     row = Row(layout, layout, "frozen", micro_batches=2)
     engine = engine_for(row, layout, folder, 0)
     steps(engine, row, 0, 1)
-    found = {"nothing": engine.fingerprint()}
+    results = {"nothing": engine.fingerprint()}
     for name, parameter in engine.module.named_parameters():
         value = windlass.zero.full_param(parameter)
         windlass.zero.set_full_param(parameter, one_bit(value))
-        found[name] = engine.fingerprint()
+        results[name] = engine.fingerprint()
         windlass.zero.set_full_param(parameter, value)
         for key in full_states(parameter) if parameter.requires_grad else ():
             state = windlass.zero.full_state(parameter, key)
             assert state is not None
             windlass.zero.set_full_state(parameter, key, one_bit(state.float()))
-            found[f"{key} of {name}"] = engine.fingerprint()
+            results[f"{key} of {name}"] = engine.fingerprint()
             windlass.zero.set_full_state(parameter, key, state)
-    found["nothing again"] = engine.fingerprint()
+    results["nothing again"] = engine.fingerprint()
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def after_changes(layout: Layout, folder: str) -> dict[str, str]:
     ids=["stage 3 on disk", "stage 0"],
 )
 def test_one_bit_changes_the_fingerprint(layout: Layout, tmp_path: Any) -> None:
-    found, other = run_ranks(after_changes, 2, layout, str(tmp_path), env=LATE, timeout=120)
-    assert found == other
-    assert found.pop("nothing again") == found["nothing"]
-    assert len(set(found.values())) == len(found) > 12
-    before = found.pop("nothing").split("-")
-    for what, taken in found.items():
+    result, other = run_ranks(after_changes, 2, layout, str(tmp_path), env=LATE, timeout=120)
+    assert result == other
+    assert result.pop("nothing again") == result["nothing"]
+    assert len(set(result.values())) == len(result) > 12
+    before = result.pop("nothing").split("-")
+    for what, taken in result.items():
         which = int(" of " in what)  # 1: the half for optimizer states, 0: the half for parameters
         assert taken.split("-")[1 - which] == before[1 - which] and taken.split("-")[which] != before[which], what
 
@@ -98,9 +98,9 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
     layout = Layout(2, 3)
     row = Row(layout, layout, micro_batches=2)
     engine = engine_for(row, layout, folder, 0)
-    said: list[str] = []
+    text: list[str] = []
     keeping = logging.Handler()
-    keeping.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    keeping.emit = lambda record: text.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("windlass").addHandler(keeping)
     steps(engine, row, 0, 1)
     engine.save_checkpoint(folder)
@@ -109,9 +109,9 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
     fill = engine_checkpoint._load_tensors
 
     def badly(*args: Any) -> Any:
-        found = fill(*args)
+        result = fill(*args)
         engine._sharded.masters.chunks[0].values()[0] += 1.0
-        return found
+        return result
 
     wrong = ""
     with mock.patch.object(engine_checkpoint, "_load_tensors", badly):
@@ -120,21 +120,21 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
         except CheckpointError as error:
             wrong = str(error)
     engine.destroy()
-    return wrong, [line for line in said if "fingerprint" in line]
+    return wrong, [line for line in text if "fingerprint" in line]
 
 
 def test_load_compares_the_fingerprint(tmp_path: Any) -> None:
-    for wrong, said in run_ranks(loaded_wrongly, 2, str(tmp_path)):
+    for wrong, text in run_ranks(loaded_wrongly, 2, str(tmp_path)):
         assert "was loaded, but parameters differ from the saved ones: their fingerprint is " in wrong
-        assert len(said) == 1 and said[0].startswith("fingerprint ")
+        assert len(text) == 1 and text[0].startswith("fingerprint ")
 
 
 def logged(every: int) -> list[str]:
     import windlass
 
-    said: list[str] = []
+    text: list[str] = []
     keeping = logging.Handler()
-    keeping.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    keeping.emit = lambda record: text.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("windlass").addHandler(keeping)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -150,11 +150,11 @@ def logged(every: int) -> list[str]:
         taken.append(f"step {engine.global_steps} | fingerprint {engine.fingerprint()}")
     engine.destroy()
     logging.getLogger("windlass").removeHandler(keeping)
-    lines = [line for line in said if "| fingerprint" in line]
+    lines = [line for line in text if "| fingerprint" in line]
     assert lines == (taken[every - 1 :: every] if every else [])
     return lines
 
 
 @pytest.mark.parametrize(("every", "lines"), [(2, 2), (0, 0)])
 def test_fingerprint_is_logged_at_its_interval(every: int, lines: int) -> None:
-    assert [len(found) for found in run_ranks(logged, 2, every)] == [lines, lines]
+    assert [len(result) for result in run_ranks(logged, 2, every)] == [lines, lines]

@@ -132,22 +132,22 @@ def test_a_llama_layer_costs_four_all_reduces() -> None:
 def losses_of_parts(sizes: list[int], dtype: torch.dtype, z_loss: float) -> tuple[float, float]:
     axis = tensor_axis()
     generator = torch.Generator().manual_seed(3)
-    whole = (torch.randn(11, sum(sizes), generator=generator) * 6).to(dtype)
+    full = (torch.randn(11, sum(sizes), generator=generator) * 6).to(dtype)
     labels = torch.randint(0, sum(sizes), (11,), generator=generator)
     labels[2] = labels[7] = -1
     weights = torch.rand(11, generator=generator)
-    plain = whole.clone().requires_grad_()
+    plain = full.clone().requires_grad_()
     wide = plain.float()
-    wanted = functional.cross_entropy(wide, labels, ignore_index=-1, reduction="none")
-    wanted = wanted + z_loss * (labels != -1) * wide.logsumexp(-1).square()
-    (wanted * weights).sum().backward()
+    expected = functional.cross_entropy(wide, labels, ignore_index=-1, reduction="none")
+    expected = expected + z_loss * (labels != -1) * wide.logsumexp(-1).square()
+    (expected * weights).sum().backward()
     start = sum(sizes[: axis.index])
-    part = whole[:, start : start + sizes[axis.index]].clone().requires_grad_()
-    found = vocab_parallel_cross_entropy(part, labels, axis, sizes=sizes, ignore_index=-1, z_loss=z_loss)
-    (found * weights).sum().backward()
+    part = full[:, start : start + sizes[axis.index]].clone().requires_grad_()
+    actual = vocab_parallel_cross_entropy(part, labels, axis, sizes=sizes, ignore_index=-1, z_loss=z_loss)
+    (actual * weights).sum().backward()
     assert part.grad is not None and part.grad.dtype == dtype and plain.grad is not None
-    assert float(found[2]) == 0 and not part.grad[7].any()
-    loss = relative_error({"loss": found}, {"loss": wanted})[0]
+    assert float(actual[2]) == 0 and not part.grad[7].any()
+    loss = relative_error({"loss": actual}, {"loss": expected})[0]
     there = plain.grad[:, start : start + sizes[axis.index]]
     return loss, relative_error({"gradient": part.grad}, {"gradient": there})[0]
 
@@ -196,11 +196,11 @@ def logits_and_losses(name: str) -> dict[str, Any]:
         with keep_logits_sharded(model):
             cut = model(input_ids=batch["input_ids"]).logits
         seen["cut"] = cut.shape[-1]
-        wanted = plain(**batch)
-        seen["together"] = float((vocabulary.gather_logits(cut) - wanted.logits).abs().max())
-        found = model.eval()(**batch)
-    seen["whole"] = found.logits.shape[-1]
-    seen["evaluated"] = abs(float(found.loss - wanted.loss))
+        expected = plain(**batch)
+        seen["together"] = float((vocabulary.gather_logits(cut) - expected.logits).abs().max())
+        actual = model.eval()(**batch)
+    seen["whole"] = actual.logits.shape[-1]
+    seen["evaluated"] = abs(float(actual.loss - expected.loss))
     seen["own"] = vocabulary.sizes[axis.index]
     return seen
 

@@ -29,5 +29,5 @@ def test_adapters_of_sharded_layers_train_as_one_process(case: Case) -> None:
 def test_adapters_of_sharded_layers_are_saved_in_full(tmp_path: Path) -> None:
     cut, dense = Case("llama-lora", (("tp", 2),), stage=2), Case("llama-lora", (("tp", 1),), stage=3)
     run_ranks(train, 2, cut, 2, str(tmp_path))
-    wanted = plain("llama-lora", False, 1, 1)
-    hold(dense, run_ranks(train, 1, dense, STEPS - 2, None, str(tmp_path)), wanted, first=2)
+    expected = plain("llama-lora", False, 1, 1)
+    hold(dense, run_ranks(train, 1, dense, STEPS - 2, None, str(tmp_path)), expected, first=2)

@@ -37,8 +37,8 @@ class Mixer(nn.Module):
         made = self.everything(hidden)
         size = made.shape[-1] // 8
         query, key, value = made.split([4 * size, 2 * size, 2 * size], -1)
-        query, key, value = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (query, key, value))
-        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        query, key, value = (item.unflatten(-1, (-1, 8)).transpose(1, 2) for item in (query, key, value))
+        key, value = (item.repeat_interleave(query.shape[1] // item.shape[1], 1) for item in (key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.back(mixed.transpose(1, 2).flatten(2))
 
@@ -94,9 +94,9 @@ def strange() -> tuple[float, tuple[float, str]]:
         batch = language(seed)
         want, have = plain(batch["input_ids"]), model(batch["input_ids"])
         logits = max(logits, relative_error({"logits": have}, {"logits": want})[0])
-        for one, said in ((plain, want), (model, have)):
-            functional.cross_entropy(said.flatten(0, 1), batch["labels"].flatten()).backward()
-            stepped(one)
+        for item, text in ((plain, want), (model, have)):
+            functional.cross_entropy(text.flatten(0, 1), batch["labels"].flatten()).backward()
+            stepped(item)
     return logits, relative_error(whole_values(model, axis), dict(plain.named_parameters()))
 
 
@@ -111,13 +111,13 @@ def placed(name: str) -> tuple[int, int, bool]:
     _, model, _, _ = pair(name, {}, {})
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     here = sum(parameter.numel() for parameter in model.parameters())
-    return here, sum(torch.Size(get_placement(one).global_shape).numel() for one in model.parameters()), tied
+    return here, sum(torch.Size(get_placement(item).global_shape).numel() for item in model.parameters()), tied
 
 
 def test_tied_weights_stay_tied_and_memory_is_sharded() -> None:
-    (first, whole, tied), (second, _, also) = run_ranks(placed, 2, "gpt2")
+    (first, full, tied), (second, _, also) = run_ranks(placed, 2, "gpt2")
     norms_and_biases = 2 * (4 * 24 + 24 + 24) + 2 * 24 + 32 * 24  # with the embedding of positions
-    assert first + second == whole + norms_and_biases
+    assert first + second == full + norms_and_biases
     assert tied and also
 
 
@@ -128,10 +128,10 @@ def of_experts() -> tuple[set[str], bool, list[int]]:
     for layer in model.model.layers:
         for parameter in layer.mlp.experts.parameters():
             span = compute_shard_range(4, 2, mesh.ep.index)
-            whole = tuple(parameter.shape)
+            full = tuple(parameter.shape)
             parameter.data = parameter.data[slice(*span)].clone()
             set_placement(
-                parameter, Placement(whole, make_ranges_along(whole, 0, [span]), frozenset({"ep"}), is_expert=True)
+                parameter, Placement(full, make_ranges_along(full, 0, [span]), frozenset({"ep"}), is_expert=True)
             )
     apply_tensor_parallel(model, mesh.tp)
     experts = model.model.layers[0].mlp.experts.gate_up_proj
@@ -146,9 +146,9 @@ def of_experts() -> tuple[set[str], bool, list[int]]:
 
 
 def test_experts_can_be_distributed_over_other_ranks() -> None:
-    found = run_ranks(of_experts, 4)
-    assert [shape for _, _, shape in found] == [[2, 32, 32], [2, 16, 32]] * 2  # 2 of 4 experts, 16 + 8 of 24 features
-    assert all(cut == {"ep", "tp"} and same for cut, same, _ in found)
+    result = run_ranks(of_experts, 4)
+    assert [shape for _, _, shape in result] == [[2, 32, 32], [2, 16, 32]] * 2  # 2 of 4 experts, 16 + 8 of 24 features
+    assert all(cut == {"ep", "tp"} and same for cut, same, _ in result)
 
 
 def cut_twice() -> None:

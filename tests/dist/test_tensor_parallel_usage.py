@@ -28,9 +28,9 @@ from windlass.parallel.tensor import (
 def generated(name: str, options: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     plain, model, _, _ = pair(name, {"use_cache": True}, options)
     ids = language(2)["input_ids"]
-    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    requested: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     plain.eval(), model.eval()
-    return plain.generate(ids, **asked).tolist(), model.generate(ids, **asked).tolist()
+    return plain.generate(ids, **requested).tolist(), model.generate(ids, **requested).tolist()
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def generated(name: str, options: dict[str, Any]) -> tuple[list[list[int]], list
 )
 def test_sharded_model_generates_with_its_cache(name: str, options: dict[str, Any]) -> None:
     """Tokens are generated one at a time. Along a sequence of one token, some ranks have none."""
-    for wanted, found in run_ranks(generated, 3, name, options):
-        assert found == wanted
-        assert len(found[0]) == 13
+    for expected, actual in run_ranks(generated, 3, name, options):
+        assert actual == expected
+        assert len(actual[0]) == 13
 
 
 def inferred(name: str, options: dict[str, Any]) -> float:
     plain, model, _, _ = pair(name, {}, options)
     with torch.inference_mode():
         ids = language(2)["input_ids"]
-        wanted, found = plain(input_ids=ids).logits, model(input_ids=ids).logits
-    return relative_error({"logits": found}, {"logits": wanted})[0]
+        expected, actual = plain(input_ids=ids).logits, model(input_ids=ids).logits
+    return relative_error({"logits": actual}, {"logits": expected})[0]
 
 
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
@@ -61,14 +61,14 @@ def test_sharded_model_runs_in_inference_mode(options: dict[str, Any]) -> None:
 def recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> float:
     """Run forwards of different lengths before their backwards, as preference losses do."""
     plain, model, axis, _ = pair(name, {}, options)
-    for one in (plain, model):
-        recompute(one, reentrant)
-        one.enable_input_require_grads()
-        losses = [one(**language(seed, length=length)).loss for seed, length in ((0, 7), (1, 10), (2, 8))]
+    for item in (plain, model):
+        recompute(item, reentrant)
+        item.enable_input_require_grads()
+        losses = [item(**language(seed, length=length)).loss for seed, length in ((0, 7), (1, 10), (2, 8))]
         (losses[0] + 2 * losses[1] + 3 * losses[2]).backward()
     added_up(model, axis)
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    return relative_error(whole_gradients(model, axis), wanted)[0]
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return relative_error(whole_gradients(model, axis), expected)[0]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -81,13 +81,13 @@ def test_layers_can_be_recomputed(name: str, reentrant: bool, options: dict[str,
 def frozen(name: str) -> float:
     """Freeze all but the query layers and the norms."""
     plain, model, axis, _ = pair(name, {}, {})
-    for one in (plain, model):
-        for parameter, value in one.named_parameters():
+    for item in (plain, model):
+        for parameter, value in item.named_parameters():
             value.requires_grad_("q_proj" in parameter or "norm" in parameter)
-        one(**language(0)).loss.backward()
+        item(**language(0)).loss.backward()
     added_up(model, axis)
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    return relative_error(whole_gradients(model, axis), wanted)[0]
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return relative_error(whole_gradients(model, axis), expected)[0]
 
 
 def test_parameters_can_be_frozen() -> None:
@@ -99,11 +99,11 @@ def narrow(name: str, options: dict[str, Any], autocast: bool) -> tuple[float, f
     if not autocast:
         plain.bfloat16(), model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        want, have = (one(**language(0)).loss for one in (plain, model))
+        want, have = (item(**language(0)).loss for item in (plain, model))
     want.backward(), have.backward()
     added_up(model, axis)
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    return abs(float(have) / float(want) - 1), relative_error(whole_gradients(model, axis), wanted)[0]
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return abs(float(have) / float(want) - 1), relative_error(whole_gradients(model, axis), expected)[0]
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -120,8 +120,8 @@ def hidden_states() -> list[torch.Tensor]:
     import gc
 
     gc.collect()
-    found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return [one for one in found if one.dim() == 3 and len(one) == 3]
+    results = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    return [item for item in results if item.dim() == 3 and len(item) == 3]
 
 
 def kept_after(options: dict[str, Any]) -> list[list[int]]:
@@ -134,7 +134,7 @@ def kept_after(options: dict[str, Any]) -> list[list[int]]:
     model(**language(0, samples=3, length=11)).loss.backward()
     deadline = time.monotonic() + 10
     while True:
-        left = [list(one.shape) for one in hidden_states() if not any(one is other for other in before)]
+        left = [list(item.shape) for item in hidden_states() if not any(item is other for other in before)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)

@@ -33,7 +33,7 @@ def said(grid: PipelineParallelGrid) -> dict[str, Any]:
 
 
 def in_three_layouts() -> list[Any]:
-    found = [
+    results = [
         said(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))),
         said(PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))),
         said(PipelineParallelGrid()),
@@ -41,8 +41,8 @@ def in_three_layouts() -> list[Any]:
     try:
         PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=1))
     except ConfigError as error:
-        found.append(str(error))
-    return found
+        results.append(str(error))
+    return results
 
 
 def bits(*ranks: int) -> int:
@@ -69,21 +69,21 @@ def test_groups_reduce_over_their_ranks() -> None:
         }
         assert copied["ranks"] == {"pipe": stage, "data": place, "model": stage, "slice": 0}
         assert dealt == copied  # by default the axes get the prime factors of 4
-        for one in (cut, copied):
-            assert one["next"] == (rank + 2) % 4
-            assert one["p2p"] == [rank, (rank + 2) % 4]
+        for item in (cut, copied):
+            assert item["next"] == (rank + 2) % 4
+            assert item["p2p"] == [rank, (rank + 2) % 4]
         assert cut["stage"] == (stage, stage == 0, stage == 1, 0)
         assert copied["stage"] == (stage, stage == 0, stage == 1, place)
         assert refused == "the topology pipe 2 x data 1 has 2 ranks, but the job has 4"
 
 
 def read_back() -> tuple[dict[str, int], str]:
-    found = sizes_of_mpu(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)), 4)
+    result = sizes_of_mpu(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)), 4)
     try:
         sizes_of_mpu(PipelineParallelGrid(ProcessTopology(["data", "pipe"], [2, 2])), 4)
     except ConfigError as error:
-        return found, str(error)
-    return found, ""
+        return result, str(error)
+    return result, ""
 
 
 def test_grid_serves_as_mpu_and_another_rank_order_is_refused() -> None:
@@ -92,7 +92,7 @@ def test_grid_serves_as_mpu_and_another_rank_order_is_refused() -> None:
     Rank 0 has the same place in every order, so its groups reveal the order, and a problem of one rank is raised on
     all.
     """
-    for found, refused in run_ranks(read_back, 4):
-        assert found == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
+    for result, refused in run_ranks(read_back, 4):
+        assert result == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
         assert refused.startswith("rank 0: the mpu orders ranks differently")
         assert "the ranks of get_pipe_parallel_group() is [0, 1]" in refused and "would be [0, 2]" in refused

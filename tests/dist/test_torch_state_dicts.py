@@ -61,18 +61,18 @@ def assert_close(found: list[list[float]], wanted: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_plain_pytorch_resumes_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
-    wanted = run_ranks(saved_by_an_engine, RANKS, str(tmp_path), stage)
+    expected = run_ranks(saved_by_an_engine, RANKS, str(tmp_path), stage)
     torch.manual_seed(9)
     model = Net()
     optimizer = torch.optim.AdamW(groups_of(model)[::-1], **LR)  # groups in another order
-    found = windlass.read_checkpoint(tmp_path)
-    state = found.model_state_dict()
-    assert set(state) == set(model.state_dict()) and found.global_steps == 3 and found.client_state == {"epoch": 2}
+    actual = windlass.read_checkpoint(tmp_path)
+    state = actual.model_state_dict()
+    assert set(state) == set(model.state_dict()) and actual.global_steps == 3 and actual.client_state == {"epoch": 2}
     model.load_state_dict(state, strict=True)
     assert torch.equal(model.count, torch.full((3,), 5.0))
-    optimizer.load_state_dict(found.optimizer_state_dict(model, optimizer))
+    optimizer.load_state_dict(actual.optimizer_state_dict(model, optimizer))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
-    assert_close(plain_steps(model, optimizer, 3, 6), wanted)
+    assert_close(plain_steps(model, optimizer, 3, 6), expected)
 
 
 def taken_by_an_engine(stage: int, state: dict[str, Tensor], optimizer: dict[str, Any]) -> list[float]:
@@ -97,8 +97,8 @@ def test_engine_resumes_from_plain_pytorch(stage: int) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     saved = torch.optim.AdamW(groups_of(model), **LR)
     saved.load_state_dict(optimizer.state_dict())
-    found = run_ranks(taken_by_an_engine, RANKS, stage, state, saved.state_dict())
-    assert_close(found, plain_steps(model, optimizer, 3, 6))
+    result = run_ranks(taken_by_an_engine, RANKS, stage, state, saved.state_dict())
+    assert_close(result, plain_steps(model, optimizer, 3, 6))
 
 
 def misfits(folder: str) -> dict[str, Any]:
@@ -106,32 +106,32 @@ def misfits(folder: str) -> dict[str, Any]:
     assert engine.save_16bit_model(folder) is False, "the configuration says so"
     before = engine.full_state_dict()
     state = Net().state_dict()
-    said = []
+    text = []
     wrong_shape = {**state, "mid.bias": torch.zeros(3)}
     for given in ({k: v for k, v in state.items() if k != "mid.bias"}, {**state, "odd": torch.zeros(1)}, wrong_shape):
         try:
             engine.load_module_state_dict(given)
         except windlass.WindlassError as error:
-            said.append(str(error))
+            text.append(str(error))
     after = engine.full_state_dict()
     same = all(torch.equal(after[name], before[name]) for name in before)
     only = {"head.weight": torch.ones(29, 7), "odd": torch.zeros(1)}
     missing, unexpected = engine.load_module_state_dict(only, strict=False)
     now = engine.full_state_dict()
     engine.destroy()
-    return {"said": said, "same": same, "left": (missing, unexpected), "now": now}
+    return {"said": text, "same": same, "left": (missing, unexpected), "now": now}
 
 
 def test_mismatch_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    found = run_ranks(misfits, RANKS, str(tmp_path))[0]
+    result = run_ranks(misfits, RANKS, str(tmp_path))[0]
     assert not list(tmp_path.iterdir())
-    missing, unexpected, shape = found["said"]
+    missing, unexpected, shape = result["said"]
     assert "missing ['mid.bias'], unexpected []" in missing
     assert "missing [], unexpected ['odd']" in unexpected
     assert "'mid.bias' has shape (3,) in the state dictionary, (7,) here" in shape
-    assert found["same"]
-    assert "mid.bias" in found["left"][0] and found["left"][1] == ["odd"]
-    assert torch.equal(found["now"]["embed.weight"], torch.ones(29, 7)), "by any of a tied parameter's names"
+    assert result["same"]
+    assert "mid.bias" in result["left"][0] and result["left"][1] == ["odd"]
+    assert torch.equal(result["now"]["embed.weight"], torch.ones(29, 7)), "by any of a tied parameter's names"
 
 
 def in_8_bits(folder: str) -> dict[str, Any]:
@@ -142,21 +142,24 @@ def in_8_bits(folder: str) -> dict[str, Any]:
     engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
     steps(engine, 0, 2)
     engine.save_checkpoint(folder)
-    wanted = engine.optimizer.state_dict()
+    expected = engine.optimizer.state_dict()
     engine.destroy()
-    return wanted
+    return expected
 
 
 def test_8_bit_states_are_decoded(tmp_path: Path) -> None:
-    wanted = run_ranks(in_8_bits, RANKS, str(tmp_path))[0]
+    expected = run_ranks(in_8_bits, RANKS, str(tmp_path))[0]
     model = Net()
     optimizer = torch.optim.AdamW(groups_of(model))
-    found = windlass.read_checkpoint(tmp_path).optimizer_state_dict(model, optimizer)
-    assert found["state"].keys() == wanted["state"].keys()
-    for number, states in wanted["state"].items():
+    actual = windlass.read_checkpoint(tmp_path).optimizer_state_dict(model, optimizer)
+    assert actual["state"].keys() == expected["state"].keys()
+    for number, states in expected["state"].items():
         for key, value in states.items():
-            assert torch.equal(found["state"][number][key], value.to(found["state"][number][key].dtype)), (number, key)
-    optimizer.load_state_dict(found)
+            assert torch.equal(actual["state"][number][key], value.to(actual["state"][number][key].dtype)), (
+                number,
+                key,
+            )
+    optimizer.load_state_dict(actual)
     plain_steps(model, optimizer, 2, 3)
 
 
@@ -165,37 +168,37 @@ def refusals(folder: str) -> dict[str, Any]:
     from tests.hf_models import gpt2
 
     engine = windlass.initialize(model=gpt2(), config=config_of(3, optimizer={"type": "AdamW", "params": {}}))[0]
-    asked = {
+    requested = {
         "state_dict": engine.module.state_dict,
         "engine's": engine.state_dict,
         "save_pretrained": lambda: engine.module.save_pretrained(f"{folder}/out{dist.get_rank()}"),
         "kept": lambda: torch.save(engine.module.state_dict(keep_vars=True), f"{folder}/kept{dist.get_rank()}"),
     }
-    said = {}
-    for name, ask in asked.items():
+    text = {}
+    for name, ask in requested.items():
         try:
             ask()
         except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            text[name] = f"{type(error).__name__}: {error}"
     engine.save_16bit_model(folder, "model.safetensors")
     with windlass.zero.GatheredParameters(list(engine.module.parameters())):
-        whole = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        full = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
-    return {"said": said, "whole": whole}
+    return {"said": text, "whole": full}
 
 
 def test_no_placeholder_is_returned(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    found = run_ranks(refusals, RANKS, str(tmp_path))[0]
-    assert set(found["said"]) == {"state_dict", "engine's", "save_pretrained", "kept"}
-    for name, text in found["said"].items():
+    result = run_ranks(refusals, RANKS, str(tmp_path))[0]
+    assert set(result["said"]) == {"state_dict", "engine's", "save_pretrained", "kept"}
+    for name, text in result["said"].items():
         assert "ShardedParameterError" in text and "GatheredParameters" in text, name
     assert not list(tmp_path.glob("out*/*.safetensors"))
     written = load_file(tmp_path / "model.safetensors")
-    assert set(written) == set(found["whole"]) - {"lm_head.weight"}
+    assert set(written) == set(result["whole"]) - {"lm_head.weight"}
     for name, value in written.items():
-        assert value.numel() and torch.equal(value, found["whole"][name]), name
+        assert value.numel() and torch.equal(value, result["whole"][name]), name
 
 
 class Counter(nn.Module):
@@ -225,9 +228,9 @@ def with_extra_state(folder: str) -> dict[str, Any]:
     engine.load_module_state_dict(plain.state_dict())
     taken = engine.module[0].calls
     engine.load_checkpoint(folder)
-    found = {"state": sorted(state), "taken": taken, "loaded": engine.module[0].calls}
+    results = {"state": sorted(state), "taken": taken, "loaded": engine.module[0].calls}
     engine.destroy()
-    return found
+    return results
 
 
 def test_extra_states_and_buffers_are_kept(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_stages_and_transports_are_bitwise_equal(name: str, precision: str, plac
     settings = [Setting(stage=stage, transport=transport) for stage, transport in places]
     first, *others = train_ranks_in_turn(name, recipe, settings)
     for setting, other in zip(settings[1:], others, strict=True):
-        assert not (said := bitwise_difference(first, other)), (setting, said[:5])
+        assert not (text := bitwise_difference(first, other)), (setting, text[:5])
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -99,9 +99,9 @@ def beside_ddp(transport: str, stage: int) -> tuple[float, str]:
         optimizer.zero_grad()
         subject.train(engine, batch, engine.backward)
         engine.step()
-    found = relative_error(whole_params(engine.module), dict(theirs.module.named_parameters()))
+    result = relative_error(whole_params(engine.module), dict(theirs.module.named_parameters()))
     engine.destroy()
-    return found
+    return result
 
 
 def test_ranks_that_differ_equal_ddp_with_unused_parameters(transport: str) -> None:
@@ -127,21 +127,21 @@ def rounds_of(name: str, transport: str) -> list[int]:
     subject = Specimen("", Reads, lambda place: {**rows(place), "path": range(4)}) if name == "" else specimen(name)
     recipe = Recipe(steps=5)
     engine = start(subject, ds_config(recipe, Setting(stage=3, transport=transport)))
-    board, told = engine._sharded.scheduler._board, []
+    board, results = engine._sharded.scheduler._board, []
     post = board.post
 
     def counted(*args: Any) -> Any:
-        told[-1] += 1
+        results[-1] += 1
         return post(*args)
 
     board.post = counted
     for step in range(recipe.steps):
-        told.append(0)
+        results.append(0)
         subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
         engine.step()
     board.post = post
     engine.destroy()
-    return told
+    return results
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
@@ -151,14 +151,14 @@ def test_agreeing_ranks_exchange_at_most_three_messages_per_step(name: str) -> N
     With shared memory a forward needs no agreement.
     """
     for transport, often in (("gloo", 3), ("shm", 2)):
-        for told in run_ranks(rounds_of, 2, name, transport, transport=transport):
-            assert told[0] > often and told[1:] == 4 * [often], told
+        for results in run_ranks(rounds_of, 2, name, transport, transport=transport):
+            assert results[0] > often and results[1:] == 4 * [often], results
 
 
 def test_order_after_a_sync_point_in_a_forward_needs_no_requests() -> None:
     """A sync point inside a forward adds two rounds: itself, and the begin of the rest, not one per following block."""
-    for told in run_ranks(rounds_of, 2, "", "gloo", transport="gloo"):
-        assert told[1:] == 4 * [5], told
+    for results in run_ranks(rounds_of, 2, "", "gloo", transport="gloo"):
+        assert results[1:] == 4 * [5], results
 
 
 def meets_elsewhere() -> None:
@@ -207,22 +207,22 @@ def alone_in_a_forward(transport: str) -> list[torch.Tensor]:
     engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
     batch = subject.batch(Place(0, 0, rank))
     engine.backward(engine(**batch))
-    found = []
+    results = []
     with torch.no_grad():
         for _ in range(2 * rank):
-            found.append(engine(**subject.batch(Place(7, 0, 0))))
+            results.append(engine(**subject.batch(Place(7, 0, 0))))
     engine.step()
     engine.destroy()
-    return found
+    return results
 
 
 def test_rank_at_a_step_joins_the_evaluation_of_another(transport: str) -> None:
     model = oracle.build(specimen("mlp"), 0)
-    wanted = model(**specimen("mlp").batch(Place(7, 0, 0)))
+    expected = model(**specimen("mlp").batch(Place(7, 0, 0)))
     none, both = run_ranks(alone_in_a_forward, 2, transport, transport=transport)
     assert not none and len(both) == 2
     for loss in both:
-        torch.testing.assert_close(loss, wanted.detach())
+        torch.testing.assert_close(loss, expected.detach())
 
 
 def alone_before_a_step(transport: str) -> float:

@@ -60,8 +60,8 @@ def engine_for(model: nn.Module, kind: str, everything: bool, stage: int, home: 
     }
     if bits != "fp32":
         config[bits] = {"enabled": True}
-    wanted = [p for p in model.parameters() if everything or p.requires_grad]
-    return windlass.initialize(model=model, optimizer=OPTIMIZERS[kind](wanted), config=config)[0]
+    expected = [p for p in model.parameters() if everything or p.requires_grad]
+    return windlass.initialize(model=model, optimizer=OPTIMIZERS[kind](expected), config=config)[0]
 
 
 def steps(engine: Any, first: int, last: int, bits: str = "fp32") -> None:
@@ -74,7 +74,7 @@ def steps(engine: Any, first: int, last: int, bits: str = "fp32") -> None:
 
 def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
     """Train, unfreeze twice, save, and resume in an engine where all is trainable. Compare with plain torch."""
-    found = []
+    results = []
     for number, (kind, everything, stage, home) in enumerate(cases):
         place = f"{folder}/{number}"
         engine = engine_for(net(), kind, everything, stage, home, place, "fp32")
@@ -100,8 +100,8 @@ def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
         steps(other, 4, 6)
         resumed = whole(other)
         other.destroy()
-        found.append({"params": params, "resumed": resumed, "same": same, "plain": plain(kind)})
-    return found
+        results.append({"params": params, "resumed": resumed, "same": same, "plain": plain(kind)})
+    return results
 
 
 def plain(kind: str) -> dict[str, torch.Tensor]:
@@ -128,11 +128,11 @@ CASES = [
 
 def hold(ranks: int, transport: str, cases: list[tuple[Any, ...]], folder: Any) -> None:
     for by_rank in zip(*run_ranks(in_turn, ranks, cases, str(folder), env=LATE, transport=transport), strict=True):
-        for found in by_rank:
+        for result in by_rank:
             if ranks == 2:  # the reference in plain torch simulates two ranks
-                assert relative_error(found["params"], found["plain"])[0] <= 1e-6
-            assert found["same"]
-            assert relative_error(found["resumed"], found["params"])[0] <= 1e-6
+                assert relative_error(result["params"], result["plain"])[0] <= 1e-6
+            assert result["same"]
+            assert relative_error(result["resumed"], result["params"])[0] <= 1e-6
 
 
 def test_unfreezing_equals_plain_torch(transport: str, tmp_path: Any) -> None:
@@ -161,8 +161,8 @@ def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
 
 @pytest.mark.parametrize(("stage", "home"), [(2, "cpu"), (3, "nvme")])
 def test_unfreezing_with_16_bit_master_weights(stage: int, home: str, tmp_path: Any) -> None:
-    found = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
-    assert found[0] == found[1] and 0.01 < found[0] < 0.03
+    result = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
+    assert result[0] == result[1] and 0.01 < result[0] < 0.03
 
 
 def thawed_apart(alone: bool, stage: int) -> str:
@@ -180,11 +180,11 @@ def thawed_apart(alone: bool, stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_unfreeze_different_parameters_raise(stage: int, transport: str) -> None:
-    for said in run_ranks(thawed_apart, 2, False, stage, transport=transport, timeout=20):
-        assert "'layers.1.weight'" in said and "trained, in group 0 of the optimizer on rank 0" in said
-        assert "frozen, in group 0 of the optimizer on rank 1" in said
-    for said in run_ranks(thawed_apart, 2, True, stage, transport=transport, timeout=20):
-        assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in said
+    for text in run_ranks(thawed_apart, 2, False, stage, transport=transport, timeout=20):
+        assert "'layers.1.weight'" in text and "trained, in group 0 of the optimizer on rank 0" in text
+        assert "frozen, in group 0 of the optimizer on rank 1" in text
+    for text in run_ranks(thawed_apart, 2, True, stage, transport=transport, timeout=20):
+        assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in text
 
 
 class Tied(nn.Module):
@@ -229,10 +229,10 @@ def frozen_again(stage: int, home: str, folder: str) -> dict[str, dict[str, torc
         if step == 4:
             engine.save_checkpoint(folder)
             engine.load_checkpoint(folder)
-    found = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
-    found = {"params": whole(engine), "averages": found}
+    results = {name: average.full_param(p) for name, p in engine.module.named_parameters()}
+    results = {"params": whole(engine), "averages": results}
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_freeze_and_unfreeze_with_an_average(stage: int, home: str, transport: s
         for name, parameter in model.named_parameters():
             averages.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for found in run_ranks(frozen_again, 2, stage, home, str(tmp_path), env=LATE, transport=transport):
-        assert relative_error(found["params"], params)[0] <= 1e-6
-        assert relative_error(found["averages"], averages)[0] <= 1e-6
+    for result in run_ranks(frozen_again, 2, stage, home, str(tmp_path), env=LATE, transport=transport):
+        assert relative_error(result["params"], params)[0] <= 1e-6
+        assert relative_error(result["averages"], averages)[0] <= 1e-6
 
 
 def adapted(folder: str, stage: int, way: str) -> bool:

@@ -34,10 +34,10 @@ def test_an_unused_parameter_is_not_decayed(optimizer: str, stage: int, transpor
     params = DECAYING if optimizer == "AdamW" else (*DECAYING, ("momentum", 0.9))
     recipe = Recipe(ranks=2, steps=2, optimizer=optimizer, optimizer_params=params)
     before = dict(oracle.build(specimen("unused_always"), 0).named_parameters())
-    found = run_ranks(
+    result = run_ranks(
         stepped, 2, "unused_always", recipe, Setting(stage=stage, transport=transport), transport=transport
     )
-    for snapshots in found:
+    for snapshots in result:
         for name, value in snapshots[-1].items():
             unused = name.startswith(("blocks.1.", "forgotten."))
             assert bool((value == before[name]).all()) == unused, name
@@ -47,9 +47,9 @@ def test_an_unused_parameter_is_not_decayed(optimizer: str, stage: int, transpor
 def test_momentum_and_step_count_of_an_unused_parameter_are_unchanged(name: str, stage: int) -> None:
     """AdamW has a step count per parameter: bias correction of a branch used later has to start from one."""
     recipe = Recipe(ranks=2, accumulation=2, steps=5, optimizer="AdamW", optimizer_params=DECAYING)
-    wanted = oracle.train(specimen(name), recipe)
+    expected = oracle.train(specimen(name), recipe)
     for snapshots in run_ranks(stepped, 2, name, recipe, Setting(stage=stage)):
-        error, where = relative_error(snapshots[-1], wanted.params)
+        error, where = relative_error(snapshots[-1], expected.params)
         assert error < 1e-6, where
 
 
@@ -60,7 +60,7 @@ def divergent(stage: int, transport: str) -> list[dict[str, Any]]:
 
 def test_ranks_can_run_different_modules(stage: int, transport: str) -> None:
     """Ranks may run different modules. More cases are in test_uneven_ranks.py."""
-    wanted = oracle.train(specimen("unused_by_rank"), Recipe(ranks=2, steps=5))
+    expected = oracle.train(specimen("unused_by_rank"), Recipe(ranks=2, steps=5))
     for snapshots in run_ranks(divergent, 2, stage, transport, transport=transport, timeout=30):
-        error, where = relative_error(snapshots[-1], wanted.params)
+        error, where = relative_error(snapshots[-1], expected.params)
         assert error < 1e-6, where

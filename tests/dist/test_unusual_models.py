@@ -37,14 +37,14 @@ def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTr
 @pytest.mark.parametrize("name", HOSTILE)
 def test_unusual_model_trains_as_in_plain_pytorch(name: str, every: bool) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer_params=SGD)
-    wanted = oracle.train(HOSTILE[name], recipe)
+    expected = oracle.train(HOSTILE[name], recipe)
     # stage 3 over gloo, where a wrong order shows, and one of the others
     settings = SETTINGS if every else [SETTINGS[0], SETTINGS[1 + list(HOSTILE).index(name) % 3]]
     named = [Setting(s.stage, transport=s.transport, config=(("comm", {"transport": s.transport}),)) for s in settings]
     by_rank = run_ranks(train_all, 2, name, recipe, named)
     for number, setting in enumerate(named):
-        said = complaints([traces[number] for traces in by_rank], wanted, recipe)
-        assert not said, f"{name} {setting}:\n  " + "\n  ".join(said[:8])
+        text = complaints([traces[number] for traces in by_rank], expected, recipe)
+        assert not text, f"{name} {setting}:\n  " + "\n  ".join(text[:8])
 
 
 def built() -> Regressor:
@@ -81,11 +81,11 @@ def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
                 average(shadow, engine.module)
         if habit == "swap":
             swap(engine, shadow, windlass.zero)
-    found = shadow
+    results = shadow
     if habit != "average":
-        found = {name: windlass.zero.full_param(p).detach().clone() for name, p in engine.module.named_parameters()}
+        results = {name: windlass.zero.full_param(p).detach().clone() for name, p in engine.module.named_parameters()}
     engine.destroy()
-    return found
+    return results
 
 
 def before_step(habit: str, model: nn.Module, optimizer: Any, step: int) -> None:
@@ -153,7 +153,7 @@ HABITS = ["copied", "groups", "thaw and freeze", "past the engine", "inference",
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("habit", HABITS)
 def test_user_habit_works_as_in_plain_pytorch(habit: str, stage: int) -> None:
-    wanted = in_one_process(habit, 2)
-    for found in run_ranks(with_habit, 2, habit, stage, transport="shm" if stage == 2 else "gloo"):
-        error, where = relative_error(found, wanted)
+    expected = in_one_process(habit, 2)
+    for actual in run_ranks(with_habit, 2, habit, stage, transport="shm" if stage == 2 else "gloo"):
+        error, where = relative_error(actual, expected)
         assert error < 1e-6, where

@@ -113,11 +113,11 @@ HABITS += [(habit, stage) for habit in OUTSIDE_A_FORWARD for stage in range(3)]
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("habit", "stage"), HABITS)
 def test_user_habits_work_as_in_plain_pytorch(habit: str, stage: int, precision: str) -> None:
-    wanted = in_one_process(habit, precision, 2)
+    expected = in_one_process(habit, precision, 2)
     setting = Setting(stage=stage)
     transport = "shm" if stage in (1, 3) else "gloo"
-    for found in run_ranks(with_habit, 2, habit, precision, setting, transport=transport):
-        error, where = relative_error(found, wanted)
+    for actual in run_ranks(with_habit, 2, habit, precision, setting, transport=transport):
+        error, where = relative_error(actual, expected)
         assert error < (1e-6 if precision == "fp32" else 5e-4), where
 
 
@@ -131,8 +131,8 @@ def refused_at_stage_3(habit: str) -> str:
 
 @pytest.mark.parametrize("habit", OUTSIDE_A_FORWARD)
 def test_weights_outside_a_forward_are_refused_at_stage_3(habit: str, transport: str) -> None:
-    for said in run_ranks(refused_at_stage_3, 2, habit, transport=transport):
-        assert said.startswith("ShardedParameterError") and "GatheredParameters" in said
+    for text in run_ranks(refused_at_stage_3, 2, habit, transport=transport):
+        assert text.startswith("ShardedParameterError") and "GatheredParameters" in text
 
 
 def autocast(setting: Setting) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def test_autocast_equals_torch_autocast(stage: int) -> None:
             return forward(*args, **kwargs)
 
     model.forward = lowered  # type: ignore[method-assign]
-    wanted = oracle.train(subject, Recipe(ranks=2, steps=STEPS), model=model)
+    expected = oracle.train(subject, Recipe(ranks=2, steps=STEPS), model=model)
     plain = oracle.train(subject, Recipe(ranks=2, steps=1))
-    for rank, found in enumerate(run_ranks(autocast, 2, Setting(stage=stage))):
-        assert found["dtypes"] == {torch.float32}
-        assert found["losses"][0] == pytest.approx(wanted.losses[0][rank][0], rel=1e-6)
-        assert found["losses"][0] != pytest.approx(plain.losses[0][rank][0], rel=1e-6), "it did run in 16 bits"
-        assert relative_error(found["params"], wanted.params)[0] < 1e-4
+    for rank, actual in enumerate(run_ranks(autocast, 2, Setting(stage=stage))):
+        assert actual["dtypes"] == {torch.float32}
+        assert actual["losses"][0] == pytest.approx(expected.losses[0][rank][0], rel=1e-6)
+        assert actual["losses"][0] != pytest.approx(plain.losses[0][rank][0], rel=1e-6), "it did run in 16 bits"
+        assert relative_error(actual["params"], expected.params)[0] < 1e-4
 
 
 def double(setting: Setting) -> dict[str, torch.Tensor]:
@@ -182,8 +182,8 @@ def double(setting: Setting) -> dict[str, torch.Tensor]:
 
 
 def test_double_precision_stays_double(stage: int) -> None:
-    for found in run_ranks(double, 2, Setting(stage=stage)):
-        assert {value.dtype for value in found.values()} == {torch.float64}
+    for result in run_ranks(double, 2, Setting(stage=stage)):
+        assert {value.dtype for value in result.values()} == {torch.float64}
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):

@@ -41,7 +41,7 @@ def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
         assert not row["applied"] or {"reduce", "clip"} <= row["worst_ratios"].keys()
 
 
-# fault: stage, and the expected step, phase, tensor, module, words of the hint
+# fault: its stage, and the expected step, phase, tensor, module and words of the hint
 FOUND: dict[str, tuple[int, int, str, str, str, str]] = {
     "missing_reduce": (2, 1, "reduce", "embed.weight", "embed (Embedding)", "only rank 0's part"),
     "doubled_scale": (3, 1, "reduce", "embed.weight", "embed (Embedding)", "2 times"),
@@ -66,12 +66,12 @@ FOUND: dict[str, tuple[int, int, str, str, str, str]] = {
 
 def assert_found(fault: str) -> None:
     stage, step, phase, tensor, module, hint = FOUND[fault]
-    found = verdict("tied", stage, fault=fault, transport="gloo" if fault == "kept_gather" else "shm")
-    assert not found["equal"]
-    first = found["deviations"][0]
+    result = verdict("tied", stage, fault=fault, transport="gloo" if fault == "kept_gather" else "shm")
+    assert not result["equal"]
+    first = result["deviations"][0]
     assert (first["step"], first["phase"], first["tensor"], first["module"]) == (step, phase, tensor, module)
     assert hint in first["hint"] and first["ulps"] > 100 and first["relative"] > 1e-7
-    assert len(found["steps"]) == step, "it went on after the first step that deviates"
+    assert len(result["steps"]) == step, "it went on after the first step that deviates"
 
 
 def test_correct_run_is_equal_and_a_missing_reduction_is_found(transport: str) -> None:
@@ -114,9 +114,9 @@ def test_16_bit_models_are_equal(name: str, stage: int, precision: str) -> None:
 def test_skipped_steps_are_reported_and_equal(stage: int) -> None:
     recipe = Recipe(2, 2, 3, "fp16", "AdamW", (("lr", 1e-3),))
     config = (("fp16", {"enabled": True, "initial_scale_power": 40}),)
-    found = verdict("tied", stage, recipe, config=config)
-    assert_equal(found)
-    assert not any(row["applied"] for row in found["steps"])
+    result = verdict("tied", stage, recipe, config=config)
+    assert_equal(result)
+    assert not any(row["applied"] for row in result["steps"])
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_offloaded_runs_are_equal(case: tuple[int, str, str], precision: str, tm
 @pytest.mark.slow
 def test_delayed_updates_are_compared_with_a_note() -> None:
     zero = (("offload_optimizer", {"device": "cpu", "delayed_update": True}),)
-    found = verdict("tied", 2, zero=zero, env=LATE)
-    assert_equal(found)
-    assert any(note.startswith("delayed_update") for note in found["notes"])
+    result = verdict("tied", 2, zero=zero, env=LATE)
+    assert_equal(result)
+    assert any(note.startswith("delayed_update") for note in result["notes"])
 
 
 @pytest.mark.slow
@@ -165,9 +165,9 @@ def test_replicas_are_equal(stage: int, key: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_autocast_is_equal(stage: int) -> None:
     config = (("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)
-    found = verdict("tied", stage, config=config)
-    assert_equal(found)
-    assert "bf16" in found["tolerances"]["forward"]
+    result = verdict("tied", stage, config=config)
+    assert_equal(result)
+    assert "bf16" in result["tolerances"]["forward"]
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def with_dropout(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_dropout_is_replayed_with_the_same_numbers(stage: int) -> None:
-    (found,) = verify_training(with_dropout, stage)
-    assert_equal(found)
+    (result,) = verify_training(with_dropout, stage)
+    assert_equal(result)
 
 
 def with_a_checkpoint(folder: str, stage: int) -> None:
@@ -76,8 +76,8 @@ def with_a_checkpoint(folder: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_plain_run_resumes_from_a_loaded_checkpoint(stage: int, tmp_path: Path) -> None:
-    (found,) = verify_training(with_a_checkpoint, str(tmp_path), stage, steps=4)
-    assert_equal(found, steps=4)
+    (result,) = verify_training(with_a_checkpoint, str(tmp_path), stage, steps=4)
+    assert_equal(result, steps=4)
 
 
 def with_edits(stage: int) -> None:
@@ -94,8 +94,8 @@ def with_edits(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_edits_in_gathered_parameters_apply_to_both_runs(stage: int) -> None:
-    (found,) = verify_training(with_edits, stage)
-    assert_equal(found)
+    (result,) = verify_training(with_edits, stage)
+    assert_equal(result)
 
 
 def with_evaluation(stage: int) -> None:
@@ -108,8 +108,8 @@ def with_evaluation(stage: int) -> None:
 
 
 def test_forwards_without_backward_are_ignored() -> None:
-    (found,) = verify_training(with_evaluation, 2)
-    assert_equal(found)
+    (result,) = verify_training(with_evaluation, 2)
+    assert_equal(result)
 
 
 def joint(stages: tuple[int, int, int]) -> None:
@@ -147,8 +147,8 @@ def born_sharded(stage: int) -> None:
 
 
 def test_model_with_sharded_init_is_equal() -> None:
-    (found,) = verify_training(born_sharded, 3)
-    assert_equal(found)
+    (result,) = verify_training(born_sharded, 3)
+    assert_equal(result)
 
 
 def unfrozen_in_mid_run() -> None:
@@ -182,11 +182,11 @@ def with_weights_in_the_loss(stage: int, precision: str) -> None:
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
 def test_parameters_in_the_loss_are_supported(stage: int, precision: str) -> None:
-    (found,) = verify_training(with_weights_in_the_loss, stage, precision)
-    assert_equal(found)
+    (result,) = verify_training(with_weights_in_the_loss, stage, precision)
+    assert_equal(result)
     if precision == "bf16":  # under fp16 all these steps overflow
-        (found,) = verify_training(with_weights_in_the_loss, stage, precision, fault="missing_reduce")
-        assert found["deviations"][0]["phase"] == "reduce"
+        (result,) = verify_training(with_weights_in_the_loss, stage, precision, fault="missing_reduce")
+        assert result["deviations"][0]["phase"] == "reduce"
 
 
 def with_a_tensor_that_a_hook_kept(stage: int) -> None:
@@ -214,12 +214,12 @@ class Ranked(nn.Module):
         self.experts, self.mean = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), mean
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = self.experts[dist.get_rank()](x)
+        result: Tensor = self.experts[dist.get_rank()](x)
         if self.mean:
-            total = found.detach().mean()
+            total = result.detach().mean()
             dist.all_reduce(total)
-            found = found - total
-        return mse(found, y)
+            result = result - total
+        return mse(result, y)
 
 
 def with_ranked(mean: bool, stage: int) -> None:
@@ -233,8 +233,8 @@ def with_ranked(mean: bool, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_forward_that_reads_its_rank_and_a_gradient_hook_are_supported(stage: int) -> None:
-    (found,) = verify_training(with_ranked, False, stage)
-    assert_equal(found)
+    (result,) = verify_training(with_ranked, False, stage)
+    assert_equal(result)
 
 
 def test_forward_that_communicates_is_refused() -> None:
@@ -263,6 +263,6 @@ def with_a_global(stage: int) -> None:
 
 
 def test_unrepeatable_forward_is_reported() -> None:
-    (found,) = verify_training(with_a_global, 1)
-    first = found["deviations"][0]
+    (result,) = verify_training(with_a_global, 1)
+    first = result["deviations"][0]
     assert (first["step"], first["phase"], first["tensor"]) == (1, "forward", "output of the model")

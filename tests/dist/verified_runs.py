@@ -53,8 +53,8 @@ def verify_training(
     train: Callable[..., None], *args: Any, ranks: int = 2, steps: int = 3, fault: str | None = None, **more: Any
 ) -> list[dict[str, Any]]:
     """Return the verdicts on `train(*args)`, one per engine; `more` is for `run_ranks`."""
-    found: list[list[dict[str, Any]]] = run_ranks(watch, ranks, train, steps, fault, *args, **more)
-    return found[0]
+    result: list[list[dict[str, Any]]] = run_ranks(watch, ranks, train, steps, fault, *args, **more)
+    return result[0]
 
 
 def verify(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 
-gc.disable()  # looking for garbage would take a fifth of the time of the imports
+gc.disable()  # garbage collection would take a fifth of the time of the imports
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  (as every optimizer does)

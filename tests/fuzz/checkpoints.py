@@ -139,10 +139,10 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
         return dict(read_full(convert_to_windlass(directory / "t", out / "t").parent, "t"))
 
     def plain() -> dict[str, torch.Tensor]:
-        found = windlass.read_checkpoint(directory)
+        result = windlass.read_checkpoint(directory)
         model = net()
-        found.optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
-        return {name: value for name, value in found.model_state_dict().items() if isinstance(value, torch.Tensor)}
+        result.optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+        return {name: value for name, value in result.model_state_dict().items() if isinstance(value, torch.Tensor)}
 
     def spans() -> dict[str, torch.Tensor]:
         with StoredCheckpoint(directory) as stored:
@@ -175,13 +175,13 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
 
 def seeds_of(readers: dict[str, Reader]) -> dict[str, list[torch.Tensor]]:
     """Return the results of each reader on unchanged files."""
-    found = {}
+    results = {}
     for name, read in readers.items():
         try:
-            found[name] = list(read().values())
+            results[name] = list(read().values())
         except WindlassError as error:
             raise AssertionError(f"{name} does not read the seed: {error}") from error
-    return found
+    return results
 
 
 def one_of(seeds: dict[str, list[torch.Tensor]]) -> Callable[[str, Any], str]:
@@ -189,12 +189,12 @@ def one_of(seeds: dict[str, list[torch.Tensor]]) -> Callable[[str, Any], str]:
 
     The index chooses the dtype of a tensor, so values of any reader are accepted after a cast to the returned dtype.
     """
-    known = [one for values in seeds.values() for one in values]
+    known = [item for values in seeds.values() for item in values]
 
     def vouched(name: str, value: dict[str, torch.Tensor]) -> str:
         for key, tensor in value.items():
-            like = [one for one in known if one.shape == tensor.shape and one.is_complex() == tensor.is_complex()]
-            if tensor.numel() and not any(torch.equal(one.to(tensor.dtype), tensor) for one in like):
+            like = [item for item in known if item.shape == tensor.shape and item.is_complex() == tensor.is_complex()]
+            if tensor.numel() and not any(torch.equal(item.to(tensor.dtype), tensor) for item in like):
                 return f"gives {key!r} values that nobody wrote"
         return ""
 

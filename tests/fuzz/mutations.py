@@ -214,11 +214,11 @@ def memory_limit(nbytes: int) -> Iterator[None]:
 
 
 def keeps_the_law(read: Reader, nbytes: int, vouched: Callable[[Any], str], *, floor: int = FLOOR) -> str:
-    """Return the violation of the law by a reader, or an empty text.
+    """Run a reader on mutated files. Return how it breaks the law, or an empty text.
 
     Args:
         nbytes: size of all files that it reads.
-        vouched: returns the fault of a returned value, or an empty text.
+        vouched: function that returns the error in a result, or an empty text.
     """
     tracemalloc.start()
     try:

@@ -32,7 +32,7 @@ def test_every_reader_of_a_data_file(tmp_path: Path) -> None:
     fields = json.loads(index.read_bytes())
     files = sorted((directory / "t").glob("*.safetensors"))
     goods = [path.read_bytes() for path in files]
-    rest = sum(one.stat().st_size for one in directory.rglob("*") if one.is_file())
+    rest = sum(item.stat().st_size for item in directory.rglob("*") if item.is_file())
     all_readers = readers(directory, tmp_path / "out")
     seeds = seeds_of(all_readers)
 

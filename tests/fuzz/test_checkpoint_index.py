@@ -17,7 +17,7 @@ def test_every_reader_of_an_index(tmp_path: Path) -> None:
     path = directory / "t" / "checkpoint.json"
     good = path.read_bytes()
     fields = json.loads(good)
-    rest = sum(one.stat().st_size for one in directory.rglob("*") if one.is_file() and one != path)
+    rest = sum(item.stat().st_size for item in directory.rglob("*") if item.is_file() and item != path)
     all_readers = readers(directory, tmp_path / "out")
     seeds = seeds_of(all_readers)
 

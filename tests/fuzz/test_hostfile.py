@@ -46,14 +46,14 @@ def test_mutations_of_a_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
     for data in mutants(SEEDS, 600):
         path.write_bytes(data)
-        found = outcome(fetch_hostfile, path)
-        if isinstance(found, WindlassError):
+        result = outcome(fetch_hostfile, path)
+        if isinstance(result, WindlassError):
             continue
         text = data.decode("utf-8-sig")
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-        said = [re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines]
-        assert found == {one[1]: int(one[2]) for one in said if one}, data
-        assert len(found) == len(lines) and all(0 <= slots <= MAX_RANKS_PER_HOST for slots in found.values())
+        reported = [re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines]
+        assert result == {item[1]: int(item[2]) for item in reported if item}, data
+        assert len(result) == len(lines) and all(0 <= slots <= MAX_RANKS_PER_HOST for slots in result.values())
 
 
 @pytest.mark.parametrize("slots", ["99999999999999999999", "9" * 5000, "4097", "٣"])
@@ -82,8 +82,8 @@ def test_filters_and_lists(include: str, exclude: str, listed: str) -> None:
 @pytest.mark.parametrize("listed", ["n[0-99999999]", "n[0-9999][0-9999]", "0-99999999", "2(x99999999)", "9" * 5000])
 def test_absurd_ranges(listed: str) -> None:
     for reader in (expand_hosts, expand_counts, lambda text: parse_numbers(text, "--x")):
-        found = outcome(reader, listed)
-        assert isinstance(found, WindlassError) or len(found) <= 1
+        result = outcome(reader, listed)
+        assert isinstance(result, WindlassError) or len(result) <= 1
 
 
 def test_mutations_of_messages() -> None:
@@ -118,16 +118,16 @@ STRANGE = [
 def test_numbers_of_the_command_line(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_SIZE", "9" * 5000)
     for value in STRANGE:
-        said = io.StringIO()
+        text = io.StringIO()
         args: argparse.Namespace | None = None
-        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
             args = parse_flags(build_run_parser(), [f"{flag}={value}", "x.py"])
-        assert len(said.getvalue()) < 20_000
+        assert len(text.getvalue()) < 20_000
         if args is None:
-            assert flag in said.getvalue()
+            assert flag in text.getvalue()
             continue
-        found: Any = outcome(hosts_from_args, args)
-        if not isinstance(found, WindlassError):
-            assert sum(len(host.slots) for host in found[0]) <= 2**20
+        result: Any = outcome(hosts_from_args, args)
+        if not isinstance(result, WindlassError):
+            assert sum(len(host.slots) for host in result[0]) <= 2**20
         for number in (args.grace, args.monitor_interval):
             assert 0 <= number < 10**9, (flag, value)

@@ -37,27 +37,27 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mutations_of_a_token_file(tokens: Path, tmp_path: Path) -> None:
-    whole = tokens.read_bytes()
+    full = tokens.read_bytes()
     true = open_tokens(tokens, verify=True)
     path = tmp_path / "tokens.bin"
-    used = len(whole[:4096].rstrip())
-    seeds = [whole, whole[:used] + whole[4096:]]  # the second has no padding, so every mutation changes content
+    used = len(full[:4096].rstrip())
+    seeds = [full, full[:used] + full[4096:]]  # the second has no padding, so every mutation changes content
     for data in mutants(seeds, 600):
         if len(data) < 4096 + 500 and b"seal" in data:
             data = data[:used].ljust(4096) + data[used:]
         path.write_bytes(data)
-        found = outcome(open_tokens, path, True)
-        if not isinstance(found, WindlassError):
-            assert found.header == true.header, data[:used]  # no silent error
-            assert np.array_equal(found.train, true.train) and np.array_equal(found.held_out, true.held_out)
+        result = outcome(open_tokens, path, True)
+        if not isinstance(result, WindlassError):
+            assert result.header == true.header, data[:used]  # no silent error
+            assert np.array_equal(result.train, true.train) and np.array_equal(result.held_out, true.held_out)
 
 
 def test_changed_header_is_detected(tokens: Path, tmp_path: Path) -> None:
-    whole = tokens.read_bytes()
+    full = tokens.read_bytes()
     path = tmp_path / "tokens.bin"
     for old, new in ((b'"eval_bytes": 77', b'"eval_bytes": 78'), (b'"eos": 0', b'"eos": 1'), (b": 300", b": 301")):
-        assert old in whole
-        path.write_bytes(whole.replace(old, new))
+        assert old in full
+        path.write_bytes(full.replace(old, new))
         with pytest.raises(DataError, match="header is damaged"):
             open_tokens(path)
 
@@ -145,8 +145,8 @@ def test_mutations_of_json(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     for data in mutants([json.dumps(seed).encode()], 400):
         path.write_bytes(data)
-        found = outcome(read, path)
-        if isinstance(found, TrainingPlan):
-            assert {key: type(value) for key, value in asdict(found).items() if key != "prompt"} == {
+        result = outcome(read, path)
+        if isinstance(result, TrainingPlan):
+            assert {key: type(value) for key, value in asdict(result).items() if key != "prompt"} == {
                 key: type(value) for key, value in seed.items() if key != "prompt"
             }, data

@@ -95,7 +95,7 @@ def outcome(read: Callable[..., Any], *given: Any) -> Any:
         assert len(text) < MOST_TEXT, (repr(given)[:300], len(text), text[:300])
         return error
     except BaseException as error:
-        shown = [one.read_bytes() if isinstance(one, Path) and one.is_file() else one for one in given]
+        shown = [item.read_bytes() if isinstance(item, Path) and item.is_file() else item for item in given]
         error.add_note(f"input: {shown!r}"[:4000])
         raise
 

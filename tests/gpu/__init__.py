@@ -1,1 +1,1 @@
-"""Laws on one CUDA GPU; skipped without one."""
+"""Tests of laws on one CUDA GPU. They are skipped without one."""

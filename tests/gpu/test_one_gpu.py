@@ -1,4 +1,4 @@
-"""The laws on one CUDA GPU: one rank over NCCL trains what plain PyTorch trains there."""
+"""Law: on one CUDA GPU, one rank over NCCL trains as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODELS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one rank over NCCL, with the arithmetic of the CPU: no TF32."""
+    """Start a world of one rank over NCCL, with CPU arithmetic: no TF32."""
     patch = pytest.MonkeyPatch()
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         patch.setenv(name, value)
@@ -56,7 +56,7 @@ def to_cuda(batch: Any) -> Any:
 
 
 def on_cuda(subject: Specimen) -> Specimen:
-    """The same specimen with its micro-batches on the GPU."""
+    """Return the specimen with its micro-batches on the GPU."""
 
     def batch(place: Place) -> Batch:
         moved: Batch = to_cuda(subject.batch(place))
@@ -66,7 +66,7 @@ def on_cuda(subject: Specimen) -> Specimen:
 
 
 def trained(subject: Specimen, recipe: Recipe, setting: Setting) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-    """Losses, the last whole gradients and the parameters, all on the CPU."""
+    """Return losses, the last full gradients and the parameters, all on the CPU."""
     import windlass
 
     engine = windlass.initialize(model=oracle.build(subject).cuda(), config=ds_config(recipe, setting))[0]
@@ -95,7 +95,7 @@ def _cpu(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_gpu(subject: Specimen, recipe: Recipe) -> Trace:
-    """Plain PyTorch on the same GPU."""
+    """Train in plain PyTorch on the GPU."""
     return oracle.train(subject, recipe, model=oracle.build(subject).cuda())
 
 
@@ -113,14 +113,14 @@ def test_one_gpu_equals_plain_torch(stage: int, name: str, plain: bool, precisio
         optimizer_params=(("lr", 1e-3), ("eps", 1e-6)),
     )
     losses, grads, params = trained(subject, recipe, Setting(stage=stage, plain_backward=plain))
-    wanted = on_gpu(subject, recipe)
-    # GPU kernels choose their own order of sums, and atomics (embedding gradients) have none
+    expected = on_gpu(subject, recipe)
+    # GPU kernels sum in another order, and atomics (embedding gradients) in none
     loss_bound, bound = (1e-5, 1e-5) if precision == "fp32" else (2e-2, 2e-2)
-    flat = [loss for step in wanted.losses for loss in step[0]]
+    flat = [loss for step in expected.losses for loss in step[0]]
     assert losses == pytest.approx(flat, rel=loss_bound)
-    error, where = relative_error(grads, _cpu(wanted.grads[-1]))
+    error, where = relative_error(grads, _cpu(expected.grads[-1]))
     assert error < bound, where
-    error, where = relative_error(params, _cpu(wanted.params))
+    error, where = relative_error(params, _cpu(expected.params))
     assert error < (1e-5 if precision == "fp32" else 1e-3), where
 
 
@@ -128,7 +128,7 @@ def test_one_gpu_equals_plain_torch(stage: int, name: str, plain: bool, precisio
 def test_memory_is_freed_after_destroy(stage: int) -> None:
     subject = on_cuda(ZOO["four_blocks"])
     torch.cuda.synchronize()
-    trained(subject, Recipe(ranks=1, steps=1), Setting(stage=stage))  # what CUDA libraries keep is not ours
+    trained(subject, Recipe(ranks=1, steps=1), Setting(stage=stage))  # memory that CUDA libraries keep is excluded
     before = torch.cuda.memory_allocated()
     trained(subject, Recipe(ranks=1, steps=2), Setting(stage=stage))
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from windlass.inference.outputs import RequestOutput
 
 
 def make_prompts(count: int, vocab: int, longest: int = 20, seed: int = 0, shared: int = 0) -> list[list[int]]:
-    """Random prompts of 1 to `longest` tokens; every second one begins with the same `shared` tokens."""
+    """Return random prompts of 1 to `longest` tokens. Every second one begins with the same `shared` tokens."""
     r = random.Random(seed)
     prefix = [r.randrange(3, vocab) for _ in range(shared)]
     prompts = []

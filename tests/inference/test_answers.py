@@ -1,4 +1,4 @@
-"""Laws of answers: their text, their ends, several of them for one prompt, log-probabilities, and beams."""
+"""Tests of answers: text, stop conditions, several answers per prompt, log-probabilities, and beam search."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> list[Any]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_text_by_tokens_is_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
-    """Also for characters of several tokens: none is shown before it is complete, and none is lost."""
+    """A character of several tokens is shown once it is complete, and none is lost."""
     tokenizer = TOKENIZERS[name]()
     text = data.draw(st.text(st.sampled_from("ab ,é東\N{GRINNING FACE}\N{ZERO WIDTH JOINER}\n\t{1"), max_size=25))
     prompt = tokenizer("the quick", add_special_tokens=False).input_ids
@@ -84,7 +84,7 @@ def test_stop_texts_across_tokens_are_never_shown_in_part(name: str, include: bo
                 assert answer.stop_reason == stop
                 for output in outputs[:-1]:
                     assert whole[:first].startswith(output.outputs[0].text)
-                # a stop text that does not come hides nothing at the end
+                # the start of a stop text that is never completed is returned
                 assert stream(llm, "the ", params.replace(stop=[stop + "\0"]))[-1].outputs[0].text == whole
         assert llm.stats().kv_cache_usage == 0
 

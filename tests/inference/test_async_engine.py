@@ -1,4 +1,4 @@
-"""The asyncio engine: streams, cancellation, draining, and a thread that dies."""
+"""Tests of the asyncio engine: streams, cancellation, draining, and a thread that dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law: greedy tokens are those of the plain model, whatever is batched with a request and however it is scheduled."""
+"""Law: greedy tokens are those of the plain model, for any batch and any schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0
 
 
 def longer(name: str, **changes: Any) -> Any:
-    """A model that takes 96 tokens, where its configuration has a limit."""
+    """Return a model for 96 tokens, if its configuration has a limit."""
     key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
     known = {} if name in ("bloom", "falcon") else {key.get(name, "max_position_embeddings"): 96}
     return build(name, **{**known, **changes}).eval()
@@ -41,7 +41,7 @@ def test_families_generate_what_the_plain_model_does(name: str) -> None:
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
-    """40 requests of mixed lengths that arrive while others run, through a cache that holds only some of them."""
+    """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = longer(name)
     prompts = make_prompts(40, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
@@ -109,7 +109,7 @@ def test_greedy_tokens_are_those_of_transformers_generate() -> None:
 
 
 class TiedTwice(nn.Module):
-    """A model of the user, not of transformers: one layer used twice, tied weights, attention from the registry."""
+    """User-defined model: one layer used twice, tied weights, attention from the registry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_modules_of_users_are_paged_if_they_take_positions() -> None:
 
 
 class NoPositions(nn.Module):
-    """A model of the user that computes positions itself, and keeps no cache."""
+    """User-defined model that computes positions itself and keeps no cache."""
 
     def __init__(self) -> None:
         super().__init__()

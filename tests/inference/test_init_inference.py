@@ -22,7 +22,7 @@ def small_model() -> Any:
 
 
 def padded() -> tuple[torch.Tensor, torch.Tensor]:
-    """Three prompts, padded on the left."""
+    """Return three prompts, padded on the left."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (3, 7), generator=generator)
     mask = torch.ones_like(ids)

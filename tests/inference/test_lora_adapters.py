@@ -79,7 +79,7 @@ def assert_adapters(model: Any, outputs: list[RequestOutput], directories: dict[
 @pytest.mark.parametrize("budget", [6, 64])
 @pytest.mark.parametrize("name", sorted(ATTENTION))
 def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path: Path) -> None:
-    """The paged runner and, with bloom, that of models with their own cache; all requests share a prompt's begin."""
+    """Covers the paged runner and, with bloom, the one of models with their own cache. All requests share a prefix."""
     model = served(name)
     directories = write_three(model, name, tmp_path)
     before = copy.deepcopy(model.state_dict())
@@ -100,7 +100,7 @@ def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path
 
 
 def test_adapters_differ_from_one_another(tmp_path: Path) -> None:
-    """The law above could not fail if all adapters generated the same."""
+    """Adapters generate different tokens; otherwise the law above could not fail."""
     model = served("llama")
     directories = write_three(model, "llama", tmp_path)
     with LLM(model, lora=directories, check_at_load=False) as llm:

@@ -1,4 +1,4 @@
-"""Laws of the sampler: each parameter against transformers' processor, and draws against their distribution."""
+"""Tests of the sampler: each parameter against transformers' logits processor, and draws against their distribution."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def changed(logits: torch.Tensor, made: SequenceSampler) -> torch.Tensor:
 
 
 def support(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """Tokens that are drawn by a fine grid of uniform numbers."""
+    """Return the tokens that are drawn for a fine grid of uniform numbers."""
     grid = [(step + 0.5) / 4000 for step in range(4000)]
     return {draw_one(logits, params, uniform) for uniform in grid}
 
@@ -123,7 +123,7 @@ def test_biases_and_allowed_tokens() -> None:
     ],
 )
 def test_draws_follow_their_distribution(params: SamplingParams) -> None:
-    """Chi-square of 20,000 draws by the sampler's own numbers."""
+    """Chi-square test of 20,000 draws with the sampler's own random numbers."""
     logits, draws = logits_of(3, 23), 20_000
     scores = logits / params.temperature
     if params.min_p:
@@ -165,7 +165,7 @@ def test_one_row_at_a_time_draws_what_all_rows_together_do(
     together = set(draw_together(rows, [params] * 64, [(k + uniform) / 64 for k in range(64)]).tolist())
     kept = set(draw_together(rows, [params] * 64, [k / 64 for k in range(64)]).tolist()) | one | together
     lowest = min(logits[token] for token in kept)
-    # what either draws, the other may draw: nothing above the lowest kept logit is missing from the nucleus
+    # each may draw the other's tokens: no token above the lowest kept logit is missing from the nucleus
     for token in one ^ together:
         assert logits[token] >= lowest
 
@@ -174,7 +174,7 @@ def test_one_row_at_a_time_draws_what_all_rows_together_do(
 @pytest.mark.parametrize("spread", [0.0, 0.001, 1.0, 3.0, 8.0])
 def test_a_nucleus_by_selection_is_that_by_sorting_everything(spread: float, top_p: float) -> None:
     logits = logits_of(4, 20_000, spread)
-    logits[::7] = logits[3]  # ties, of which the first tokens are in
+    logits[::7] = logits[3]  # ties, of which the first tokens are kept
     logits[1::50] = -math.inf
     weights = (logits - logits.max()).exp()
     ordered, ids = weights.double().sort(descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Law: drafts change no token, greedy or sampled, whatever proposes them and however it is scheduled."""
+"""Law: drafts change no token, greedy or sampled, for any proposer and any schedule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens_of(outputs: Any) -> list[list[int]]:
 @pytest.mark.parametrize("name", sorted(proposers()))
 @pytest.mark.parametrize("cache", [112, 2048])
 def test_drafts_change_no_token(name: str, cache: int) -> None:
-    """With preemption in a small cache, shared prefixes, and answers up to the longest length."""
+    """Covers preemption in a small cache, shared prefixes, and answers up to the maximum length."""
     model = model_of()
     prompts = make_prompts(10, VOCABULARY, 30, shared=18)
     sampled = [SamplingParams(seed=n, max_tokens=24, temperature=0.7, top_p=0.9, n=1 + n % 2) for n in range(10)]
@@ -64,7 +64,7 @@ def test_drafts_change_no_token(name: str, cache: int) -> None:
 
 
 def test_the_draft_model_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache stays between steps: only accepted tokens and drafts are computed."""
+    """Its cache stays between steps, so only accepted tokens and drafts are computed."""
     model = model_of()
     speculative = {"method": "draft", "num_tokens": 3, "model": model_of()}
     with LLM(model, check_at_load=False, speculative=speculative) as llm:

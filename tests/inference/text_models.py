@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers with text, made here."""
+"""Tiny models and tokenizers with text, built here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END = "<|end|>"
 
 
 def byte_level_tokenizer(size: int = 400) -> Any:
-    """Byte-level BPE as of GPT-2 and Llama 3: a character may be several tokens."""
+    """Return a byte-level BPE tokenizer as in GPT-2 and Llama 3: a character may be several tokens."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +27,7 @@ def byte_level_tokenizer(size: int = 400) -> Any:
 
 
 def sentencepiece_tokenizer() -> Any:
-    """Pieces with a mark for spaces and single bytes for what no piece has, as of Llama 2 and Gemma."""
+    """Return a tokenizer as in Llama 2 and Gemma: pieces with a mark for spaces, and single bytes for other text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -46,6 +46,6 @@ def sentencepiece_tokenizer() -> Any:
 
 
 def text_model(tokenizer: Any, *, extra: int = 7, **changes: Any) -> Any:
-    """A random model whose vocabulary is larger than the tokenizer's."""
+    """Return a random model whose vocabulary is larger than the tokenizer's."""
     size = {"vocab_size": len(tokenizer) + extra, "eos_token_id": tokenizer.eos_token_id}
     return build("llama", max_position_embeddings=256, **size, **changes).eval()

@@ -1,4 +1,4 @@
-"""Parameters that do not train, alone and beside adapters that do."""
+"""Models with frozen parameters, alone and beside trainable adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.specimen import WIDTH
 
 
 def frozen() -> nn.Module:
-    """The first block and one matrix of the second are frozen; gradients must pass through both."""
+    """Return a model whose first block and one matrix of the second are frozen. Gradients must pass through both."""
     model = Regressor(blocks=3)
     model.blocks[1].requires_grad_(False)
     model.blocks[2].up.weight.requires_grad_(False)
@@ -18,14 +18,14 @@ def frozen() -> nn.Module:
 
 
 def frozen_first() -> nn.Module:
-    """Frozen up to the last block, so the first blocks have no backward at all."""
+    """Return a model that is frozen up to the last block, so that the first blocks have no backward."""
     model = Regressor(blocks=3)
     model.blocks[:2].requires_grad_(False)
     return model
 
 
 class LoraLinear(nn.Module):
-    """A frozen matrix and a trainable low-rank one. `base_dtype` may differ from the adapters' fp32."""
+    """Frozen matrix with a trainable low-rank one. `base_dtype` may differ from the adapter's fp32."""
 
     def __init__(self, base_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraBlock(nn.Module):
-    """A block of two adapted matrices: two units, frozen and trainable."""
+    """Block of two adapted matrices, which form a frozen and a trainable unit."""
 
     def __init__(self, base_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class LoraBlock(nn.Module):
 
 
 def lora() -> nn.Module:
-    """Two adapted blocks and a trainable head."""
+    """Return two adapted blocks and a trainable head."""
     return Regressor(block=LoraBlock)
 
 
 def mixed() -> nn.Module:
-    """bf16 frozen base, fp32 norms, fp32 adapters: three kinds of unit in one block."""
+    """Return blocks with a frozen bf16 base, fp32 norms and fp32 adapters, which form three kinds of units."""
     return Regressor(block=lambda: LoraBlock(torch.bfloat16))

@@ -1,6 +1,6 @@
 """Two models that train against each other: the generator's loss passes through the discriminator.
 
-One loop serves plain PyTorch and engines: what it drops between backwards and steps is part of it.
+One loop trains plain PyTorch models and engines. It also drops gradients between backwards and steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOISE, PIXELS, HIDDEN, BATCH = 6, 12, 16, 4
 
 
 class Generator(nn.Module):
-    """Noise to a small picture."""
+    """Network from noise to a small picture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """The probability that a picture is real."""
+    """Network that returns the probability that a picture is real."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,24 +41,24 @@ class Discriminator(nn.Module):
 
 
 def pair() -> tuple[Generator, Discriminator]:
-    """Both models, from one seed."""
+    """Return both models, initialized from one seed."""
     torch.manual_seed(999)
     return Generator(), Discriminator()
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
-    """As in the usual recipe; a large eps keeps rounding out of it."""
+    """Return Adam with the usual hyper-parameters and a large eps, which hides rounding."""
     return torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.5, 0.999), eps=1e-4)
 
 
 @dataclass
 class Side:
-    """One of the two in training.
+    """One of the two models in training.
 
     Attributes:
         call: its forward.
-        zero_grad: the way by which its gradients are dropped at the beginning of its turn.
-        backward: from its loss, through whatever made that.
+        zero_grad: drops its gradients at the beginning of its half of a step.
+        backward: runs the backward of its loss, which may pass through the other model.
     """
 
     call: Callable[[Tensor], Tensor]
@@ -68,8 +68,8 @@ class Side:
 
 
 def train(generator: Side, discriminator: Side, ranks: Sequence[int], steps: int) -> list[list[float]]:
-    """The losses of the generator, by step and rank, of the ranks that this process computes."""
-    told = []
+    """Train, and return the losses of the generator by step and rank, for the ranks that this process computes."""
+    results = []
     for step in range(steps):
         discriminator.zero_grad()
         fakes = []
@@ -86,12 +86,12 @@ def train(generator: Side, discriminator: Side, ranks: Sequence[int], steps: int
         for loss in losses:
             generator.backward(loss)
         generator.step()
-        told.append([float(loss.detach()) for loss in losses])
-    return told
+        results.append([float(loss.detach()) for loss in losses])
+    return results
 
 
 def train_plain(ranks: int, steps: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """In one process, the mean over ranks: losses by step and rank, and parameters."""
+    """Train in one process on the mean over ranks. Return losses by step and rank, and parameters."""
     models = pair()
 
     def side(model: nn.Module) -> Side:

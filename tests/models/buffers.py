@@ -1,4 +1,4 @@
-"""Buffers that forwards write."""
+"""Models whose forwards write buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.specimen import WIDTH, mse
 
 
 class Normalised(nn.Module):
-    """BatchNorm: running statistics and an integer counter as buffers."""
+    """Model with BatchNorm: running statistics and an integer counter as buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Normalised(nn.Module):
 
 
 class BufferInForward(nn.Module):
-    """A buffer that the forward both reads and writes, so ranks that do not share it compute something else."""
+    """Model whose forward reads and writes a buffer, so that ranks with different buffers compute different values."""
 
     def __init__(self) -> None:
         super().__init__()

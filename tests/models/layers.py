@@ -1,4 +1,4 @@
-"""Attention, recurrence and convolution, with torch's own layers."""
+"""Models of attention, recurrence and convolution with torch's own layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.specimen import VOCABULARY, WIDTH, cross_entropy, mse
 
 
 class CrossBlock(nn.Module):
-    """Attends to encoder states that every block of the decoder shares; takes keywords only."""
+    """Block that attends to encoder states, which all decoder blocks share. It takes keywords only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class CrossBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """An encoder whose output reaches every decoder block: its gradient arrives late and in parts."""
+    """Model whose encoder output reaches every decoder block, so that its gradient arrives late and in parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class CrossAttention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """nn.LSTM keeps flat weights of its own."""
+    """Model with nn.LSTM, which keeps its own flat weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """nn.MultiheadAttention reads its projections' weights without calling them."""
+    """Model with nn.MultiheadAttention, which reads the weights of its projections without calling them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions with 4-D weights, a group norm and a transposed convolution."""
+    """Model with 4-D convolution weights, a group norm and a transposed convolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The models that others are made of: residual blocks, and a loss behind them."""
+"""Basic models for other specimens: residual blocks with a loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models.specimen import WIDTH, mse
 
 
 class Block(nn.Module):
-    """A residual feed-forward block."""
+    """Residual feed-forward block."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Regressor(nn.Module):
-    """Blocks between nothing and a loss; the base of most specimens."""
+    """Sequence of blocks with a loss; the base class of most specimens."""
 
     def __init__(self, blocks: int = 2, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Regressor(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Two blocks and a head."""
+    """Return two blocks and a head."""
     return Regressor()
 
 
 class FourBlocks(nn.Module):
-    """Four equal blocks, each above the default persistence threshold, so that stage 3 really shards."""
+    """Model of four equal blocks, each above the default persistence threshold, so that stage 3 shards them."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()

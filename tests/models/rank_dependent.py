@@ -1,4 +1,4 @@
-"""Models of which each rank runs other modules than its peers, or more often."""
+"""Models of which ranks run different modules, or run them a different number of times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.models.specimen import WIDTH, Batch, Place, Specimen, mse, one_loss, 
 
 
 class Towers(nn.Module):
-    """Two towers that share a weight, of which a batch may have no input for one, or for either.
+    """Two towers that share a weight. A batch may have no input for one or for both.
 
     Args:
-        recompute: under activation checkpointing, reentrant or not; None: none.
+        recompute: kind of activation checkpointing: reentrant (True) or not (False); None: no checkpointing.
     """
 
     def __init__(self, recompute: bool | None = None) -> None:
@@ -45,13 +45,13 @@ class Towers(nn.Module):
 
 
 def towers_by_place(place: Place) -> Batch:
-    """The towers in use change with the step, the micro-batch and the rank; in step 2 no rank has sound."""
+    """Return a batch. Its inputs depend on step, micro-batch and rank; in step 2 no rank has sound."""
     chosen = int(torch.randint(0, 4, (), generator=place.generator()))
     return {**rows(place), "image": bool(chosen & 1), "sound": bool(chosen & 2) and place.step != 2}
 
 
 class Experts(nn.Module):
-    """Two layers of experts, of which each forward runs one; ranks choose each for itself."""
+    """Two layers of experts. Each forward runs one expert per layer, chosen by each rank."""
 
     def __init__(self, experts: int = 3) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class Experts(nn.Module):
 
 
 def experts_by_place(place: Place) -> Batch:
-    """Ranks choose apart, except in step 1; the third expert of the second layer is never chosen."""
+    """Return a batch and its experts. Ranks choose the same only in step 1; one expert is never chosen."""
     generator = place.generator() if place.step != 1 else torch.Generator().manual_seed(place.micro)
     first, second = torch.randint(0, 6, (2,), generator=generator).tolist()
     return {**rows(place), "first": first % 3, "second": second % 2}
 
 
 class EarlyExit(nn.Module):
-    """A loop that ends sooner on some ranks, and goes through a block twice on others."""
+    """Model whose loop over blocks ends sooner on some ranks, and repeats a block on others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,20 +86,20 @@ class EarlyExit(nn.Module):
 
 
 def path_by_place(place: Place) -> Batch:
-    """Up to four blocks from the first on."""
+    """Return a path of up to four blocks, from the first on."""
     depth = int(torch.randint(0, 5, (), generator=place.generator()))
     return {**rows(place), "path": list(range(depth))}
 
 
 def random_path(place: Place) -> Batch:
-    """Any blocks in any order, any number of times."""
+    """Return a path of any blocks in any order, any number of times."""
     generator = place.generator()
     length = int(torch.randint(0, 6, (), generator=generator))
     return {**rows(place), "path": torch.randint(0, 4, (length,), generator=generator).tolist()}
 
 
 class Plain(nn.Module):
-    """Blocks and a head, for batches that are not there on every rank."""
+    """Blocks and a head, for batches that some ranks may not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ class Plain(nn.Module):
 
 
 def batch_or_none(place: Place) -> Batch:
-    """Rank 0 has all micro-batches, others run out of them; in step 3 some have none at all."""
+    """Return a batch or None. Rank 0 has all micro-batches, the others fewer, and in step 3 some have none."""
     left = int(torch.randint(0, 4, (), generator=Place(place.step, 0, place.rank).generator()))
     here = place.rank == 0 or (place.micro < left and place.step != 3)
     return {"batch": rows(place) if here else None}
 
 
 def if_there(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Train on a batch, if there is one."""
+    """Train on the batch unless it is None."""
     return torch.zeros(()) if batch["batch"] is None else one_loss(call, batch["batch"], backward)
 
 

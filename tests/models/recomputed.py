@@ -1,4 +1,4 @@
-"""Activation checkpointing by torch, of both kinds."""
+"""Models with torch's activation checkpointing, reentrant and not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.specimen import WIDTH, mse
 
 
 class Checkpointed(nn.Module):
-    """Every block under activation checkpointing of one kind."""
+    """Model with every block under activation checkpointing of one kind."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Checkpointed(nn.Module):
 
 
 class CheckpointedPairs(nn.Module):
-    """A checkpoint around two blocks, and a frozen block inside it."""
+    """Model with a checkpoint around two blocks and a frozen block inside it."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters and modules that are used in more than one place."""
+"""Models that use parameters and modules in more than one place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.specimen import VOCABULARY, WIDTH, cross_entropy, mse
 
 
 class Tied(nn.Module):
-    """Embedding and head share one parameter."""
+    """Model whose embedding and head share one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Tied(nn.Module):
 
 
 class Sibling(nn.Module):
-    """The embedding's weight is used by its parent, without calling the embedding a second time."""
+    """Model that uses the embedding's weight in the parent without a second call of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Sibling(nn.Module):
 
 
 class SiblingBlock(nn.Module):
-    """A block that reads the weight of another block."""
+    """Block that reads the weight of another block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class SiblingBlock(nn.Module):
 
 
 class BorrowingBlock(nn.Module):
-    """Uses the `down` weight of a block that it does not own."""
+    """Block that uses the `down` weight of another block."""
 
     def __init__(self, lender: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class BorrowingBlock(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One tower, two inputs, two calls in one forward."""
+    """Model that calls one tower on two inputs in one forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Siamese(nn.Module):
 
 
 class LayerReuse(nn.Module):
-    """One block applied three times in depth, with another in between."""
+    """Model that applies one block three times in depth, with another in between."""
 
     def __init__(self) -> None:
         super().__init__()

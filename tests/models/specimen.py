@@ -1,4 +1,4 @@
-"""Specimen: a model, its micro-batches at every place, and the way to train one of them."""
+"""Specimen: a model, its micro-batches for each place, and the function that trains one of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Place:
     rank: int
 
     def generator(self) -> torch.Generator:
-        """A generator of its own for every place."""
+        """Return a generator that is seeded by the place."""
         seed = 1 + self.step * 10_007 + self.micro * 101 + self.rank * 1_000_003
         return torch.Generator().manual_seed(seed)
 
 
 def one_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """The usual micro-batch: the model returns its loss."""
+    """Train a micro-batch of a model that returns its loss."""
     loss = call(**batch)
     backward(loss)
     return loss.detach()
@@ -40,7 +40,7 @@ def one_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., Non
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model and how it is trained. `train(call, batch, backward)` returns the detached loss of one micro-batch."""
+    """Model and its training. `train(call, batch, backward)` returns the detached loss of one micro-batch."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -50,34 +50,34 @@ class Specimen:
 
 
 def rows(place: Place, count: int = ROWS) -> Batch:
-    """A regression micro-batch: x and y [count, WIDTH]."""
+    """Return a regression micro-batch: x and y `[count, WIDTH]`."""
     generator = place.generator()
     x = torch.randn(count, WIDTH, generator=generator)
     return {"x": x, "y": torch.tanh(x.roll(1, -1)) + 0.1 * torch.randn(count, WIDTH, generator=generator)}
 
 
 def many_rows(place: Place) -> Batch:
-    """Enough rows for their variance to be well away from zero."""
+    """Return a regression micro-batch with enough rows for a variance well above zero."""
     return rows(place, 8 * ROWS)
 
 
 def tokens(place: Place) -> Batch:
-    """A language micro-batch: ids [ROWS, 6]."""
+    """Return a language micro-batch: ids `[ROWS, 6]`."""
     return {"ids": torch.randint(0, VOCABULARY, (ROWS, 6), generator=place.generator())}
 
 
 def mse(out: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error in fp32, whatever the model computes in."""
+    """Return the mean squared error in fp32, for any dtype of the model."""
     return F.mse_loss(out.float(), y.float())
 
 
 def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
-    """Next-token loss in fp32."""
+    """Return the next-token loss in fp32."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in `dtype`."""
+    """Return the batch with its floating-point tensors in `dtype`."""
     if isinstance(batch, Tensor):
         return batch.to(dtype) if batch.is_floating_point() else batch
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""Ways to train a micro-batch: several forwards, several backwards, and what goes wrong between them."""
+"""Variants of training a micro-batch: several forwards, several backwards, and failures between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.specimen import WIDTH, Batch, mse, one_loss
 
 
 class TwoHeads(nn.Module):
-    """Returns two losses of one trunk, which may be recomputed in each backward."""
+    """Model that returns two losses of one trunk, which may be recomputed in each backward."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class TwoHeads(nn.Module):
 
 
 def two_losses(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """One forward, two backwards through a shared trunk."""
+    """Run one forward and two backwards through a shared trunk."""
     first, second = call(**batch)
     backward(first, retain_graph=True)
     backward(second)
@@ -37,7 +37,7 @@ def two_losses(call: Callable[..., Any], batch: Batch, backward: Callable[..., N
 
 
 def two_forwards(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Forward, forward, backward, backward: both graphs alive at once."""
+    """Run two forwards, then two backwards, so that both graphs exist at once."""
     first = call(**batch)
     second = call(x=batch["y"], y=batch["x"])
     backward(first)
@@ -46,7 +46,7 @@ def two_forwards(call: Callable[..., Any], batch: Batch, backward: Callable[...,
 
 
 def alternating(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Forward, backward, forward, backward within one micro-batch."""
+    """Run forward, backward, forward, backward within one micro-batch."""
     first = call(**batch)
     backward(first)
     second = call(x=batch["y"], y=batch["x"])
@@ -55,14 +55,14 @@ def alternating(call: Callable[..., Any], batch: Batch, backward: Callable[..., 
 
 
 def summed_forwards(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Two forwards of the whole model joined in one loss: every module is used twice in one backward."""
+    """Sum the losses of two forwards, so that one backward uses every module twice."""
     loss = call(**batch) + call(x=batch["y"], y=batch["x"])
     backward(loss)
     return loss.detach()
 
 
 def retained(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """Two backwards through the very same graph: the gradient counts twice."""
+    """Run two backwards through the same graph, so that the gradient counts twice."""
     loss = call(**batch)
     backward(loss, retain_graph=True)
     backward(loss)
@@ -70,7 +70,7 @@ def retained(call: Callable[..., Any], batch: Batch, backward: Callable[..., Non
 
 
 def discarded(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """A forward whose graph is dropped, before and after the one that counts."""
+    """Drop the graph of a forward, before and after the one that is trained."""
     call(x=batch["y"], y=batch["x"])
     loss = call(**batch)
     call(x=batch["y"], y=batch["x"])
@@ -79,7 +79,7 @@ def discarded(call: Callable[..., Any], batch: Batch, backward: Callable[..., No
 
 
 class Fragile(nn.Module):
-    """Raises in the middle of its forward if the input requests it."""
+    """Model that raises in the middle of its forward if the input requests it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Fragile(nn.Module):
 
 
 class FragileBlock(nn.Module):
-    """A block of `Fragile`."""
+    """Block of `Fragile`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,18 +106,18 @@ class FragileBlock(nn.Module):
 
 
 def interrupted(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """A forward that raises, which the caller survives (out of memory, a bad sample), then one that counts."""
+    """Catch the error of a failed forward (out of memory, a bad sample), then train another one."""
     try:
         call(**batch, fail=True)
     except ArithmeticError:
         pass
     else:
-        raise AssertionError("the forward was told to fail")
+        raise AssertionError("the forward fails as requested")
     return one_loss(call, batch, backward)
 
 
 def gradient_penalty(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """A penalty on the gradient with respect to the inputs: a backward with a graph inside, then through it."""
+    """Penalize the gradient with respect to the inputs: a backward that builds a graph, then one through it."""
     x = batch["x"].clone().requires_grad_()
     loss = call(x=x, y=batch["y"])
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Modules that get no gradient: always, or as step, micro-batch and rank say."""
+"""Models with modules that get no gradient, always or depending on step, micro-batch and rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.specimen import WIDTH, Batch, Place, mse, rows
 
 
 class UnusedAlways(nn.Module):
-    """A block and a matrix that no forward ever uses."""
+    """Model with a block and a matrix that no forward uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class UnusedAlways(nn.Module):
 
 
 class Branches(nn.Module):
-    """Takes the left or the right block as the batch says."""
+    """Model that runs the left or the right block, as the batch requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,22 +36,22 @@ class Branches(nn.Module):
 
 
 def branch_by_step(place: Place) -> Batch:
-    """All ranks take the same side; the right side is unused in steps 1, 2 and 4."""
+    """Return a batch with the same side on all ranks. The right side is unused in steps 1, 2 and 4."""
     return {**rows(place), "left": place.step in (1, 2, 4)}
 
 
 def branch_by_micro(place: Place) -> Batch:
-    """Sides change within a step, and in step 3 all take the left one."""
+    """Return a batch whose side changes within a step. In step 3 all take the left one."""
     return {**rows(place), "left": place.step == 3 or place.micro % 2 == 0}
 
 
 def branch_by_rank(place: Place) -> Batch:
-    """Ranks take different sides."""
+    """Return a batch whose side differs between ranks."""
     return {**rows(place), "left": (place.rank + place.step) % 2 == 0}
 
 
 class Untidy(nn.Module):
-    """Some output of a block is dropped, another is detached, and a third returns its input unchanged."""
+    """Model with a block output that is dropped, one that is detached, and a block that returns its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with unusual inputs and outputs: nested containers, objects of the user's own, a loss outside or aside."""
+"""Models with unusual inputs and outputs: nested containers, user-defined objects, a loss outside of the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.models.specimen import WIDTH, Batch, mse
 
 @dataclass
 class Outputs:
-    """An output that is neither a tensor nor a container torch knows."""
+    """Output that is neither a tensor nor a container that torch knows."""
 
     hidden: Tensor
     extra: dict[str, Any]
 
 
 class Opaque:
-    """An output that nothing can look into."""
+    """Output whose tensors cannot be found."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -32,7 +32,7 @@ class Opaque:
 
 
 class NestingBlock(nn.Module):
-    """Takes and returns nested containers: dict in, tuple of tuples, dataclass, custom object out."""
+    """Block that takes and returns nested containers: a dict, a tuple of tuples, a dataclass, a user-defined object."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class NestingBlock(nn.Module):
 
 
 class Nested(nn.Module):
-    """Passes values between blocks, and out of the model, in every sort of container."""
+    """Model that passes values between blocks, and returns them, in every kind of container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class Nested(nn.Module):
 
 
 def nested_loss(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """The loss hides in a tuple in a dict in a dataclass; the batch is one nested argument."""
+    """Train a model whose batch is one nested argument, and whose loss is in a tuple in a dict in a dataclass."""
     loss = call(batch).extra["loss"][0]
     backward(loss)
     return loss.detach()
 
 
 class LossOutside(nn.Module):
-    """Returns predictions; the loss is computed by the caller."""
+    """Model that returns predictions, from which the caller computes the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LossOutside(nn.Module):
 
 
 def loss_outside(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
-    """A loss of several outputs of the model."""
+    """Return a loss of several outputs of the model."""
     out, states = call(batch["x"])
     loss = mse(out, batch["y"]) + 0.1 * states[0].float().square().mean()
     backward(loss)
@@ -96,7 +96,7 @@ def loss_outside(call: Callable[..., Any], batch: Batch, backward: Callable[...,
 
 
 class StashingBlock(nn.Module):
-    """Leaves an auxiliary loss on itself for the root to collect, as routers of experts do."""
+    """Block that stores an auxiliary loss on itself, which the root collects, as expert routers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class StashingBlock(nn.Module):
 
 
 class Stashed(nn.Module):
-    """Collects auxiliary losses after the blocks that made them are done."""
+    """Model that collects the auxiliary losses of its blocks after they have run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with unusual places and shapes of parameters, and unusual calls of modules."""
+"""Models with parameters of unusual shapes and in unusual places, and with unusual calls of modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.models.specimen import VOCABULARY, WIDTH, cross_entropy, mse
 
 
 class OddShapes(nn.Module):
-    """0-dimensional, one-element, empty and prime-sized parameters, in a block and on the root."""
+    """Model with 0-dimensional, one-element, empty and prime-sized parameters, in a block and on the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class OddShapes(nn.Module):
 
 
 class OddBlock(nn.Module):
-    """One of the blocks of `OddShapes`."""
+    """Block of `OddShapes`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class OddBlock(nn.Module):
 
 
 class SparseTables(nn.Module):
-    """Embeddings whose gradients are sparse: one that is looked up twice, one that few tokens use."""
+    """Model of embeddings with sparse gradients: one that is used twice, one that few tokens use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SparseTables(nn.Module):
 
 
 class OtherMethod(nn.Module):
-    """Blocks are entered through a method other than forward."""
+    """Model whose blocks are called through a method other than forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class OtherMethod(nn.Module):
 
 
 class MethodBlock(nn.Module):
-    """Has `encode` and `decode` beside `forward`; owns a parameter that all three read directly."""
+    """Block with `encode` and `decode` beside `forward`, all of which read one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class MethodBlock(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Blocks whose first act is to change their input in place."""
+    """Model whose blocks begin by changing their input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class InPlace(nn.Module):
 
 
 class WeightNorm(nn.Module):
-    """Parametrized weights: the parameters live on a child module that the block never calls by name."""
+    """Model of parametrized weights: the parameters lie on a child module that the block never calls itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class WeightNorm(nn.Module):
 
 
 class Doubled(nn.Module):
-    """A parametrization that owns a parameter."""
+    """Parametrization that owns a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Doubled(nn.Module):
 
 
 class RootParameter(nn.Module):
-    """Parameters directly on the root, one used before and one after the blocks."""
+    """Model with parameters on the root, one used before and one after the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class RootParameter(nn.Module):
 
 
 class Containers(nn.Module):
-    """ModuleDict, ParameterList, ParameterDict, Sequential within Sequential."""
+    """Model of ModuleDict, ParameterList, ParameterDict and a Sequential within a Sequential."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every specimen, by name."""
+"""Table of all specimens by name."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def _specimen(
     return Specimen(name, build, batch, train, frozenset(traits))
 
 
-# Traits: `moving` - which parameters get a gradient depends on the place; `divergent` - ranks run different modules;
-# `chaotic` - gradients no larger than their rounding, which AdamW would blow up to full steps;
-# `fp32` - made of its own dtypes, or unstable in 16 bits; `rounds` - computes in 16 bits whatever the precision;
-# `once` - the forward depends on buffers that ranks share, which DDP's rule settles only without accumulation.
+# Traits: `moving` - step, micro-batch and rank determine the parameters that get a gradient; `divergent` - ranks run
+# different modules;
+# `chaotic` - gradients of the size of their rounding error, which AdamW would turn into full steps;
+# `fp32` - has its own dtypes, or is unstable in 16 bits; `rounds` - computes in 16 bits in every precision;
+# `once` - the forward depends on buffers that ranks share, for which DDP's rule is defined only without accumulation.
 ZOO: dict[str, Specimen] = {
     specimen.name: specimen
     for specimen in (

@@ -1,1 +1,1 @@
-"""The full products of which tests/dist runs a covering array: slow, run by `make parity`."""
+"""Full products of the covering arrays in tests/dist. They are slow, and `make parity` runs them."""

@@ -1,4 +1,4 @@
-"""The fixtures of the rank tests serve the full product too."""
+"""Fixtures of the rank tests, for the full products."""
 
 from tests.dist.conftest import _pool, stage, transport
 

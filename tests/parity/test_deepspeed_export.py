@@ -1,4 +1,4 @@
-"""A save in DeepSpeed's format: DeepSpeed itself resumes from it, and its own scripts read it."""
+"""Law: DeepSpeed resumes from a checkpoint that windlass saved in DeepSpeed's format, and its scripts read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def saved(folder: str, stage: int, precision: str) -> dict[str, object]:
-    """Train, save in DeepSpeed's format, and train on."""
+    """Train, save in DeepSpeed's format, and continue training."""
     import windlass
 
     sub_group = {"sub_group_size": 60} if stage == 3 else {}
@@ -43,23 +43,23 @@ LAYOUTS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("stage", "precision"), LAYOUTS)
 def test_exported_run_resumes_in_deepspeed(stage: int, precision: str, ranks: int, tmp_path: Path) -> None:
-    wanted = run_ranks(saved, ranks, str(tmp_path), stage, precision)
+    expected = run_ranks(saved, ranks, str(tmp_path), stage, precision)
     run_deepspeed("tests.deepspeed_resume_run", tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
-    for rank, ours in enumerate(wanted):
-        found = json.loads((tmp_path / f"resumed_{rank}.json").read_text())
-        assert found["losses"] == pytest.approx(ours["losses"], rel=bound)
-        assert (found["steps"], found["samples"], found["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
-        assert found["rates"] == pytest.approx(ours["rates"], rel=1e-12)
+    for rank, ours in enumerate(expected):
+        actual = json.loads((tmp_path / f"resumed_{rank}.json").read_text())
+        assert actual["losses"] == pytest.approx(ours["losses"], rel=bound)
+        assert (actual["steps"], actual["samples"], actual["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
+        assert actual["rates"] == pytest.approx(ours["rates"], rel=1e-12)
     if stage:
-        # the loss scaler is an object of theirs
+        # the loss scaler is an object of DeepSpeed
         optim = next((tmp_path / f"global_step{SAVED_AT}").glob("*optim_states.pt"))
         inner = torch.load(optim, weights_only=False)["optimizer_state_dict"]
         assert inner["loss_scaler"].loss_scale == 1.0 and not inner["loss_scaler"].has_overflow([])
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-        masters = wanted[0]["masters"]
+        masters = expected[0]["masters"]
         assert set(weights) == {*masters, "count", "head.weight"}
         for name, value in masters.items():
             assert torch.equal(weights[name].float(), value), name

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's own, of each stage, continues here as it does there. Needs DeepSpeed beside windlass."""
+"""Law: training continues from DeepSpeed's own checkpoints of each stage as it does in DeepSpeed. Needs DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(out: Path, stage: int, precision: str, ranks: int) -> None:
-    """Have DeepSpeed train and save on so many ranks."""
+    """Train and save in DeepSpeed on `ranks` ranks."""
     run_deepspeed("tests.deepspeed_training_run", out, stage, precision, ranks)
 
 
 def run_deepspeed(module: str, out: Path, stage: int, precision: str, ranks: int) -> None:
-    """Run a module on so many ranks, as DeepSpeed's own launcher would."""
+    """Run a module on `ranks` ranks, as DeepSpeed's own launcher would."""
     shared = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
@@ -68,7 +68,7 @@ def run_deepspeed(module: str, out: Path, stage: int, precision: str, ranks: int
 
 
 def gone_on(folder: str, stage: int, precision: str) -> dict[str, object]:
-    """Load what DeepSpeed saved, and train on."""
+    """Load DeepSpeed's checkpoint, and continue training."""
     engine = engine_for(stage, precision, 50)
     path, client = engine.load_checkpoint(folder)
     counts = (engine.global_steps, engine.global_samples)
@@ -87,8 +87,8 @@ def test_run_of_deepspeed_resumes_in_windlass(
 ) -> None:
     make(tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
-    for rank, found in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):
-        wanted = json.loads((tmp_path / f"losses_{rank}.json").read_text())
-        assert found["counts"] == (SAVED_AT, SAVED_AT * 2 * ranks)
-        assert found["client"]["words"] == CLIENT["words"] and torch.equal(found["client"]["t"], CLIENT["t"])
-        assert found["losses"] == pytest.approx(wanted, rel=bound), (found["losses"], wanted)
+    for rank, actual in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):
+        expected = json.loads((tmp_path / f"losses_{rank}.json").read_text())
+        assert actual["counts"] == (SAVED_AT, SAVED_AT * 2 * ranks)
+        assert actual["client"]["words"] == CLIENT["words"] and torch.equal(actual["client"]["t"], CLIENT["t"])
+        assert actual["losses"] == pytest.approx(expected, rel=bound), (actual["losses"], expected)

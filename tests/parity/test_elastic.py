@@ -1,4 +1,4 @@
-"""Full product behind the covering array of tests/dist/test_elastic_resume.py: every layout resumed in every other."""
+"""Full product behind tests/dist/test_elastic_resume.py: every layout resumes in every other."""
 
 from __future__ import annotations
 

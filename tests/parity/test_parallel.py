@@ -1,5 +1,7 @@
-"""The whole product: every axis and every pair of axes, at every stage, from the device and from the host, of every
-kind of model, with tied embeddings and without; three axes at once, and ranks that are no power of two."""
+"""Full product of mesh axes: every axis and pair of axes, at every stage, on device and host, for every kind of model.
+
+Models have tied embeddings or not. Meshes of three axes, and of ranks that are no power of two, are included.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The full product behind the covering array of tests/dist/test_training_equivalence.py.
+"""Full product behind the covering array of tests/dist/test_training_equivalence.py.
 
-`make parity` runs every combination of model, stage, optimizer, accumulation, precision, overlap and way of going
-backward (5,000 cases), each at one pair of ranks and transport, which rotates; PARITY=everything runs them at all.
+`make parity` runs every combination of model, stage, optimizer, accumulation, precision, overlap and backward call
+(5,000 cases), each with one number of ranks and one transport, in turn. PARITY=everything runs each with all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.dist.equivalence_runs import hold
 pytestmark = pytest.mark.slow
 
 LAW = ("model", "stage", "optimizer", "accumulation", "precision", "overlap", "plain_backward")
-# Knobs that must not matter at all: at rest, and at work.
+# Options that must not change results: their default, and another value.
 SETTINGS = [
     {"clipping": 1.0, "buckets": "default", "persistence": 0, "knobs": "frozen"},
     {"clipping": 0.1, "buckets": "tiny", "persistence": 300, "knobs": "default"},

@@ -1,1 +1,1 @@
-"""Tests that start programs: launchers, ranks that run scripts, and processes that end in every way."""
+"""Tests that start programs: launchers, ranks that run scripts, and processes that end in various ways."""

@@ -43,11 +43,11 @@ def test_child_processes_import_windlass_as_deepspeed(way: str) -> None:
     first = "" if way == "path" else "import windlass.compat.deepspeed"
     done = _run(_ASK.format(first=first), path=[str(STAND_IN_FOLDER)] if way == "path" else [])
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["version"] == told["child"] == VERSION
-    assert told["metadata"] == [VERSION, "deepspeed"] and told["packages"] == ["deepspeed"]
-    assert Path(told["spec"]).is_relative_to(STAND_IN_FOLDER)
-    assert told["engine"] == "windlass.compat.deepspeed_engine"
+    results = json.loads(done.stdout)
+    assert results["version"] == results["child"] == VERSION
+    assert results["metadata"] == [VERSION, "deepspeed"] and results["packages"] == ["deepspeed"]
+    assert Path(results["spec"]).is_relative_to(STAND_IN_FOLDER)
+    assert results["engine"] == "windlass.compat.deepspeed_engine"
 
 
 def test_the_command_prints_the_folder() -> None:

@@ -114,18 +114,18 @@ def _left(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("end", [end for end in _ENDS if end != "killed"])
 def test_nothing_is_left_when_the_process_ends(ended: dict[str, Ended], engine: str, end: str) -> None:
-    found = ended[f"{engine} {end}"]
-    assert found.code == _ENDS[end][1], found.said
-    assert found.said.startswith("['windlass-")
-    assert ("odd" in found.said) == (end == "exception") and "StorageError" not in found.said
-    assert _left(found.folder) == []
+    result = ended[f"{engine} {end}"]
+    assert result.code == _ENDS[end][1], result.said
+    assert result.said.startswith("['windlass-")
+    assert ("odd" in result.said) == (end == "exception") and "StorageError" not in result.said
+    assert _left(result.folder) == []
 
 
 def test_a_killed_run_leaves_no_bytes_and_the_next_removes_its_directory(ended: dict[str, Ended], engine: str) -> None:
-    found = ended[f"{engine} killed"]
-    assert found.code == -signal.SIGKILL
-    (name,) = _left(found.folder)
-    assert list((found.folder / name).iterdir()) == []
-    (found.folder / name / "stripe").write_bytes(b"killed between opening and unlinking")
-    DiskTier([found.folder], engine=engine).close()
-    assert _left(found.folder) == []
+    result = ended[f"{engine} killed"]
+    assert result.code == -signal.SIGKILL
+    (name,) = _left(result.folder)
+    assert list((result.folder / name).iterdir()) == []
+    (result.folder / name / "stripe").write_bytes(b"killed between opening and unlinking")
+    DiskTier([result.folder], engine=engine).close()
+    assert _left(result.folder) == []

@@ -51,23 +51,23 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
 def test_rank_ended_by_a_user_signal_is_not_restarted(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
     """One of three ranks is killed and not replaced. Then one fails with an exit code, and all of them restart."""
     assert start_elastic(script(LOSES_ONE), 3, max_restarts=2).exit_code == 0
-    found = started(tmp_path)
-    assert {"start0.1of3", "start1.0of2", "start2.0of2", "start2.1of2"} <= set(found), found
-    assert not [name for name in found if name.startswith(("start1", "start2")) and not name.endswith("of2")]
+    result = started(tmp_path)
+    assert {"start0.1of3", "start1.0of2", "start2.0of2", "start2.1of2"} <= set(result), result
+    assert not [name for name in result if name.startswith(("start1", "start2")) and not name.endswith("of2")]
 
 
 def test_too_few_ranks_or_too_many_restarts_return_the_failure(
     tmp_path: Path, script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    reported: list[str] = []
     monkeypatch.setattr(
-        "windlass.launch.elastic_restart.logger.warning", lambda text, *values: said.append(text % values)
+        "windlass.launch.elastic_restart.logger.warning", lambda text, *values: reported.append(text % values)
     )
     outcome = start_elastic(script(LOSES_ONE), 2, max_restarts=5, min_nproc=2)
     assert outcome.exit_code == 128 + signal.SIGKILL
     assert not [name for name in started(tmp_path) if name.startswith("start1")]
-    assert len(said) == 1 and said[0].startswith("rank 1 was ended by SIGKILL")
-    assert said[0].endswith("; not restarted: 1 ranks are left, fewer than 2")
+    assert len(reported) == 1 and reported[0].startswith("rank 1 was ended by SIGKILL")
+    assert reported[0].endswith("; not restarted: 1 ranks are left, fewer than 2")
     with pytest.raises(LaunchError, match="--max-restarts -1"):
         start_elastic(script(LOSES_ONE), 2, max_restarts=-1)
     with pytest.raises(LaunchError, match="--min-nproc 3 with 2 ranks"):
@@ -154,12 +154,12 @@ def test_losses_equal_a_manually_resumed_run(tmp_path: Path, stage: int) -> None
     by_hand.mkdir()
     shutil.copytree(tmp_path / "killed" / "checkpoints", by_hand / "checkpoints")
     run(source, by_hand, 2, stage)
-    whole = tmp_path / "whole"
-    run(source, whole, 3, stage, "--well")
+    full = tmp_path / "whole"
+    run(source, full, 3, stage, "--well")
 
-    found = losses(tmp_path / "killed")
-    assert [(size, step) for size, step, _ in found[-5:]] == [(2, step) for step in range(3, 8)]
-    assert found[-5:] == losses(by_hand), "it is not the run that it would have been by hand"
-    expected = dict((step, loss) for _, step, loss in losses(whole))
-    for _, step, loss in found:
+    actual = losses(tmp_path / "killed")
+    assert [(size, step) for size, step, _ in actual[-5:]] == [(2, step) for step in range(3, 8)]
+    assert actual[-5:] == losses(by_hand), "it is not the run that it would have been by hand"
+    expected = dict((step, loss) for _, step, loss in losses(full))
+    for _, step, loss in actual:
         assert loss == pytest.approx(expected[step], rel=1e-5), step

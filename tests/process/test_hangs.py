@@ -53,12 +53,12 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert [rank.code for rank in ranks] == [0, 0], ranks
         assert all("finished" in rank.text and "hang report:" not in rank.text for rank in ranks), ranks
         return
-    told = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
+    results = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
     if fault == "stop":  # after it is continued, it may report the other as dead
-        told = ranks[well]
-    assert "hang report:" in told.text, (fault, ranks)
-    table = rows(told.text)
-    headline = told.text.rpartition("hang report:")[2].splitlines()[0]
+        results = ranks[well]
+    assert "hang report:" in results.text, (fault, ranks)
+    table = rows(results.text)
+    headline = results.text.rpartition("hang report:")[2].splitlines()[0]
     if fault == "slow":
         assert [rank.code for rank in ranks] == [0, 0], ranks
         assert all("finished" in rank.text for rank in ranks)
@@ -95,9 +95,9 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
     elif fault in ("raise", "told", "hook"):
         assert f"rank {faulty} ended with an exception, and rank {well} waits for it" in headline
         assert fault == "told" or "ValueError: one rank is unwell" in ranks[faulty].text
-        assert told.text.index("ValueError: one rank is unwell") < told.text.index("hang report:")
-        assert "RuntimeError" not in told.text.partition("hang report:")[0], "its own error goes before the cause"
-        assert ranks[faulty].code == 1 or (told is ranks[faulty] and ranks[faulty].code == WATCHDOG_EXIT_CODE)
+        assert results.text.index("ValueError: one rank is unwell") < results.text.index("hang report:")
+        assert "RuntimeError" not in results.text.partition("hang report:")[0], "its own error goes before the cause"
+        assert ranks[faulty].code == 1 or (results is ranks[faulty] and ranks[faulty].code == WATCHDOG_EXIT_CODE)
         assert re.search(r"failed +\d+ s  outside the engine +- +" + LINE + "raise ValueError", table[str(faulty)])
     elif fault == "return":
         assert f"the program of rank {faulty} ended early, without an error, and rank {well} waits" in headline
@@ -126,9 +126,9 @@ def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
 
     Collectives are never matched with others.
     """
-    found = run(tmp_path, ["caught", "alike"], "gloo", 1)
-    check("caught", found["caught"], "gloo", 1)
-    for rank in found["alike"]:
+    result = run(tmp_path, ["caught", "alike"], "gloo", 1)
+    check("caught", result["caught"], "gloo", 1)
+    for rank in result["alike"]:
         assert rank.code == 0 and "finished" in rank.text and "caught no such token" in rank.text, rank
 
 

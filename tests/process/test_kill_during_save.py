@@ -1,4 +1,4 @@
-"""Tests of processes killed during a save: a complete checkpoint always exists, and only steps are lost."""
+"""Tests of processes killed during a save: a complete checkpoint always exists, and only steps since then are lost."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_kill_at_any_file_system_call_keeps_a_checkpoint(tmp_path: Path) -> None
     options = ["--path", str(tmp_path), "--results", str(tmp_path), "--name", "found"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["verdict"]["problems"] == [] and found["verdict"]["in_a_save"] == 2
-    assert found["verdict"]["losses_compared"] >= 8
-    assert [one["kept"] for one in found["rounds"]] == sorted(one["kept"] for one in found["rounds"])
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["verdict"]["problems"] == [] and result["verdict"]["in_a_save"] == 2
+    assert result["verdict"]["losses_compared"] >= 8
+    assert [item["kept"] for item in result["rounds"]] == sorted(item["kept"] for item in result["rounds"])
 
 
 def test_interpreter_exits_after_the_save_is_written(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ SPOTS = [0, 1, (1 << 30) + 3, (1 << 31) - 1, 1 << 31]
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 def test_large_parameter_is_split_at_one_shard_boundary(ranks: int) -> None:
     layout = layout_of([(7,), (NUMEL,), (3, 5), (1 << 16, 1 << 16)], ranks)
-    found = [0] * 4
+    result = [0] * 4
     for rank in range(ranks):
         start, stop = layout.shard_range(rank, ranks)
         for piece in layout.pieces(start, stop):
-            assert piece.start == found[piece.index] and 0 <= piece.offset <= stop - start - piece.numel
-            found[piece.index] = piece.stop
-    assert found == [7, NUMEL, 15, 1 << 32]
+            assert piece.start == result[piece.index] and 0 <= piece.offset <= stop - start - piece.numel
+            result[piece.index] = piece.stop
+    assert result == [7, NUMEL, 15, 1 << 32]
 
 
 def test_boxes_beyond_32_bits() -> None:

@@ -82,12 +82,18 @@ def test_the_deepspeed_command(program: Callable[..., subprocess.CompletedProces
     done = program(*DEEPSPEED, *words, "script.py", "fail", "--local", "x")
     assert done.returncode == 9 and done.stdout == ""
     assert "no hostfile at /job/hostfile: only this machine is used" in done.stderr
-    found = told(tmp_path)
-    assert [one["arguments"] for one in found] == [[f"--local_rank={rank}", "fail", "--local", "x"] for rank in (0, 1)]
-    for rank, one in enumerate(found):
-        assert (one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["LOCAL_SIZE"]) == (*[str(rank)] * 2, "2", "2")
-        assert (one["CROSS_RANK"], one["CROSS_SIZE"], one["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
-        assert one["MASTER_PORT"] == port and one["TORCHELASTIC_USE_AGENT_STORE"] is None
+    result = told(tmp_path)
+    assert [entry["arguments"] for entry in result] == [
+        [f"--local_rank={rank}", "fail", "--local", "x"] for rank in (0, 1)
+    ]
+    for rank, item in enumerate(result):
+        assert (item["RANK"], item["LOCAL_RANK"], item["WORLD_SIZE"], item["LOCAL_SIZE"]) == (
+            *[str(rank)] * 2,
+            "2",
+            "2",
+        )
+        assert (item["CROSS_RANK"], item["CROSS_SIZE"], item["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+        assert item["MASTER_PORT"] == port and item["TORCHELASTIC_USE_AGENT_STORE"] is None
     names = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert [re.sub(r"^\d{14}_", "TIME_", name) for name in names] == ["TIME_rank0.log", "TIME_rank1.log"]
     alone = program(*DEEPSPEED, "--no_local_rank", "--master_port", port, "script.py")
@@ -124,7 +130,7 @@ def test_ranks_bind_themselves_to_cores(
     first, second = sorted(os.sched_getaffinity(0))[:2]
     words = ["-n", "2", "--bind_cores_to_rank", "--bind_core_list", f"{second},{first}"]
     assert program(*RUN, *words, "script.py", environ={"OMP_NUM_THREADS": "7"}).returncode == 0
-    assert [(one["cores"], one["OMP_NUM_THREADS"]) for one in told(tmp_path)] == [([second], "1"), ([first], "1")]
+    assert [(item["cores"], item["OMP_NUM_THREADS"]) for item in told(tmp_path)] == [([second], "1"), ([first], "1")]
     done = program(*RUN, "-n", "99", "--bind_cores_to_rank", "script.py")
     assert done.returncode == 1 and "--bind_cores_to_rank: " in done.stderr and "cores for 99 ranks" in done.stderr
 
@@ -144,8 +150,8 @@ def test_nested_launcher_starts_no_ranks(
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     slurm |= {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert program(*RUN, "script.py", environ=slurm).stdout == "said by 1\n"
-    one = told(tmp_path)[0]
-    assert (one["RANK"], one["WORLD_SIZE"], one["MASTER_ADDR"], one["MASTER_PORT"]) == ("1", "2", "n7", "15005")
+    item = told(tmp_path)[0]
+    assert (item["RANK"], item["WORLD_SIZE"], item["MASTER_ADDR"], item["MASTER_PORT"]) == ("1", "2", "n7", "15005")
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "m", "MASTER_PORT": "9"}
     assert program(*DEEPSPEED, "script.py", environ=torchrun).stdout == "said by 3\n"
     assert told(tmp_path)[1]["arguments"] == ["--local_rank=3"]
@@ -221,9 +227,9 @@ def test_slurm_starts_ranks(program: Callable[..., subprocess.CompletedProcess[s
         done = program(*RUN, *flags, "script.py", "a b", "$x", environ=environ)
         assert done.returncode == 0, done.stderr
         ranks = told(tmp_path)[:tasks]
-        assert [one["RANK"] for one in ranks] == [str(rank) for rank in range(tasks)]
-        assert {(one["WORLD_SIZE"], one["MASTER_PORT"]) for one in ranks} == {(str(tasks), f"1500{number}")}
-        assert all(one["arguments"] == ["a b", "$x"] for one in ranks)
+        assert [item["RANK"] for item in ranks] == [str(rank) for rank in range(tasks)]
+        assert {(item["WORLD_SIZE"], item["MASTER_PORT"]) for item in ranks} == {(str(tasks), f"1500{number}")}
+        assert all(item["arguments"] == ["a b", "$x"] for item in ranks)
     environ = {**job, "SLURM_JOB_ID": "9", "SLURM_TASKS_PER_NODE": "2"}
     assert program(*RUN, *flags, "script.py", "fail", environ=environ).returncode == 9
 
@@ -249,4 +255,4 @@ def test_mpi_starts_ranks(
     assert sorted(done.stdout.splitlines()) == ["0 0 3.0", "1 1 3.0"]
     done = program(*RUN, *flags, "script.py", "fail", "a b", environ=root)
     assert done.returncode == 9, done.stderr
-    assert [one["arguments"] for one in told(tmp_path)] == [["fail", "a b"]] * 2
+    assert [item["arguments"] for item in told(tmp_path)] == [["fail", "a b"]] * 2

@@ -89,16 +89,16 @@ while children:
 
 def test_every_exit_ends_all_ranks(tmp_path: Path) -> None:
     killed = Launched(tmp_path / "killed", SAVER)
-    asked = Launched(tmp_path / "asked", SAVER)
+    requested = Launched(tmp_path / "asked", SAVER)
     ignored = Launched(tmp_path / "ignored", STUBBORN, "--grace", "1")
-    everyone = (killed, asked, ignored)
+    everyone = (killed, requested, ignored)
     jobs = json.dumps([(str(launched.folder), launched.arguments) for launched in everyone])
     # Files that a killed launcher cannot remove stay in this test's folder.
     parent = subprocess.Popen([sys.executable, "-c", FORKS, jobs], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         until(lambda: all(launched.is_up() for launched in everyone), "ranks start")
         killed.send(signal.SIGKILL)
-        asked.send(signal.SIGINT)
+        requested.send(signal.SIGINT)
         ignored.send(signal.SIGINT)
         until(lambda: all(launched.status() is not None for launched in everyone), "launchers end")
         until(lambda: not any(is_alive(pid) for launched in everyone for pid in launched.pids()), "ranks end", 10)
@@ -112,10 +112,10 @@ def test_every_exit_ends_all_ranks(tmp_path: Path) -> None:
         parent.wait()
     assert killed.status() == -signal.SIGKILL
     assert killed.saved() == 0
-    assert asked.status() == 128 + signal.SIGINT
-    assert asked.saved() == RANKS, "ranks had no time to save"
+    assert requested.status() == 128 + signal.SIGINT
+    assert requested.saved() == RANKS, "ranks had no time to save"
     assert ignored.status() == 128 + signal.SIGINT
-    assert (asked.folder / "stderr").read_text().splitlines()[
+    assert (requested.folder / "stderr").read_text().splitlines()[
         -1
     ] == "windlass run: stopped by SIGINT, all ranks have ended"
 

@@ -49,11 +49,11 @@ def test_ranks_have_their_environment(
     before = dict(os.environ), signal.getsignal(signal.SIGINT)
     arguments = ["--flag", "two words", "$$ ${local_rank}", ""]
     assert launch([script(REPORT), *arguments], 3, env={"COLOUR": "blue"}) == 0
-    found = reports(tmp_path)
-    assert [report["RANK"] for report in found] == ["0", "1", "2"]
-    assert [report["LOCAL_RANK"] for report in found] == ["0", "1", "2"]
-    assert len({report["MASTER_PORT"] for report in found}) == 1
-    for report in found:
+    result = reports(tmp_path)
+    assert [report["RANK"] for report in result] == ["0", "1", "2"]
+    assert [report["LOCAL_RANK"] for report in result] == ["0", "1", "2"]
+    assert len({report["MASTER_PORT"] for report in result}) == 1
+    for report in result:
         assert report["WORLD_SIZE"] == "3"
         assert report["MASTER_ADDR"] == "127.0.0.1"
         assert report["OMP_NUM_THREADS"] == str(threads_per_rank(3))
@@ -81,7 +81,7 @@ def test_module_is_run(tmp_path: Path, script: Callable[[str], str], monkeypatch
 
 def test_worst_exit_code_is_returned(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     outcome = start_ranks([script("import os, sys; sys.exit([4, 9, 2][int(os.environ['RANK'])])")], 3)
-    # It is random which failures the launcher sees before it stops the others; those it saw count.
+    # Timing decides which failures the launcher sees before it stops the other ranks; only those count.
     assert outcome.exit_code == max(failure.status for failure in outcome.failures)
     assert outcome.exit_code in (2, 4, 9)
     assert "Traceback" not in capfd.readouterr().err, "torch told its own version of the failure"
@@ -120,7 +120,7 @@ def test_busy_default_port_is_replaced(script: Callable[[str], str], tmp_path: P
             squatter.bind(("127.0.0.1", 29500))
             squatter.listen()
         except OSError:
-            pass  # another process uses the port already, which is as good
+            pass  # another process uses the port, so it is busy anyway
         with pytest.raises(LaunchError, match="port 29500 is in use"):
             start_ranks([script(source)], 2, master_port=29500)
         assert start_ranks([script(source)], 2) == LaunchExitStatus(0)
@@ -146,8 +146,8 @@ windlass.initialize(model=torch.nn.Linear(2, 2), config=config)
 def test_rank_that_never_initializes_is_named(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks that have not reached `initialize`, e.g. because they tokenize, are named before any watchdog runs."""
     assert launch([script(LATE)], 3) == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]
-    assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3)" in said
+    text = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]
+    assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3)" in text
 
 
 # All ranks must have started when the launcher gets the signal: rank 0 waits for a message of rank 1.
@@ -182,10 +182,10 @@ def test_thread_count_given_by_the_caller_is_not_logged(
     tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    said: list[str] = []
-    monkeypatch.setattr("windlass.launch.start_ranks.logger.info", lambda text, *values: said.append(text))
+    reported: list[str] = []
+    monkeypatch.setattr("windlass.launch.start_ranks.logger.info", lambda text, *values: reported.append(text))
     assert launch([script(REPORT)], 1, env={"OMP_NUM_THREADS": "5"}) == 0
-    assert not said and reports(tmp_path)[0]["OMP_NUM_THREADS"] == "5"
+    assert not reported and reports(tmp_path)[0]["OMP_NUM_THREADS"] == "5"
 
 
 def test_run_forwards_the_options_of_the_script(script: Callable[[str], str]) -> None:

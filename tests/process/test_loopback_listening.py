@@ -45,7 +45,7 @@ def listening(pid: int) -> list[str]:
             inodes.add(os.readlink(entry.path))
         except FileNotFoundError:  # the descriptor that read the folder
             continue
-    found = []
+    results = []
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
@@ -53,8 +53,8 @@ def listening(pid: int) -> list[str]:
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 address, port = fields[1].split(":")
                 words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-                found.append(f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}")
-    return found
+                results.append(f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}")
+    return results
 
 
 def outward() -> list[str]:
@@ -72,8 +72,8 @@ def outward() -> list[str]:
 
 
 def addresses(output: str) -> list[str]:
-    said = next(line for line in output.splitlines() if "LISTENING " in line)
-    return [one for rank in json.loads(said.partition("LISTENING ")[2]) for one in rank]
+    text = next(line for line in output.splitlines() if "LISTENING " in line)
+    return [item for rank in json.loads(text.partition("LISTENING ")[2]) for item in rank]
 
 
 @pytest.fixture
@@ -93,12 +93,12 @@ def run(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
         for command, more in zip(commands, environments, strict=True)
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in started]
+        text = [process.communicate(timeout=120)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert all(process.returncode == 0 for process in started), "\n".join(said)
-    return "\n".join(said)
+    assert all(process.returncode == 0 for process in started), "\n".join(text)
+    return "\n".join(text)
 
 
 @LINUX
@@ -124,7 +124,7 @@ def test_ranks_of_one_host_listen_at_loopback(starter: str, script: Path) -> Non
         if starter == "slurm" else {}
         for rank in range(len(commands))
     ]  # fmt: skip
-    found = addresses(run(commands, environments))
-    assert found and all(ipaddress.ip_address(one.split()[0]).is_loopback for one in found), found
+    result = addresses(run(commands, environments))
+    assert result and all(ipaddress.ip_address(item.split()[0]).is_loopback for item in result), result
     keeps_store = starter in ("deepspeed", "slurm")
-    assert (f"127.0.0.1 {port}" in found) == keeps_store
+    assert (f"127.0.0.1 {port}" in result) == keeps_store

@@ -60,8 +60,8 @@ class Launched:
 
     def pids(self, kind: str) -> dict[int, int]:
         """Return the process ids of ranks, of their agents, or of the ranks' children."""
-        found = self.folder.glob(f"{kind}.[0-9]")
-        return {int(path.suffix[1:]): int(text) for path in found if (text := path.read_text())}
+        result = self.folder.glob(f"{kind}.[0-9]")
+        return {int(path.suffix[1:]): int(text) for path in result if (text := path.read_text())}
 
     def everything(self) -> list[int]:
         return [pid for kind in ("rank", "agent", "child") for pid in self.pids(kind).values()]
@@ -135,7 +135,7 @@ def test_every_exit_ends_all_processes_on_all_hosts(machines: Machines, tmp_path
     try:
         until(lambda: all(len(run.pids("rank")) == 2 for run in runs.values()), "ranks start")
         spoken = [f"[rank {rank} node-".encode() for rank in (0, 1)]
-        until(lambda: all(one in run.err.read_bytes() for run in runs.values() for one in spoken), "ranks are heard")
+        until(lambda: all(item in run.err.read_bytes() for run in runs.values() for item in spoken), "ranks are heard")
         begin = time.monotonic()
         for name, way in WAYS.items():
             way.act(runs[name], machines)
@@ -151,10 +151,10 @@ def test_every_exit_ends_all_processes_on_all_hosts(machines: Machines, tmp_path
             for pid in filter(is_alive, run.everything()):
                 os.kill(pid, signal.SIGKILL)
     for name, way in WAYS.items():
-        said = runs[name].err.read_text()
-        assert runs[name].process.returncode == way.code, (name, said)
-        assert way.said in said, (name, said)
-        assert "[rank 1 node-" in said, (name, said)
+        text = runs[name].err.read_text()
+        assert runs[name].process.returncode == way.code, (name, text)
+        assert way.said in text, (name, text)
+        assert "[rank 1 node-" in text, (name, text)
     assert "the last lines of rank 1:\n  last words of 1\n" in runs["rank"].err.read_text()
 
 
@@ -197,9 +197,9 @@ def test_arguments_and_environment_are_forwarded_unchanged(machines: Machines, t
     run = Launched(machines, folder, TELLS, *HOSTILE, options=options)
     assert run.wait() == 0, run.err.read_text()
     for rank in (0, 1):
-        found = json.loads((folder / f"tells.{rank}").read_text())
-        assert found.pop("here") == str(folder)
-        assert found == {
+        result = json.loads((folder / f"tells.{rank}").read_text())
+        assert result.pop("here") == str(folder)
+        assert result == {
             "arguments": HOSTILE,
             "RANK": str(rank),
             "LOCAL_RANK": "0",
@@ -220,8 +220,8 @@ def test_unusable_hosts_are_named(machines: Machines, tmp_path: Path) -> None:
     unknown = Launched(machines, tmp_path / "unknown", TELLS, options=("--hostfile", str(tmp_path / "hosts")))
     missing = Launched(machines, tmp_path / "missing", TELLS, options=("--include", "node-1", "--run-path"))
     assert unknown.wait() == 1
-    said = unknown.err.read_text()
-    assert said.startswith("windlass: nobody cannot be reached: its connection ended (ssh: "), said
+    text = unknown.err.read_text()
+    assert text.startswith("windlass: nobody cannot be reached: its connection ended (ssh: "), text
     assert not (tmp_path / "unknown" / "tells.0").exists()
     assert missing.wait() == 1
     assert "--run_path script.py: give an absolute path" in missing.err.read_text()
@@ -262,10 +262,10 @@ def test_two_hosts_train_equal_to_one(machines: Machines, tmp_path: Path) -> Non
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    found = [json.loads(line.partition("] ")[2]) for line in two.out.read_text().splitlines() if "[2, " in line]
+    results = [json.loads(line.partition("] ")[2]) for line in two.out.read_text().splitlines() if "[2, " in line]
     expected = [json.loads(line) for line in alone.stdout.splitlines() if "[1, " in line]
-    assert [size for size, _ in found] == [2] * 4 and len(expected) == 4
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-4)
+    assert [size for size, _ in results] == [2] * 4 and len(expected) == 4
+    assert [loss for _, loss in results] == pytest.approx([loss for _, loss in expected], rel=1e-4)
 
 
 AGAIN = """

@@ -36,7 +36,7 @@ class Echo:
 def test_commands_are_answered_by_each_rank_until_the_pool_is_closed() -> None:
     with RankPool(partial(Echo, "ab"), 2, label="echo", env={"WINDLASS_ECHO": "on"}) as pool:
         first, second = pool.ask("answer", times=2), pool.ask("answer", times=1)
-        assert [(word, told) for word, _, told in first] == [("abab", "0,0,2,2,on"), ("abab", "1,1,2,2,on")]
+        assert [(word, results) for word, _, results in first] == [("abab", "0,0,2,2,on"), ("abab", "1,1,2,2,on")]
         assert [pid for _, pid, _ in first] == [pid for _, pid, _ in second], "the processes stay"
         assert len(set(pool.ask("meet"))) == 1
     assert "WINDLASS_ECHO" not in os.environ

@@ -123,10 +123,10 @@ def verify(*arguments: str) -> int:
 
 def test_unmodified_script_is_verified(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("script.py", "--lr", "0.01", "--config", "ds.json", "--steps", "2", "--alone") == 0
-    said = capfd.readouterr().out
-    lines = said.splitlines()
+    text = capfd.readouterr().out
+    lines = text.splitlines()
     assert lines[0].startswith("plain PyTorch in one process, beside 2 ranks, stage 3, ")
-    assert "2 micro-batches a rank and step" in lines[0] and "this does not stand" not in said
+    assert "2 micro-batches a rank and step" in lines[0] and "this does not stand" not in text
     assert lines[-1] == "equal: 2 steps, every phase within its bound"
     first, second = (line.split() for line in lines[4:6])
     assert first[0] == "1" and second[0] == "2" and len(first) == 10
@@ -136,9 +136,9 @@ def test_unmodified_script_is_verified(folder: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_fault_is_reported_as_text_and_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json") == 1
-    said = capfd.readouterr().out
-    assert "NOT equal: the first difference is at step 1, phase reduce" in said
-    assert "embed.weight (gradient after the reduction)" in said and "it contains only rank 1's part" in said
+    text = capfd.readouterr().out
+    assert "NOT equal: the first difference is at step 1, phase reduce" in text
+    assert "embed.weight (gradient after the reduction)" in text and "it contains only rank 1's part" in text
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json", "--json", "--nproc", "1,2") == 1
     alone, together = json.loads(capfd.readouterr().out)
     assert alone["ranks"] == 1 and together["ranks"] == 2
@@ -153,8 +153,8 @@ def test_script_that_ends_before_the_requested_steps(folder: Path, capfd: pytest
     )
     (folder / "short.py").write_text(source)
     assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 0
-    said = capfd.readouterr().out
-    assert "the script ended after 2 of 5 steps" in said and "equal: 2 steps" in said
+    text = capfd.readouterr().out
+    assert "the script ended after 2 of 5 steps" in text and "equal: 2 steps" in text
     (folder / "short.py").write_text(source.replace("SystemExit(0)", "SystemExit(3)"))
     assert verify("short.py", "--lr", "0.01", "--config", "ds.json") == 1
     assert "SystemExit: 3" in capfd.readouterr().err
@@ -184,8 +184,8 @@ def test_slow_plain_run_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[st
     )
     named = ["--model", "named_model:slow", "--batch", "named_model:batch", "--config", "patience.json"]
     assert verify(*named, "--nproc", "3", "--steps", "1") == 0
-    said = capfd.readouterr()
-    assert "equal: 1 step" in said.out and "hang report" not in said.err
+    text = capfd.readouterr()
+    assert "equal: 1 step" in text.out and "hang report" not in text.err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tests that invalid requests get a status, a message that names the field, and do no harm to other requests."""
+"""Tests of invalid requests: each gets a status and a message that names the field, and other requests continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the choice of a replica."""
+"""Tests of the choice of a replica by the prefix index and the replicas' loads."""
 
 from __future__ import annotations
 

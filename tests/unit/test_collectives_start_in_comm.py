@@ -62,11 +62,11 @@ def test_the_search_finds_each_kind_of_call() -> None:
 
 
 def test_collectives_start_in_comm() -> None:
-    found = {
+    results = {
         (file.relative_to(PACKAGE).as_posix(), name)
         for file in sorted(PACKAGE.rglob("*.py"))
         if file.relative_to(PACKAGE).parts[0] not in ALLOWED_FOLDERS
         for name in raw_calls(file.read_text(encoding="utf-8"))
     }
-    outside = sorted(found)
+    outside = sorted(results)
     assert not outside, f"call the methods of comm/rank_group.RankGroup instead of torch.distributed: {outside}"

@@ -20,14 +20,14 @@ FILES = [
 
 def private_accesses(source: str) -> list[str]:
     """Return the private attributes that a module reads or sets on `engine`, `self.engine` or `self._engine`."""
-    found = []
+    results = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = node.value
             name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
             if name.strip("_") in ("engine", "Engine"):
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+                results.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return results
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -52,9 +52,9 @@ def private_names(source: str) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
             (own if isinstance(node.ctx, ast.Store) else used).add(node.attr)
         elif isinstance(node, ast.ClassDef):
-            own |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+            own |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
             targets = [
-                one.targets[0] if isinstance(one, ast.Assign) else getattr(one, "target", None) for one in node.body
+                item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None) for item in node.body
             ]
             own |= {target.id for target in targets if isinstance(target, ast.Name)}
     return tuple({name for name in names if name[0] == "_" and name[:2] != "__"} for names in (used, own))

@@ -38,14 +38,14 @@ def _text(node: ast.expr) -> str:
 
 @cache
 def said() -> list[str]:
-    found = []
+    results = []
     for path in (ROOT / "windlass").rglob("*.py"):
         tree = list(ast.walk(ast.parse(path.read_text())))
         described = {id(node.value) for node in tree if isinstance(node, ast.Expr)}  # ids of docstrings
         for node in tree:
             if id(node) not in described and isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
-                found.append(_text(node))
-    return [text for text in found if text.strip(HOLE)]
+                results.append(_text(node))
+    return [text for text in results if text.strip(HOLE)]
 
 
 def messages() -> list[str]:
@@ -56,8 +56,8 @@ def messages() -> list[str]:
 
 def is_said(message: str) -> bool:
     parts = [part.strip() for part in message.split("...") if part.strip()]
-    wanted = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
-    return any(wanted.search(text) for text in said())
+    expected = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
+    return any(expected.search(text) for text in said())
 
 
 @pytest.mark.parametrize("message", messages())
@@ -89,10 +89,10 @@ def test_links_resolve_and_snippets_match_their_files(guide: Path) -> None:
 def test_console_sessions_print_the_documented_output(guide: Path) -> None:
     for number, session in enumerate(re.findall(r"```pycon\n(.*?)```", guide.read_text(), re.DOTALL)):
         test = doctest.DocTestParser().get_doctest(session, {}, f"{guide.stem} {number}", str(guide), 0)
-        said: list[str] = []
+        text: list[str] = []
         assert test.examples
-        doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-        assert not said, "".join(said)
+        doctest.DocTestRunner(verbose=False).run(test, out=text.append)
+        assert not text, "".join(text)
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)

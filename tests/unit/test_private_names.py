@@ -21,13 +21,13 @@ OWN = ("self", "cls", "super()")
 
 def defined_names(tree: ast.Module) -> set[str]:
     """Return the private names that a file defines or assigns, on modules, classes and objects."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            results.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return {name for name in found if name[0] == "_" and name[:2] != "__"}
+            results.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in results if name[0] == "_" and name[:2] != "__"}
 
 
 TREES = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
@@ -36,15 +36,15 @@ DEFINED = {path: defined_names(tree) for path, tree in TREES.items()}
 
 def uses(path: Path) -> list[str]:
     """Return the private names of other files that a file uses on an object, or imports."""
-    others = set().union(*(names for one, names in DEFINED.items() if one != path)) - DEFINED[path] - FOREIGN
-    found = []
+    others = set().union(*(names for item, names in DEFINED.items() if item != path)) - DEFINED[path] - FOREIGN
+    results = []
     for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Attribute) and node.attr in others and ast.unparse(node.value) not in OWN:
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+            results.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
             names = [alias.name for alias in node.names if alias.name[0] == "_"]
-            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
-    return found
+            results += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
+    return results
 
 
 def test_private_names_of_other_files_are_not_used() -> None:

@@ -81,10 +81,10 @@ INITIALIZE = [
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_are_the_recorded_ones(module: str) -> None:
-    found = importlib.import_module(module)
-    assert sorted(found.__all__) == PUBLIC[module]
+    result = importlib.import_module(module)
+    assert sorted(result.__all__) == PUBLIC[module]
     for name in PUBLIC[module]:
-        assert getattr(found, name) is not None
+        assert getattr(result, name) is not None
 
 
 def test_initialize_takes_the_recorded_arguments() -> None:
@@ -108,15 +108,15 @@ def test_public_names_are_offered_by_dir() -> None:
 def test_topology_docstring_examples_hold() -> None:
     import windlass.topology
 
-    found = doctest.testmod(windlass.topology)
-    assert found.attempted == 4 and found.failed == 0
+    result = doctest.testmod(windlass.topology)
+    assert result.attempted == 4 and result.failed == 0
 
 
 @pytest.mark.parametrize("module", ["windlass", "windlass.cli.main", "windlass.cli.run", "windlass.cli.check"])
 def test_import_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
 
 
 def test_scripts_read_a_configuration_from_their_command_line() -> None:

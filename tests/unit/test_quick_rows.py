@@ -1,4 +1,4 @@
-"""Laws of the rows that `make test` keeps of a product over transports and stages."""
+"""Tests of the rows that `make test` keeps of a product over transports and stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def all_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 @given(SIZES, st.data())
 def test_every_value_of_every_parameter_stays(sizes: dict[str, int], data: st.DataObject) -> None:
-    """Whatever rows a test has, each value of each parameter is in a quick row."""
+    """Each value of each parameter is in a quick row, for any rows of a test."""
     rows = data.draw(st.lists(st.sampled_from(all_rows(sizes)), min_size=1, unique_by=str))
     kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
     for name in sizes:
@@ -32,8 +32,8 @@ def test_every_value_of_every_parameter_stays(sizes: dict[str, int], data: st.Da
 @given(st.integers(1, 12), st.integers(1, 4), st.booleans())
 def test_neighbouring_shares_are_the_whole_list(length: int, shares: int, shifted: bool) -> None:
     cases = list(range(length))
-    found = [one for number in range(shares) for one in share(cases, number + shifted, shares, False)]
-    assert sorted(found) == cases == share(cases, 0, shares, True)
+    results = [item for number in range(shares) for item in share(cases, number + shifted, shares, False)]
+    assert sorted(results) == cases == share(cases, 0, shares, True)
 
 
 def test_one_row_of_the_other_parameters_keeps_both_transports_at_the_highest_stage() -> None:

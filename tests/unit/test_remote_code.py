@@ -29,7 +29,7 @@ def loose_calls(source: str) -> list[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("windlass", "bench"):
             own |= {alias.asname or alias.name for alias in node.names}
-    found = []
+    results = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -39,8 +39,8 @@ def loose_calls(source: str) -> list[int]:
         else:
             name = function.attr if isinstance(function, ast.Attribute) else ""
         if name in RUNNERS or (name in READERS and not says_so(node)):
-            found.append(node.lineno)
-    return found
+            results.append(node.lineno)
+    return results
 
 
 def says_so(call: ast.Call) -> bool:
@@ -211,13 +211,13 @@ def test_a_data_set_s_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     datasets = pytest.importorskip("datasets")
     from windlass.data.document_formats import read_hub
 
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def load(*names: Any, **keywords: Any) -> Any:
-        asked.append(keywords["trust_remote_code"])
+        requested.append(keywords["trust_remote_code"])
         raise ValueError("Dataset scripts are no longer supported, but found x.py")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError, match=r"hub:someone/x"):
         list(read_hub("someone/x", "text"))
-    assert asked == [False]
+    assert requested == [False]

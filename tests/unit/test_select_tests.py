@@ -1,4 +1,4 @@
-"""Laws of `make near`: the tests that a changed file can reach, on a toy repository and on this one."""
+"""Tests of `make near`: the tests that a changed file can reach, in a toy repository and in this one."""
 
 from __future__ import annotations
 

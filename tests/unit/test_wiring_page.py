@@ -12,26 +12,26 @@ import windlass
 
 ROOT = Path(windlass.__file__).parent
 PAGE = (ROOT.parent / "docs" / "wiring.md").read_text("utf-8")
-SECTIONS = {found[1]: found[2] for found in re.finditer(r"(?ms)^## `(\w+)`\n(.*?)(?=^## |\Z)", PAGE)}
+SECTIONS = {result[1]: result[2] for result in re.finditer(r"(?ms)^## `(\w+)`\n(.*?)(?=^## |\Z)", PAGE)}
 
 
 def callable_fields(node: ast.ClassDef) -> list[str]:
     """Return the fields of a frozen dataclass if it is one of callables: most of its fields are."""
-    if not any("dataclass(" in (text := ast.unparse(one)) and "frozen=True" in text for one in node.decorator_list):
+    if not any("dataclass(" in (text := ast.unparse(item)) and "frozen=True" in text for item in node.decorator_list):
         return []
-    fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
-    calls = [one for one in fields if ast.unparse(one.annotation).startswith("Callable")]
+    fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+    calls = [item for item in fields if ast.unparse(item.annotation).startswith("Callable")]
     if len(calls) < 2 or 4 * len(calls) < 3 * len(fields):
         return []
-    kept = [one for one in fields if one in calls or ast.unparse(one.annotation).endswith("Callbacks")]
-    return [one.target.id for one in kept if isinstance(one.target, ast.Name)]
+    kept = [item for item in fields if item in calls or ast.unparse(item.annotation).endswith("Callbacks")]
+    return [item.target.id for item in kept if isinstance(item.target, ast.Name)]
 
 
 def observer_methods(node: ast.ClassDef) -> list[str]:
     """Return the methods of an observer's base class; they do nothing but have a docstring."""
-    methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
-    is_base = not node.bases and node.name.endswith("Observer") and all(len(one.body) == 1 for one in methods)
-    return [one.name for one in methods] if is_base else []
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    is_base = not node.bases and node.name.endswith("Observer") and all(len(item.body) == 1 for item in methods)
+    return [item.name for item in methods] if is_base else []
 
 
 def wires() -> dict[str, list[str]]:
@@ -42,7 +42,7 @@ def wires() -> dict[str, list[str]]:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ClassDef)
     ]
-    return {node.name: found for node in classes if (found := callable_fields(node) or observer_methods(node))}
+    return {node.name: results for node in classes if (results := callable_fields(node) or observer_methods(node))}
 
 
 WIRES = wires()
@@ -69,8 +69,8 @@ def test_each_member_has_a_row_whose_file_uses_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in WIRES if not name.endswith("Observer")))
 def test_a_dataclass_is_created_in_the_named_file(name: str) -> None:
-    found = re.search(r"Created in `([\w/]+)`", SECTIONS[name])
-    assert found is not None and f"{name}(" in (ROOT / f"{found[1]}.py").read_text("utf-8")
+    result = re.search(r"Created in `([\w/]+)`", SECTIONS[name])
+    assert result is not None and f"{name}(" in (ROOT / f"{result[1]}.py").read_text("utf-8")
 
 
 def test_dataclasses_of_callables_are_told_from_others() -> None:

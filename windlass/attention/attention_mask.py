@@ -39,8 +39,8 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         square = [self.batch_size, self.q_length]
-        wanted = {"padding": [self.batch_size, self.kv_length], "sequence_ids": square, "position_ids": square}
-        for name, shape in wanted.items():
+        requested = {"padding": [self.batch_size, self.kv_length], "sequence_ids": square, "position_ids": square}
+        for name, shape in requested.items():
             tensor = getattr(self, name)
             if tensor is not None and list(tensor.shape) != shape:
                 raise ModelError(

@@ -94,11 +94,11 @@ def emulated_device_memory() -> EmulatedDeviceMemory | None:
         ConfigError: `WINDLASS_EMULATE_DEVICE` is not a number of bytes.
     """
     global _emulated_memory, _emulated_memory_source
-    asked = os.environ.get("WINDLASS_EMULATE_DEVICE", "").strip()
-    if asked != _emulated_memory_source:
+    requested = os.environ.get("WINDLASS_EMULATE_DEVICE", "").strip()
+    if requested != _emulated_memory_source:
         _emulated_memory, _emulated_memory_source = (
-            (EmulatedDeviceMemory(parse_bytes(asked, "WINDLASS_EMULATE_DEVICE")) if asked else None),
-            asked,
+            (EmulatedDeviceMemory(parse_bytes(requested, "WINDLASS_EMULATE_DEVICE")) if requested else None),
+            requested,
         )
     return _emulated_memory
 

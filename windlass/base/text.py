@@ -48,10 +48,10 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     if len(name) > _MAX_NAME_LENGTH:
         return None
     spelled = {candidate.lower(): candidate for candidate in islice(known, _MAX_CANDIDATES)}
-    wanted = name.lower()
+    requested = name.lower()
     # Pairs of more different lengths can't reach the cutoff.
-    like = [key for key in spelled if 2 * min(len(key), len(wanted)) >= cutoff * (len(key) + len(wanted))]
-    found = difflib.get_close_matches(wanted, like, n=1, cutoff=cutoff)
+    like = [key for key in spelled if 2 * min(len(key), len(requested)) >= cutoff * (len(key) + len(requested))]
+    found = difflib.get_close_matches(requested, like, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else None
 
 

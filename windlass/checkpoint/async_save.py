@@ -116,24 +116,24 @@ class AsyncSave:
         Return an error for the thread to report.
         """
         try:
-            wanted = file.copy_nbytes
-            if self._host_buffer is None or self._host_buffer.numel() < wanted:
+            requested = file.copy_nbytes
+            if self._host_buffer is None or self._host_buffer.numel() < requested:
                 self._host_buffer = None
                 free, near = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-                if free is not None and free < _SPARE * wanted * near:  # every rank of this host is about to copy
+                if free is not None and free < _SPARE * requested * near:  # every rank of this host is about to copy
                     logger.warning(
                         "this save blocks: the copy for an async save takes %s on each of the %d ranks of this host, "
                         "%s of memory are free",
-                        format_bytes(wanted),
+                        format_bytes(requested),
                         near,
                         format_bytes(free),
                     )
                     file.write_now()
                     return None
                 pinned = pin and torch.cuda.is_available()
-                wanted = max(wanted, 1)
+                requested = max(requested, 1)
                 self._host_buffer = (
-                    empty_host_tensor(wanted, torch.uint8, pin=True) if pinned else aligned_buffer(wanted)[0]
+                    empty_host_tensor(requested, torch.uint8, pin=True) if pinned else aligned_buffer(requested)[0]
                 )
             file.copy_resident(self._host_buffer)
         except Exception as error:

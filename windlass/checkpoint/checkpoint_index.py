@@ -208,11 +208,11 @@ def check_entries(index: CheckpointIndex, files: Iterable[str], open_file: Calla
     Raises:
         CheckpointError: an entry is missing, or differs from the index.
     """
-    wanted = set(files)
+    requested = set(files)
     by_file: dict[str, list[tuple[TensorRecord, ChunkRecord]]] = {}
     for record in index.tensors.values():
         for chunk in record.chunks:
-            if chunk.file in wanted:
+            if chunk.file in requested:
                 by_file.setdefault(chunk.file, []).append((record, chunk))
     for name, chunks in by_file.items():
         file = open_file(name)
@@ -231,7 +231,7 @@ def _check_tensor(name: str, record: TensorRecord, index: CheckpointIndex, path:
     covered, flat = 0, True
     for chunk in record.chunks:
         fits = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-            offset + size <= whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            offset + size <= full for offset, size, full in zip(chunk.offsets, chunk.sizes, shape, strict=True)
         )
         if not fits or chunk.file not in index.files:
             raise CheckpointError(
@@ -276,8 +276,8 @@ _PER_SUM = [pow(x - 1, -1, _PRIME) for x in _POINT]
 
 
 def _covers_exactly_once(shape: tuple[int, ...], chunks: Iterable[ChunkRecord]) -> bool:
-    whole = _geometric_sum((0,) * len(shape), shape)
-    return (sum(_geometric_sum(one.offsets, one.sizes) for one in chunks) - whole) % _PRIME == 0
+    full = _geometric_sum((0,) * len(shape), shape)
+    return (sum(_geometric_sum(one.offsets, one.sizes) for one in chunks) - full) % _PRIME == 0
 
 
 def _geometric_sum(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:

@@ -68,17 +68,17 @@ def load(
     """
     ranks = CheckpointRanks.of_group(process_group)
     name, path = ranks.run_on_first("looking for the checkpoint", lambda: find_checkpoint(directory, tag))
-    wanted: list[_LoadRequest] = []
+    expected: list[_LoadRequest] = []
     matches = ranks.run_on_all(
-        "preparing to load", lambda: _prepare_load(wanted, path, into, ranks, cast, parameter_order, check, opened)
+        "preparing to load", lambda: _prepare_load(expected, path, into, ranks, cast, parameter_order, check, opened)
     )
-    mine = wanted[0]
-    asked = {name for names, _ in matches for name in names}
+    local = expected[0]
+    requested = {name for names, _ in matches for name in names}
     missing = tuple(sorted({name for _, names in matches for name in names}))
     unexpected = tuple(
         name
-        for name in mine.index.tensors
-        if name not in asked and not name.startswith(RESERVED_PREFIXES + tuple(ignore))
+        for name in local.index.tensors
+        if name not in requested and not name.startswith(RESERVED_PREFIXES + tuple(ignore))
     )
     wrong = [
         tuple(name for name in names if not name.startswith(optional)) if strict else ()
@@ -92,8 +92,8 @@ def load(
     # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
-    collective_transfer.load_held_tensors(mine.stored, mine.held, ranks, first, check_first)
-    matched = len(asked) - len(missing)
+    collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first)
+    matched = len(requested) - len(missing)
     summary = (
         f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
         f"{count_and_names('unexpected', unexpected)}"
@@ -102,9 +102,9 @@ def load(
     return LoadedState(
         tag=name,
         path=path,
-        plain=mine.stored.plain,
-        rank_plain=mine.rank_plain,
-        saved_world_size=mine.index.world_size,
+        plain=local.stored.plain,
+        rank_plain=local.rank_plain,
+        saved_world_size=local.index.world_size,
         matched=matched,
         missing=missing,
         unexpected=unexpected,

@@ -82,13 +82,13 @@ class CheckpointRanks:
         if self.world_size == 1:
             return self.run_on_all(step, work)
         failure: Exception | None = None
-        mine: tuple[str | None, T | None] = (None, None)
+        local: tuple[str | None, T | None] = (None, None)
         try:
-            mine = (None, work())
+            local = (None, work())
         except Exception as error:
-            failure, mine = error, (error_text(error), None)
+            failure, local = error, (error_text(error), None)
         assert self.group is not None
-        found: list[Any] = self.group.gather_object(mine)
+        found: list[Any] = self.group.gather_object(local)
         failures = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
         failures = self.group.broadcast_object(failures)
         if failures:

@@ -194,10 +194,10 @@ class ChunkReader:
         Other planners may request these.
         """
         chunk = parts[0].chunk
-        whole = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")
-        file.read_into(chunk.entry, whole, chunk.crc32)
+        full = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")
+        file.read_into(chunk.entry, full, chunk.crc32)
         for one, target in zip(parts, targets, strict=True):
-            part = whole
+            part = full
             for dim, (offset, size) in enumerate(zip(one.offsets, one.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
             target.copy_(part)

@@ -24,11 +24,11 @@ def plan_save(
     Raises:
         CheckpointError: on all ranks, if any of them fails or the disk has too little space.
     """
-    mine: list[HeldTensorInfos] = []
+    local: list[HeldTensorInfos] = []
 
     def describe() -> HeldTensorInfos:
-        mine.append(describe_held(held))
-        return mine[0]
+        local.append(describe_held(held))
+        return local[0]
 
     everyone = ranks.gather_to_first("saving", describe)  # empty on ranks other than the first
 
@@ -39,7 +39,9 @@ def plan_save(
 
     chosen = ranks.run_on_first("saving", decide)
     known = (
-        dict(enumerate(zip(everyone, chosen, strict=True))) if everyone else {ranks.rank: (mine[0], chosen[ranks.rank])}
+        dict(enumerate(zip(everyone, chosen, strict=True)))
+        if everyone
+        else {ranks.rank: (local[0], chosen[ranks.rank])}
     )
     return SafetensorsWriter(path, ranks.rank, held, known, plain, rank_plain)
 

@@ -72,8 +72,8 @@ class RankFile:
             data = buffer[at : at + stop - start]
             at = page_up(at + stop - start)
             self._copied_runs.append((names, start, data))
-            wanted = [self._items[name] for name in names]
-            for handle, items in group_items_by_storage(wanted):
+            requested = [self._items[name] for name in names]
+            for handle, items in group_items_by_storage(requested):
                 with handle.open() if handle is not None else nullcontext():
                     copies += [self._copy_item(item, data[self._offsets[item.name] - start :]) for item in items]
                     for copy in copies:  # the copies read the open handle's memory
@@ -131,8 +131,8 @@ class RankFile:
         left += reversed([one for one in storages if isinstance(one[0], OffloadedStorage)])
         held = 0
         while left:
-            wanted = [one for one in left if isinstance(one[0], OffloadedStorage) and one[0].has_waiter]
-            handle, items = one = wanted[0] if wanted else left[0]
+            requested = [one for one in left if isinstance(one[0], OffloadedStorage) and one[0].has_waiter]
+            handle, items = one = requested[0] if requested else left[0]
             left.remove(one)
             stays = handle is None or handle.is_resident
             with handle.open() if handle is not None else nullcontext():

@@ -29,10 +29,10 @@ def read_full(
         CheckpointError: no such checkpoint or name, or a damaged file.
     """
     stored = StoredCheckpoint(directory, tag)
-    wanted = stored.names() if names is None else list(names)
-    if unknown := missing_names(stored, wanted):
+    requested = stored.names() if names is None else list(names)
+    if unknown := missing_names(stored, requested):
         raise CheckpointError(f"{stored.path} holds no tensor named {', '.join(map(repr, unknown[:8]))}")
-    return _whole_tensors(stored, wanted)
+    return _whole_tensors(stored, requested)
 
 
 def read_plain(directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:

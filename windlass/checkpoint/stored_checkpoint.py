@@ -40,8 +40,8 @@ def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | Non
     """
     given = Path(path)
     if is_any_checkpoint(given):
-        whole = given.absolute() if given.name in ("", "..") else given
-        return whole.parent, whole.name
+        full = given.absolute() if given.name in ("", "..") else given
+        return full.parent, full.name
     return given, None
 
 
@@ -168,19 +168,19 @@ class StoredCheckpoint:
             CheckpointError: there is no tensor of that name, or its file is damaged.
         """
         record = self._record(name)
-        whole = torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="cpu")
-        flat = whole.view(-1)
+        full = torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="cpu")
+        flat = full.view(-1)
         for chunk in record.chunks:
             file = self._file(chunk.file)
             if is_contiguous(record.shape, chunk.sizes):
                 start = flat_start(record.shape, chunk.offsets)
                 file.read_into(chunk.entry, flat[start : start + math.prod(chunk.sizes)], chunk.crc32)
             else:
-                box = torch.empty(chunk.sizes, dtype=whole.dtype, device="cpu")
+                box = torch.empty(chunk.sizes, dtype=full.dtype, device="cpu")
                 file.read_into(chunk.entry, box, chunk.crc32)
                 corner = zip(chunk.offsets, chunk.sizes, strict=True)
-                whole[tuple(slice(offset, offset + size) for offset, size in corner)] = box
-        return whole
+                full[tuple(slice(offset, offset + size) for offset, size in corner)] = box
+        return full
 
     def iter_parts(self, name: str, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield the full tensor as consecutive flat parts of at most `part_numel` elements.

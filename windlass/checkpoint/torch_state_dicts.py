@@ -72,10 +72,10 @@ class PlainCheckpoint:
         found: dict[str, torch.Tensor] = {}
         with StoredCheckpoint(self._directory, self.tag) as stored:
             for name, where in stored_names(stored).items():
-                value, wanted = stored.read_full(where), stored_param_dtype(stored, where)
+                value, requested = stored.read_full(where), stored_param_dtype(stored, where)
                 if dtype is not None and where.startswith("param/") and is_castable(value.dtype):
-                    wanted = dtype
-                found[name] = value.to(wanted)
+                    requested = dtype
+                found[name] = value.to(requested)
             tied = {alias: name for alias, name in stored.engine_data.get("tied", {}).items() if name in found}
             extra: dict[str, Any] = stored.engine_data.get("extra", {})
         return found | {alias: found[name] for alias, name in tied.items() if alias not in found} | extra

@@ -29,9 +29,9 @@ class AnonymousPages:
         self._advice = mmap.MADV_REMOVE if limited else mmap.MADV_DONTNEED
         # Map one huge page more than needed, to align the start to a huge page.
         self._map = mmap.mmap(-1, nbytes + _HUGE, flags=kind | mmap.MAP_ANONYMOUS)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._start, self._nbytes = -whole.data_ptr() % _HUGE, nbytes
-        self.bytes = whole.narrow(0, self._start, nbytes)
+        full = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._start, self._nbytes = -full.data_ptr() % _HUGE, nbytes
+        self.bytes = full.narrow(0, self._start, nbytes)
         # Only full huge pages: one at the end would take memory beyond `nbytes`.
         if not limited and nbytes >= _HUGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, nbytes // _HUGE * _HUGE)

@@ -27,13 +27,13 @@ def analyze_stragglers(records: dict[str, dict[int, list[Any]]]) -> dict[str, di
     Args:
         records: Records of this rank, as in `CommsLogger.comms_dict`.
     """
-    mine = {(name, size): record[1] for name, sizes in records.items() for size, record in sizes.items()}
-    everyone = [mine]
+    local = {(name, size): record[1] for name, sizes in records.items() for size, record in sizes.items()}
+    everyone = [local]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, local)
     late: dict[str, dict[int, dict[str, Any]]] = {}
-    for (name, size), latencies in sorted(mine.items()):
+    for (name, size), latencies in sorted(local.items()):
         comparable = [other[name, size] for other in everyone if len(other.get((name, size), ())) == len(latencies)]
         least = [min(times) for times in zip(*comparable, strict=True)]
         waited = [own - best for own, best in zip(latencies, least, strict=True)]

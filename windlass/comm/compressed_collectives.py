@@ -70,9 +70,9 @@ class CompressedCollectives:
                 f"all_gather got sizes {lengths}, but rank {self._index} of {self.size} has {tensor.shape[0]} rows; "
                 "pass the number of rows of each rank"
             )
-        whole = tensor.new_empty((sum(lengths), *tensor.shape[1:]))
-        self._gather_parts(self._encode(tensor), list(whole.split(lengths)), "all_gather")
-        return whole
+        full = tensor.new_empty((sum(lengths), *tensor.shape[1:]))
+        self._gather_parts(self._encode(tensor), list(full.split(lengths)), "all_gather")
+        return full
 
     def reduce_scatter(
         self, tensor: torch.Tensor, sizes: Sequence[int] | None = None, *, factor: float = 1.0

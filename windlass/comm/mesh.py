@@ -56,23 +56,23 @@ class _GroupMaker:
         return self._found[key]
 
     def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
-        mine: RankGroup | None = None
+        local: RankGroup | None = None
         for ranks in partition:
             if len(ranks) == 1:  # such a group needs no other rank, so no rank waits here
                 if ranks == (self._rank,):
-                    mine = RankGroup(_own(self._rank, self._timeout), ranks, 0)
+                    local = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
             # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
             process_group = dist.new_group(list(ranks), timeout=self._timeout)
             cpu_group = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
-                mine = RankGroup(process_group, ranks, ranks.index(self._rank), cpu_group)
-        assert mine is not None, f"rank {self._rank} is in none of {partition}"
-        if mine.size > 1:
+                local = RankGroup(process_group, ranks, ranks.index(self._rank), cpu_group)
+        assert local is not None, f"rank {self._rank} is in none of {partition}"
+        if local.size > 1:
             # Modules along tp, ep and sp communicate after their engine is destroyed, so their groups live as long as
             # the last object that holds them.
-            finalize(mine, close_process_groups, mine.process_group, mine.cpu_process_group).atexit = False
-        return mine
+            finalize(local, close_process_groups, local.process_group, local.cpu_process_group).atexit = False
+        return local
 
 
 @dataclass(frozen=True)

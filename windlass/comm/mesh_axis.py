@@ -91,13 +91,13 @@ class MeshAxis:
         # The collective needs equal sizes: pad to the longest, and remove the padding afterwards.
         if moved.shape[0] < longest:
             own = torch.cat([own, own.new_zeros((longest - moved.shape[0], *moved.shape[1:]))])
-        whole = own.new_empty((self.size * longest, *moved.shape[1:]))
+        full = own.new_empty((self.size * longest, *moved.shape[1:]))
         with self._what():
-            _ALL_GATHER(whole, own, group=self.group.process_group)
+            _ALL_GATHER(full, own, group=self.group.process_group)
         if len(set(lengths)) > 1:
-            parts = whole.view(self.size, longest, *moved.shape[1:])
-            whole = torch.cat([parts[rank, :length] for rank, length in enumerate(lengths)])
-        return whole.movedim(0, dim)
+            parts = full.view(self.size, longest, *moved.shape[1:])
+            full = torch.cat([parts[rank, :length] for rank, length in enumerate(lengths)])
+        return full.movedim(0, dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Sum the tensors of all ranks, and return this rank's part along `dim`.
@@ -117,16 +117,16 @@ class MeshAxis:
             raise ValueError(f"{moved.shape[0]} rows cannot be split into parts of {lengths} over {self.name}")
         longest, row = max(lengths), moved[:1].numel()
         self._count("reduce_scatter", lengths[self.index] * row * tensor.element_size() * (self.size - 1))
-        whole = moved.contiguous()
+        full = moved.contiguous()
         # The collective needs equal parts: pad each to the longest.
         if len(set(lengths)) > 1:
-            padded = whole.new_zeros((self.size, longest, *moved.shape[1:]))
-            for rank, part in enumerate(whole.split(lengths)):
+            padded = full.new_zeros((self.size, longest, *moved.shape[1:]))
+            for rank, part in enumerate(full.split(lengths)):
                 padded[rank, : part.shape[0]] = part
-            whole = padded.view(self.size * longest, *moved.shape[1:])
-        own = whole.new_empty((longest, *moved.shape[1:]))
+            full = padded.view(self.size * longest, *moved.shape[1:])
+        own = full.new_empty((longest, *moved.shape[1:]))
         with self._what():
-            _REDUCE_SCATTER(own, whole, group=self.group.process_group)
+            _REDUCE_SCATTER(own, full, group=self.group.process_group)
         return own[: lengths[self.index]].movedim(0, dim)
 
     def all_to_all(

@@ -96,9 +96,9 @@ def sizes_of_topology(topology: RankTopology, world: int) -> dict[str, int]:
     grid = MeshShape(dp_shard=world // math.prod(sizes.values()), **sizes)
     for rank in range(world):
         for name, axis in (("pipe", "pp"), ("model", "tp")):
-            here, wanted = int(getattr(topology.get_coord(rank), name, 0)), grid.coordinates(rank)[axis]
-            if here != wanted:
-                raise ConfigError(_other_order("topology", f"{name} of rank {rank}", here, wanted, grid))
+            here, requested = int(getattr(topology.get_coord(rank), name, 0)), grid.coordinates(rank)[axis]
+            if here != requested:
+                raise ConfigError(_other_order("topology", f"{name} of rank {rank}", here, requested, grid))
     return sizes
 
 
@@ -122,13 +122,13 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
         return sizes, f"{message}; the product of the sizes must be the world size"
     grid = MeshShape(dp_shard=readers // sizes["ep"], **sizes)
     for axis, word in words.items():
-        for what, here, wanted in _places(mpu, word, grid, rank, axis):
-            if here != wanted:
-                return sizes, _other_order("mpu", what, here, wanted, grid)
+        for what, here, requested in _places(mpu, word, grid, rank, axis):
+            if here != requested:
+                return sizes, _other_order("mpu", what, here, requested, grid)
     if hasattr(mpu, "get_data_parallel_rank") and data == readers:
-        for what, here, wanted in _places(mpu, "data_parallel", grid, rank, *DATA_LOADING_AXES):
-            if here != wanted:
-                return sizes, _other_order("mpu", what, here, wanted, grid)
+        for what, here, requested in _places(mpu, "data_parallel", grid, rank, *DATA_LOADING_AXES):
+            if here != requested:
+                return sizes, _other_order("mpu", what, here, requested, grid)
     return sizes, ""
 
 

@@ -79,23 +79,23 @@ class SharedMemoryChannel:
             self.all_gather(message[:0], {source: message})
 
     def _write(self, peer: int, chunk: torch.Tensor) -> None:
-        mine = self.group.index
-        self._counters.wait_for_rank(peer, self._taken + mine, self._sent[peer], self._what)
-        self._slot(mine, peer, chunk.numel()).copy_(chunk)
+        local = self.group.index
+        self._counters.wait_for_rank(peer, self._taken + local, self._sent[peer], self._what)
+        self._slot(local, peer, chunk.numel()).copy_(chunk)
         self._sent[peer] += 1
         self._counters.raise_to(peer, self._sent[peer])
 
     def _read(self, peer: int, chunk: torch.Tensor) -> None:
-        mine = self.group.index
-        self._counters.wait_for_rank(peer, mine, self._received[peer] + 1, self._what)
-        chunk.copy_(self._slot(peer, mine, chunk.numel()))
+        local = self.group.index
+        self._counters.wait_for_rank(peer, local, self._received[peer] + 1, self._what)
+        chunk.copy_(self._slot(peer, local, chunk.numel()))
         self._received[peer] += 1
         self._counters.raise_to(self._taken + peer, self._received[peer])
 
     def _write_public(self, chunk: torch.Tensor) -> None:
-        mine = self.group.index
-        self._counters.wait(self._public_taken + mine, self._public_sent, self._what)
-        self._slot(mine, self.group.size, chunk.numel()).copy_(chunk)
+        local = self.group.index
+        self._counters.wait(self._public_taken + local, self._public_sent, self._what)
+        self._slot(local, self.group.size, chunk.numel()).copy_(chunk)
         self._public_sent += 1
         self._counters.raise_to(self._public, self._public_sent)
 

@@ -184,8 +184,8 @@ class ShmTransport:
         for rank in range(group.size):
             # Ranks borrow ring buffers independently, so a peer's buffer may have another index.
             place = buffer.ring_index if rank == group.index else self._counters.read(rank, self._lane(lane) + 2)
-            whole = buffer.ring[place][rank] if buffer.ring else buffer.parts[rank]
-            found.append(local_shard(whole[:numel], group.index, group.size))
+            full = buffer.ring[place][rank] if buffer.ring else buffer.parts[rank]
+            found.append(local_shard(full[:numel], group.index, group.size))
         return found
 
     def _lane(self, lane: int) -> int:

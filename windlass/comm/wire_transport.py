@@ -307,9 +307,9 @@ class WholeReduction(_NcclSum):
     ) -> None:
         super().__init__(out, add, factor)
         # A copy, because the all-reduce works in place and `flat` has to stay as it is.
-        whole = flat.to(wire, copy=True)
-        self._sum = local_shard(whole, group.index, group.size)
-        self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
+        full = flat.to(wire, copy=True)
+        self._sum = local_shard(full, group.index, group.size)
+        self._work = dist.all_reduce(full, group=group.process_group, async_op=True)
 
 
 def _flat(need: BufferRequest, device: torch.device) -> torch.Tensor:

@@ -39,10 +39,10 @@ def find_section_refusals(section: ConfigSection) -> list[ConfigRefusal]:
 
 def _walk_section(section: ConfigSection, path: str) -> Iterator[ConfigRefusal]:
     if section.refusal:
-        asked = section.requested_key()
-        if asked is not None:
+        requested = section.requested_key()
+        if requested is not None:
             yield ConfigRefusal(
-                ".".join(part for part in (path, asked) if part), section.value_at(asked), section.refusal
+                ".".join(part for part in (path, requested) if part), section.value_at(requested), section.refusal
             )
         return
     if section.enable_key and section.requested_key() is None:

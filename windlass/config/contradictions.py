@@ -29,12 +29,12 @@ def _one_precision(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _param_dtype(config: Config) -> Iterator[tuple[str, str]]:
-    wanted = config.data_types.param_dtype
+    requested = config.data_types.param_dtype
     implied = config.dtype_table().param_dtype
-    if wanted and wanted != implied:
+    if requested and requested != implied:
         yield (
             "data_types.param_dtype",
-            f'"{wanted}" disagrees with fp16.enabled and bf16.enabled, which make parameters {implied}; delete one',
+            f'"{requested}" disagrees with fp16.enabled and bf16.enabled, which make parameters {implied}; delete one',
         )
 
 
@@ -55,11 +55,11 @@ def _half_precision_masters(config: Config) -> Iterator[tuple[str, str]]:
             "true, but bf16_master_weights_and_grads is false, and states are at least as wide as master weights; "
             "write true there, or false here",
         )
-    wanted, master = config.data_types.grad_accum_dtype, config.dtype_table().master_dtype
-    if wanted and master != "fp32" and wanted != master:
+    requested, master = config.data_types.grad_accum_dtype, config.dtype_table().master_dtype
+    if requested and master != "fp32" and requested != master:
         yield (
             "data_types.grad_accum_dtype",
-            f'"{wanted}" disagrees with {master}.{master}_master_weights_and_grads, which accumulates gradients in '
+            f'"{requested}" disagrees with {master}.{master}_master_weights_and_grads, which accumulates gradients in '
             f"{master}; delete one",
         )
 

@@ -74,11 +74,11 @@ def find_key(root: str, path: str, owner: str = "") -> ConfigKey | None:
     if owner:
         kinds = re.findall(r"\w+", owner)
         return next((row for row in config_keys() if row.owner in kinds and row.path == path), None)
-    wanted = _path_segments(path)
-    exact = _keys_by_path(root).get(wanted)
+    requested = _path_segments(path)
+    exact = _keys_by_path(root).get(requested)
     if exact or "<" not in path:
         return exact
-    return next((row for known, row in _keys_by_path(root).items() if _matches(wanted, known)), None)
+    return next((row for known, row in _keys_by_path(root).items() if _matches(requested, known)), None)
 
 
 def _section_keys(root: str, section: type[ConfigSection], path: str, inherited_refusal: str) -> Iterator[ConfigKey]:

@@ -71,16 +71,16 @@ class Corpus:
                 yield from [text] if self._split_bytes is None else _split_text(text, self._split_bytes)
 
     def _scan(self) -> None:
-        digests, sizes, whole = [], [], hashlib.blake2b(digest_size=16)
+        digests, sizes, full = [], [], hashlib.blake2b(digest_size=16)
         for text in self._read():
             data = text.encode()
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            whole.update(digest)
+            full.update(digest)
             digests.append(int.from_bytes(digest, "little"))
             sizes.append(len(data))
         self.digests = np.array(digests, dtype=np.uint64)  # [documents]
         self.sizes = np.array(sizes, dtype=np.int64)  # [documents], bytes
-        self.digest = whole.hexdigest()
+        self.digest = full.hexdigest()
 
 
 def pack_corpus(
@@ -161,7 +161,7 @@ def _tokenizer_sample(corpus: Corpus, held_out: np.ndarray) -> Iterator[str]:
     before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]
     drawn = np.zeros(len(held_out), dtype=bool)
     drawn[order[before < _SAMPLE_BYTES]] = True
-    yield from (text for text, wanted in zip(corpus, drawn, strict=True) if wanted)
+    yield from (text for text, requested in zip(corpus, drawn, strict=True) if requested)
 
 
 def _write_token_file(corpus: Corpus, held_out: np.ndarray, tokenizer: TextTokenizer, path: Path, key: str) -> None:

@@ -242,7 +242,7 @@ class CheckpointMethods(EngineParts):
         """
         self._require_ready("load_checkpoint")
         self._sharded.scheduler.sync(SyncPoint.CHECKPOINT)
-        wanted = LoadOptions(
+        requested = LoadOptions(
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states and not load_module_only,
             load_optimizer_strict=load_optimizer_strict,
@@ -251,7 +251,7 @@ class CheckpointMethods(EngineParts):
             load_progress=not load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        found = load_engine(self._state(), load_dir, None if tag is None else str(tag), wanted)
+        found = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         for observer in self._observers:
             observer.after_load()
         return found

@@ -80,24 +80,24 @@ class CollectiveErrorCheck:
     def raise_on_all_ranks(self, error: Exception | None, action: str, consequence: str) -> None:
         """Raise as `raise_if_any_failed` does, when some rank is known to have an error. Collective."""
         memory = isinstance(error, torch.OutOfMemoryError)
-        mine = (
+        local = (
             f"{self._rank_name}: {action} raised {type(error).__name__}: {error}" if error is not None else "",
             memory,
         )
-        messages = [mine]
+        messages = [local]
         if self._world.size > 1:
             with WaitScope("the error messages of failed ranks"):
-                messages = self._world.all_gather_object(mine)
+                messages = self._world.all_gather_object(local)
         if error is not None and not isinstance(error, StopIteration):
-            error.add_note(f"windlass: {mine[0]}; {consequence}")
+            error.add_note(f"windlass: {local[0]}; {consequence}")
             raise error
         failures = "; ".join(words for words, _ in messages if words)
         kind = PeerMemoryError if all(out for words, out in messages if words) else PeerError
         raise kind(f"{failures}. {consequence[:1].upper()}{consequence[1:]}") from error
 
     def _exchange_outcomes(self, error: Exception | None, action: str) -> list[int]:
-        mine = _SUCCEEDED if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED
+        local = _SUCCEEDED if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED
         if self._world.size == 1:
-            return [mine]
+            return [local]
         with WaitScope(f"all ranks after {action}"):
-            return [state for (state,) in self._board.exchange([mine], action)]
+            return [state for (state,) in self._board.exchange([local], action)]

@@ -487,10 +487,10 @@ def _load_tensors(
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
     results = ranks.run_on_all("loading", lambda: own)
     names = (*found.missing, *found.unexpected)
-    whole = [not any(name.startswith(prefix) for name in names) for prefix in (("param/",), of_states)]
+    full = [not any(name.startswith(prefix) for name in names) for prefix in (("param/",), of_states)]
     return found, (
-        whole[0] and all(parameters for parameters, _ in results),
-        whole[1] and all(states for _, states in results),
+        full[0] and all(parameters for parameters, _ in results),
+        full[1] and all(states for _, states in results),
     )
 
 

@@ -229,11 +229,11 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
 
 def _tier_lines(model: ShardedModel) -> list[str]:
     """Return a log line on tiers, if the configuration requests another tier than the device."""
-    asked, tiers = model.settings.tiers, model.tiers
-    if asked.param is Tier.DEVICE and asked.state is Tier.DEVICE:
+    requested, tiers = model.settings.tiers, model.tiers
+    if requested.param is Tier.DEVICE and requested.state is Tier.DEVICE:
         return []
-    line = f"tiers: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
-    if tiers.state is not asked.state or tiers.param is not asked.param:
+    line = f"tiers: parameters {requested.param.value}, master weights and optimizer states {requested.state.value}"
+    if tiers.state is not requested.state or tiers.param is not requested.param:
         line += "; host memory is the device's own on this machine, so offloading to it needs no copy"
     if tiers.disk is not None:
         line += f"; disk: {tiers.disk.description()}"

@@ -46,16 +46,16 @@ class FullParameterGather:
     def __init__(self, model: ShardedModel, units: Iterable[Unit], names: dict[int, list[str]]) -> None:
         self._model, self._units, self._mesh = model, list(units), model.mesh
         names = self._merge_names_of_stages(names)
-        mine = [
+        local = [
             ParameterAnnouncement(index, tuple(names[id(parameter)]), placement.global_shape, unit.dtype)
             for index, unit in enumerate(self._units)
             if _is_sending_rank(unit, self._mesh)
             for parameter, placement in zip(unit.parameters, unit.placements, strict=True)
         ]
-        gathered = self._mesh.gather_from_world((self._mesh.pp.index, len(self._units), mine))
+        gathered = self._mesh.gather_from_world((self._mesh.pp.index, len(self._units), local))
         self._unit_counts = {stage: num_units for stage, num_units, _ in gathered}
         if len(gathered) == 1:  # all ranks have the same entries, and rank 0 announces them
-            self._senders = [_Sender(self._mesh.world.ranks[0], 0, mine if self._is_first_rank else [])]
+            self._senders = [_Sender(self._mesh.world.ranks[0], 0, local if self._is_first_rank else [])]
         else:
             ranks = zip(self._mesh.world.ranks, gathered, strict=True)
             self._senders = [
@@ -97,14 +97,14 @@ class FullParameterGather:
                     gather_full_with_grad(view.detach(), placement, self._mesh.axes)
                     for view, placement in zip(views, unit.placements, strict=True)
                 )
-                mine = [
+                local = [
                     announcement
                     for s in self._senders
                     if s.rank == me
                     for announcement in s.announcements
                     if announcement.unit_index == unit_index
                 ]
-                for announcement, full in zip(mine, full_tensors, strict=True) if mine else ():
+                for announcement, full in zip(local, full_tensors, strict=True) if local else ():
                     if self._is_first_rank:
                         yield announcement.names, full
                     else:

@@ -30,8 +30,8 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     """Return the full state dict as `Engine.full_state_dict` describes. A tied parameter has an entry for each name."""
     model.finish_update()
     found: dict[str, torch.Tensor] = {}
-    for names, whole in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
-        values = whole.to("cpu", dtype if is_castable(whole.dtype) else None, copy=True)
+    for names, full in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
+        values = full.to("cpu", dtype if is_castable(full.dtype) else None, copy=True)
         found.update(dict.fromkeys(names, values))
     others: dict[str, torch.Tensor] = {}
     if model.mesh.first_of_stage:
@@ -87,15 +87,15 @@ def load_full_state_dict(
             f"the state dictionary does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}; pass "
             "strict=False to load what matches"
         )
-    wanted = {name: parameters[number] for number, name in given.items() if name is not None}
-    shapes = {name: get_placement(parameter).global_shape for name, parameter in wanted.items()}
+    requested = {name: parameters[number] for number, name in given.items() if name is not None}
+    shapes = {name: get_placement(parameter).global_shape for name, parameter in requested.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in state}
     for name, shape in shapes.items():
         if tuple(state[name].shape) != shape:
             raise CheckpointError(
                 f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {shape} here"
             )
-    for name, parameter in wanted.items():
+    for name, parameter in requested.items():
         set_full_param(parameter, state[name])
     with torch.no_grad():
         for name, buffer in buffers.items():
@@ -179,9 +179,9 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude
         )
         writing.begin(entries, dict((alias, name) for name, alias in aliases))
         writing.add(buffers)
-    for found, whole in collecting.full_parameters():
+    for found, full in collecting.full_parameters():
         if writing is not None:
-            writing.add({found[0]: whole})
+            writing.add({found[0]: full})
     failure = model.mesh.world.broadcast_object(writing.finish() if writing is not None else "")
     if failure:
         raise CheckpointError(failure)

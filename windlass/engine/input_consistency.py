@@ -43,7 +43,7 @@ class InputConsistencyCheck:
         if not self._axes or kind in self._checked:
             return
         self._checked.add(kind)
-        mine = input_digest(inputs)
+        local = input_digest(inputs)
         marked = any(
             isinstance(one, Mapping) and SHARD_KEY in one for one in inputs
         )  # a loader already split the sequence over the sp ranks
@@ -51,7 +51,7 @@ class InputConsistencyCheck:
             if marked and axis.name == "sp":
                 continue
             with WaitScope(f"the comparison of inputs along {axis.name}"):
-                digests = axis.all_gather_object(mine)
+                digests = axis.all_gather_object(local)
             if len(set(digests)) > 1:
                 other = next(place for place, digest in enumerate(digests) if digest != digests[0])
                 raise DataError(

@@ -70,8 +70,8 @@ def unfrozen_parameters(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:
     frozen = list(model.unhooked_parameters())
     if not frozen:
         return []
-    asked = {id(p) for group in model.update.optimizer.param_groups for p in group["params"]}
-    return [(name, parameter) for name, parameter in frozen if parameter.requires_grad and id(parameter) in asked]
+    requested = {id(p) for group in model.update.optimizer.param_groups for p in group["params"]}
+    return [(name, parameter) for name, parameter in frozen if parameter.requires_grad and id(parameter) in requested]
 
 
 def _parameters_only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:

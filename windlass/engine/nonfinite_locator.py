@@ -31,7 +31,7 @@ class NonFiniteLocator:
 
     def locate(self) -> str:
         """Return a phrase that names the first non-finite gradient over all ranks. Collective."""
-        mine = next(
+        local = next(
             (
                 (micro, place, name)
                 for place, (micro, name, total) in enumerate(self._gradient_sums)
@@ -39,7 +39,7 @@ class NonFiniteLocator:
             ),
             None,
         )
-        found = self._group.all_gather_object(mine)
+        found = self._group.all_gather_object(local)
         bad = sorted(
             (micro, place, rank, name) for rank, one in enumerate(found) if one for micro, place, name in [one]
         )

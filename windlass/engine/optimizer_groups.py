@@ -59,8 +59,8 @@ class GroupMatch:
 def match_groups(current: GroupMetadata, saved: GroupMetadata) -> GroupMatch:
     """Find the saved group that matches each current group."""
     known = {name for group in saved for name in group["parameters"]}
-    mine = {name for group in current for name in group["parameters"]}
-    common = known & mine
+    local = {name for group in current for name in group["parameters"]}
+    common = known & local
     by_names: dict[frozenset[str], list[int]] = {}
     for number, group in enumerate(saved):
         by_names.setdefault(frozenset(group["parameters"]) & common, []).append(number)
@@ -71,7 +71,7 @@ def match_groups(current: GroupMetadata, saved: GroupMetadata) -> GroupMatch:
         if not names:  # groups without common parameters can only be matched by position
             like = [number] if number in like and len(current) == len(saved) else []
         source.append(like[0] if like else None)
-    return GroupMatch(source, len(common), tuple(sorted(mine - known)), tuple(sorted(known - mine)))
+    return GroupMatch(source, len(common), tuple(sorted(local - known)), tuple(sorted(known - local)))
 
 
 def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: GroupMetadata) -> None:

@@ -100,9 +100,9 @@ class _StateConversion:
         assert self.loaded is not None
         into, signed = state[self.key].view(-1), self.saved_format.is_signed
         if self._loads_full_parameter:
-            whole = torch.empty(self.loaded.numel(), dtype=torch.float32)
-            quantized_states.dequantize_state(self.loaded, 0, self.scales, signed, whole)
-            part = select_local_shard(whole.view(self._placement.global_shape), self._placement).reshape(-1)
+            full = torch.empty(self.loaded.numel(), dtype=torch.float32)
+            quantized_states.dequantize_state(self.loaded, 0, self.scales, signed, full)
+            part = select_local_shard(full.view(self._placement.global_shape), self._placement).reshape(-1)
             values = part[self.entry.start : self.entry.stop]
             if self.target_format.is_quantized:
                 quantized_states.quantize_state(values, into, state[f"{self.key}_scale"], self.target_format.is_signed)

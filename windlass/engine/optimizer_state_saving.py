@@ -92,16 +92,16 @@ def collect_state_fragments(
             elif value.dim() == 0:
                 fragments.tensors[where] = value
             else:
-                whole = kind.startswith("whole")
+                full = kind.startswith("whole")
                 unit = entry.chunk.unit
-                shape = tuple(value.shape if whole else unit.shapes[entry.index])
+                shape = tuple(value.shape if full else unit.shapes[entry.index])
                 resting = _lazy_state(update, handle, entry, key, state)
                 if key in codes and in_part:
                     resting = _decode_lazily(
                         resting, _lazy_state(update, handle, entry, f"{key}_scale", state), codes[key]
                     )
-                of = None if whole else unit.placements[entry.index]
-                fragments.shards.append(FlatShard(where, shape, 0 if whole else entry.start, resting, of))
+                of = None if full else unit.placements[entry.index]
+                fragments.shards.append(FlatShard(where, shape, 0 if full else entry.start, resting, of))
 
 
 def is_coded(state: dict[str, Any], key: str, state_format: StateFormat) -> bool:

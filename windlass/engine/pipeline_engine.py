@@ -180,13 +180,13 @@ class PipelineEngine(Engine):
             raise ModelError(f'eval_batch: reduce_output is {reduce_output!r}; write "avg", or None')
         micros = num_micro_batches or self.progress.batch.accumulation
         batches = self._read_micro_batches(micros, "eval_batch", data_iter, loss=compute_loss)
-        training, wanted = self.module.training, return_logits or not compute_loss
+        training, requested = self.module.training, return_logits or not compute_loss
         self.module.eval()
         try:
             with torch.no_grad():
                 program = self._rank_schedule("evaluate", micros)
                 ended = self._run_schedule(
-                    program, batches, self._build_callbacks(), compute_loss=compute_loss, keep_outputs=wanted
+                    program, batches, self._build_callbacks(), compute_loss=compute_loss, keep_outputs=requested
                 )
         finally:
             self.module.train(training)
@@ -336,8 +336,8 @@ class PipelineEngine(Engine):
 
     def _mean_loss(self, losses: list[torch.Tensor | None], broadcast: bool) -> Any:
         """Return the mean loss of all micro-batches and data-parallel ranks."""
-        mine = [loss.float() for loss in losses if loss is not None]
-        mean = torch.stack(mine).mean() if mine else torch.zeros((), device=self.device)
+        local = [loss.float() for loss in losses if loss is not None]
+        mean = torch.stack(local).mean() if local else torch.zeros((), device=self.device)
         if self.is_last_stage():
             data = self.mesh.dense.data
             if data.size > 1:

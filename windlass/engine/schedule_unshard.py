@@ -31,10 +31,10 @@ class ScheduleUnshardPolicy:
 
     def __init__(self, sharded: ShardedModel, config: Config) -> None:
         self._sharded = sharded
-        asked = config.pipeline.unshard_per == "step"
+        requested = config.pipeline.unshard_per == "step"
         fits, needed, left = _fits_in_memory(sharded)
-        self.unshards_once = asked and fits
-        if asked and not fits:
+        self.unshards_once = requested and fits
+        if requested and not fits:
             logger.warning(
                 f"pipeline.unshard_per: unsharded parameters and gradients of this stage, {needed / 2**20:.1f} MiB, do "
                 f"not fit into the {left / 2**20:.1f} MiB left on the device; they are gathered and reduced for each "

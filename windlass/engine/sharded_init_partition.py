@@ -59,9 +59,9 @@ class ShardedInitPartitioner:
         with WaitScope("the gathering of parameters at the end of partitioning"), torch.no_grad():
             while self._sharded_parameters:
                 parameter, init_shard = self._sharded_parameters.pop(0)
-                whole = init_shard.full_value()
+                full = init_shard.full_value()
                 if id(parameter) in kept:
-                    _keep_local_part(parameter, whole)
+                    _keep_local_part(parameter, full)
 
 
 def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tuple[nn.Parameter, ShardedInit]]:

@@ -197,12 +197,12 @@ def _hashed_states(
             if key in codes:
                 get = partial(_decode_state, update, entry, key, codes[key])
                 resting = LazyFlatTensor(value.numel(), torch.float32, handle, get)
-            whole = kind.startswith("whole")
+            full = kind.startswith("whole")
             # the ranks with other shards of the parameter hold the same state
-            if whole and not placement.is_first_shard:
+            if full and not placement.is_first_shard:
                 continue
-            shape = tuple(value.shape if whole else unit.shapes[entry.index])
-            shard = FlatShard(where, shape, 0 if whole else entry.start, resting, None if whole else placement)
+            shape = tuple(value.shape if full else unit.shapes[entry.index])
+            shard = FlatShard(where, shape, 0 if full else entry.start, resting, None if full else placement)
             yield _HashedShard(shard, target_hash, holders.index, holders.size)
 
 

@@ -229,8 +229,8 @@ def pack_panels(
     chosen = get_weight_format(format) if isinstance(format, str) else format
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     rows, columns = tensors["weight"].shape if "weight" in tensors else (0, 0)
-    wanted = {name: (form.dtype, form.shape) for name, form in chosen.file_form(rows, columns).items()}
-    if found != wanted:
+    requested = {name: (form.dtype, form.shape) for name, form in chosen.file_form(rows, columns).items()}
+    if found != requested:
         raise WeightFormatError(f"packed tensors {found} are not of format {chosen.name!r}; give those that it packed")
     return PackedPanels(chosen, tensors, get_inference_path(path), quantize_inputs)
 

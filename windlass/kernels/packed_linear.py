@@ -102,11 +102,11 @@ class PackedLinear(nn.Module):
 
     def set_packed(self, packed: Mapping[str, torch.Tensor]) -> None:
         """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer."""
-        wanted = {name: (form.dtype, form.shape) for name, form in self._form.items()}
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
-        if found != wanted:
+        expected = {name: (form.dtype, form.shape) for name, form in self._form.items()}
+        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
+        if given != expected:
             raise WeightFormatError(
-                f"packed tensors {found} do not fit a layer of format {self.format.name!r}, which has {wanted}; pass "
+                f"packed tensors {given} do not fit a layer of format {self.format.name!r}, which has {expected}; pass "
                 "the tensors that the format packed"
             )
         with torch.no_grad():

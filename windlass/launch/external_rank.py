@@ -34,9 +34,9 @@ def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | N
         CommunicationError: a variable has an invalid value.
     """
     # one of them alone is a leftover of some other program
-    whole = all(environ.get(name) for name in _TORCHRUN_VARIABLES)
+    full = all(environ.get(name) for name in _TORCHRUN_VARIABLES)
     place = rank_environment(
-        environ if whole else {name: environ[name] for name in environ if name not in _TORCHRUN_VARIABLES}
+        environ if full else {name: environ[name] for name in environ if name not in _TORCHRUN_VARIABLES}
     )
     if place is None or place.local_rank is None:
         return None

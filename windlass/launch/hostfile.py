@@ -102,12 +102,12 @@ def parse_resource_filter(
             raise HostError(f"host {name!r} has no slot {unknown[0]}; there are {there}")
     left: dict[str, list[int]] = {}
     for name, slots in host_info.items():
-        wanted = named.get(name)
+        requested = named.get(name)
         kept: list[int]
         if include_str:
-            kept = [] if wanted is None else list(wanted or slots)
+            kept = [] if requested is None else list(requested or slots)
         else:
-            kept = list(slots) if wanted is None else [slot for slot in slots if wanted and slot not in wanted]
+            kept = list(slots) if requested is None else [slot for slot in slots if requested and slot not in requested]
         if kept:
             left[name] = list(dict.fromkeys(kept))
     return left

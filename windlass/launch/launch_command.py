@@ -169,8 +169,8 @@ def _launch_one_node(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSt
 
 
 def _launch_over_ssh(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitStatus:
-    asked = LauncherOptions(args.launcher_args)
-    ssh = SshConnectionOptions(args.ssh_port, tuple(asked.launcher_argv), args.venv_script)
+    requested = LauncherOptions(args.launcher_args)
+    ssh = SshConnectionOptions(args.ssh_port, tuple(requested.launcher_argv), args.venv_script)
     text = ssh.agent_shell_command(plan.env, os.getcwd())
     for host in plan.hosts:
         ssh.ssh_argv(host.name, text)  # rejects invalid host names before anything is started
@@ -207,9 +207,11 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
 
 def _choose_master_port(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> int:
     """Return the rendezvous port for ranks of another launcher. Slurm jobs on one host need different ones."""
-    asked = None if getattr(args, "any_port", False) else plan.master_port
+    requested = None if getattr(args, "any_port", False) else plan.master_port
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
-    return asked or (port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT)
+    return requested or (
+        port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT
+    )
 
 
 def _launch_with_output(

@@ -42,8 +42,8 @@ def make_rank_jobs(plan: LaunchPlan, node: int, master: tuple[str, int]) -> list
         if plan.virtual_local_rank:
             environment["LOCAL_RANK"] = "0"
         if cores is not None:
-            mine = own_cores.core_share(cores, len(places), place.local_rank)
-            environment |= {own_cores.CORES_VARIABLE: ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
+            local = own_cores.core_share(cores, len(places), place.local_rank)
+            environment |= {own_cores.CORES_VARIABLE: ",".join(map(str, local)), "OMP_NUM_THREADS": str(len(local))}
         found.append(RankJob(place.rank, plan.program.argv_for_rank(place.local_rank), environment))
     return found
 

@@ -128,6 +128,6 @@ def _aligned_blocks(start: int, stop: int, saved: BlockScales) -> tuple[int, int
     begin, end = max(start, saved.start), min(stop, saved.stop)
     if begin >= end or (start - saved.start) % SCALE_BLOCK:
         return 0, 0
-    whole = stop == saved.stop  # the last block of both spans may be a short one
-    last = count_scales(end - start) if whole else (end - start) // SCALE_BLOCK
+    full = stop == saved.stop  # the last block of both spans may be a short one
+    last = count_scales(end - start) if full else (end - start) // SCALE_BLOCK
     return (begin - start) // SCALE_BLOCK, max(last, (begin - start) // SCALE_BLOCK)

@@ -112,8 +112,8 @@ def configure(
         "group": group,
         "min_offload_bytes": min_offload_bytes,
     }
-    said = {name: value for name, value in given.items() if value is not None}
-    _apply_options(replace(_options_from_config(config), **said))
+    text = {name: value for name, value in given.items() if value is not None}
+    _apply_options(replace(_options_from_config(config), **text))
 
 
 def current_options() -> ActivationCheckpointOptions:

@@ -28,8 +28,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        whole = ctx.axis.all_reduce(gradient.contiguous().clone()) if ctx.in_backward else gradient
-        return None, whole, None, None
+        full = ctx.axis.all_reduce(gradient.contiguous().clone()) if ctx.in_backward else gradient
+        return None, full, None, None
 
 
 _AlongDim = Callable[[torch.Tensor, int, list[int]], torch.Tensor]

@@ -138,9 +138,9 @@ def compute_data_parallel_volumes(
     often = 1 if is_pipelined and workload.unshards_once else workload.micro_batches
     reductions = often if workload.zero_stage >= 2 else 1
     again = often if workload.zero_stage == 3 and not (is_pipelined and workload.unshards_once) else 0
-    whole = elements * workload.parameter_bytes
-    gathered = (often if workload.zero_stage == 3 else 1) * _bytes_from_others(whole, shard_ranks)
-    gathered += again * _bytes_from_others(whole, workload.backward_gather_ranks or shard_ranks)
+    full = elements * workload.parameter_bytes
+    gathered = (often if workload.zero_stage == 3 else 1) * _bytes_from_others(full, shard_ranks)
+    gathered += again * _bytes_from_others(full, workload.backward_gather_ranks or shard_ranks)
     yield CommVolume(
         axis, "reduce", "gradients", reductions * _bytes_from_others(elements * workload.gradient_bytes, shard_ranks)
     )
@@ -213,10 +213,10 @@ def compute_router_volumes(
     """
     parts = ranks * workload.virtual_stages
     before = list(accumulate((count_local_layers(model.layers, parts, part) for part in range(parts)), initial=0))
-    mine = range(pipeline_rank, parts, ranks)
+    local = range(pipeline_rank, parts, ranks)
     once = bytes_per_expert * model.experts * workload.micro_batches
-    yield CommVolume("pp", "pass_on", "logits of routers", once * sum(before[part] for part in mine))
-    back = sum(before[part + 1] for part in mine if part + 1 < parts)
+    yield CommVolume("pp", "pass_on", "logits of routers", once * sum(before[part] for part in local))
+    back = sum(before[part + 1] for part in local if part + 1 < parts)
     yield CommVolume("pp", "pass_on", "gradients of logits of routers", once * back)
 
 

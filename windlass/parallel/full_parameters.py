@@ -24,9 +24,9 @@ def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor
 
 def make_zero_padded_full(local: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Return a tensor of the full shape that holds the local part in its place and zeros elsewhere."""
-    whole = local.new_zeros(placement.global_shape)
-    write_local_shard(local, whole, placement)
-    return whole
+    full = local.new_zeros(placement.global_shape)
+    write_local_shard(local, full, placement)
+    return full
 
 
 def write_local_shard(local: torch.Tensor, full: torch.Tensor, placement: Placement) -> None:
@@ -40,10 +40,10 @@ def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, Me
 
     The result has no autograd graph. The bytes are counted as traffic of the step.
     """
-    whole = make_zero_padded_full(local, placement)
+    full = make_zero_padded_full(local, placement)
     for name in sorted(placement.sharded_axes):
-        axes[name].all_reduce(whole)
-    return whole
+        axes[name].all_reduce(full)
+    return full
 
 
 def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
@@ -67,18 +67,18 @@ class _GatherFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, placement: Placement, axes: list[MeshAxis]) -> torch.Tensor:
         ctx.placement, ctx.sharded = placement, axes
-        whole = make_zero_padded_full(local, placement)
+        full = make_zero_padded_full(local, placement)
         for axis in axes:
-            _uncounted_axis(axis).all_reduce(whole)
-        return whole
+            _uncounted_axis(axis).all_reduce(full)
+        return full
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = gradients[0]
+        full = gradients[0]
         for axis in ctx.axes:
             if axis.name != "tp":
-                whole = _uncounted_axis(axis).all_reduce(whole.contiguous().clone())
-        return select_local_shard(whole, ctx.placement), None, None
+                full = _uncounted_axis(axis).all_reduce(full.contiguous().clone())
+        return select_local_shard(full, ctx.placement), None, None
 
 
 def _uncounted_axis(axis: MeshAxis) -> MeshAxis:

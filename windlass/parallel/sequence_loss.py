@@ -84,8 +84,8 @@ def compute_sequence_mean(
     if num_items is None:
         both = all_reduce(torch.stack([loss_sum.float(), count.to(loss_sum.device, torch.float32)]), sp_axis)
         return both[0] / both[1]
-    whole = all_reduce(loss_sum.float(), sp_axis)
-    return whole / (num_items.to(whole.device) if isinstance(num_items, torch.Tensor) else num_items)
+    full = all_reduce(loss_sum.float(), sp_axis)
+    return full / (num_items.to(full.device) if isinstance(num_items, torch.Tensor) else num_items)
 
 
 class ModelLoss:

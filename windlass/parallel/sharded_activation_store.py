@@ -54,8 +54,8 @@ class _ShardedActivation:
         self._local.wait()
 
     def fetch(self) -> PendingCopy:
-        whole = torch.empty(self._bounds[-1], dtype=self._dtype, device=self._device)
-        return _GatheredActivation(self._group, self._local.fetch(), self._bounds, whole)
+        full = torch.empty(self._bounds[-1], dtype=self._dtype, device=self._device)
+        return _GatheredActivation(self._group, self._local.fetch(), self._bounds, full)
 
 
 class _GatheredActivation:
@@ -74,9 +74,9 @@ class _GatheredActivation:
         self._finished = True
         self._local.wait()
         parts = [self.value[start:stop] for start, stop in pairwise(self._bounds)]
-        mine = parts[self._group.index].copy_(self._local.value)
+        local = parts[self._group.index].copy_(self._local.value)
         others = [i for i in range(self._group.size) if i != self._group.index]
-        sends = [(i, mine) for i in others if mine.numel()]
+        sends = [(i, local) for i in others if local.numel()]
         exchange_tensors(self._group, sends, [(i, parts[i]) for i in others if parts[i].numel()])
 
 

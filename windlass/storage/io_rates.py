@@ -44,11 +44,11 @@ class IoRates:
 
     def since(self, earlier: IoRates) -> IoRates:
         """Return the bytes and times since `earlier`."""
-        return IoRates(*(mine - before for mine, before in zip(astuple(self), astuple(earlier), strict=True)))
+        return IoRates(*(local - before for local, before in zip(astuple(self), astuple(earlier), strict=True)))
 
     def plus(self, other: IoRates) -> IoRates:
         """Return the sum of both intervals."""
-        return IoRates(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
+        return IoRates(*(local + more for local, more in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         return (

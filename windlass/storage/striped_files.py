@@ -149,13 +149,13 @@ class StripedFiles:
         return (turns + (index < more)) * self._block + (rest if index == more else 0)
 
     def _check_free(self, sizes: list[int], what: str) -> None:
-        asked: dict[int, int] = defaultdict(int)  # two paths may be on one disk
+        requested: dict[int, int] = defaultdict(int)  # two paths may be on one disk
         for file, size in zip(self._files, sizes, strict=True):
             disk = os.fstat(file.descriptor).st_dev
-            asked[disk] += max(0, size - file.size)
+            requested[disk] += max(0, size - file.size)
             state = os.fstatvfs(file.descriptor)
-            if asked[disk] > state.f_bavail * state.f_frsize:
-                raise self._no_space_error(file, what, asked[disk], advice_for(errno.ENOSPC))
+            if requested[disk] > state.f_bavail * state.f_frsize:
+                raise self._no_space_error(file, what, requested[disk], advice_for(errno.ENOSPC))
 
     def _no_space_error(self, file: _StripeFile, what: str, asked: int, reason: str) -> StorageError:
         state = os.fstatvfs(file.descriptor)

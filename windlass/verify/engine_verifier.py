@@ -159,9 +159,9 @@ class EngineVerifier(EngineObserver):
                     f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the "
                     "plain one",
                 )
-        for name, wanted in reference.named_master_weights():
+        for name, requested in reference.named_master_weights():
             if name in values:
-                apart = measure_difference(values[name], wanted.to(values[name].dtype), 0.0, wanted.dtype)
+                apart = measure_difference(values[name], requested.to(values[name].dtype), 0.0, requested.dtype)
                 if apart.exceeding_count:
                     self._record_initial_deviation(name, "it differs from the initial value on rank 0", apart)
 

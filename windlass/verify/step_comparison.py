@@ -55,10 +55,10 @@ class StepComparison:
             self._compare_event(event, again, where)
         if (more := next((event for event in rest if event.kind == OUTPUT), None)) is not None:
             self._report_module_order(None, more, where)
-        for name, wanted in replay.buffers.items():
+        for name, requested in replay.buffers.items():
             have = recorded.buffers_after[name]
-            allowed = self._tolerance.forward * (wanted.double().abs() + _rms(wanted))
-            apart = measure_difference(have, wanted, allowed, have.dtype)
+            allowed = self._tolerance.forward * (requested.double().abs() + _rms(requested))
+            apart = measure_difference(have, requested, allowed, have.dtype)
             self._record("forward", apart, tensor=name, role="buffer after the forward", **where)
 
     def compare_gradients(self, record: StepRecord, expected_gradients: dict[str, torch.Tensor], rank: int) -> None:
@@ -128,9 +128,9 @@ class StepComparison:
     ) -> None:
         """Compare the norm of the reduced gradients and the clip coefficient. A `gradient_clipping` of 0 means none."""
         squares = [float(g.double().square().sum()) for g in reduced.values() if g is not None]
-        wanted = math.sqrt(math.fsum(squares))
-        factor = min(1.0, gradient_clipping / (wanted + 1e-6)) if gradient_clipping > 0 else 1.0
-        for what, have, want in (("gradient norm", norm, wanted), ("clip coefficient", coefficient, factor)):
+        requested = math.sqrt(math.fsum(squares))
+        factor = min(1.0, gradient_clipping / (requested + 1e-6)) if gradient_clipping > 0 else 1.0
+        for what, have, want in (("gradient norm", norm, requested), ("clip coefficient", coefficient, factor)):
             allowed = self._tolerance.norm * want
             apart = measure_difference(torch.tensor(have).double(), torch.tensor(want).double(), allowed, torch.float32)
             hint = f"it is {have / want:.4g} times the expected value" if apart.exceeding_count and want else ""
@@ -158,17 +158,17 @@ class StepComparison:
     # Forward
 
     def _compare_event(self, event: TraceEvent, expected: TraceEvent, where: dict[str, Any]) -> None:
-        seen, wanted = event.sample, expected.sample
+        seen, requested = event.sample, expected.sample
         weight = event.kind == WEIGHT
         share = 0.0 if weight else self._tolerance.forward
         if not seen.dtype.is_floating_point:
             share = 0.0
-        allowed = share * (wanted.values.double().abs() + _finite_or_zero(wanted.rms))
-        apart = measure_difference(seen.values, wanted.values, allowed, seen.dtype)
+        allowed = share * (requested.values.double().abs() + _finite_or_zero(requested.rms))
+        apart = measure_difference(seen.values, requested.values, allowed, seen.dtype)
         if not apart.exceeding_count:  # the norm also covers the elements that were not sampled
-            whole = torch.tensor([seen.norm]), torch.tensor([wanted.norm])
-            bound = max(share, 1e-12) * _finite_or_zero(wanted.norm)
-            norms = measure_difference(*whole, bound, torch.float64)
+            full = torch.tensor([seen.norm]), torch.tensor([requested.norm])
+            bound = max(share, 1e-12) * _finite_or_zero(requested.norm)
+            norms = measure_difference(*full, bound, torch.float64)
             apart = norms if norms.exceeding_count else apart
         what = "weight during the module's forward" if weight else "output of its module"
         tensor = event.tensor if weight else _output_name(event)

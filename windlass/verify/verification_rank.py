@@ -61,8 +61,8 @@ class VerificationSession(InitializeObserver):
             (parse_dtype(table.master_dtype), parse_dtype(table.state_dtype)) if table.master_dtype != "fp32" else None
         )
         sharded = [p for p in model.parameters() if initial_shard.find(p) is not None]
-        whole: AbstractContextManager[Any] = GatheredParameters(sharded) if sharded else nullcontext()
-        with whole:
+        full: AbstractContextManager[Any] = GatheredParameters(sharded) if sharded else nullcontext()
+        with full:
             if dist.get_rank() == 0:
                 self._reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
                 if self.job.independent_run:

@@ -162,24 +162,24 @@ class ShardedModel:
             hoist_gathers=settings.prefetch_numel > 0,
         )
         # such updates step each unit at once
-        whole = optimizer is not None and (self_reducing or update_class(optimizer).needs_whole_parameters)
+        full = optimizer is not None and (self_reducing or update_class(optimizer).needs_whole_parameters)
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
         # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
-        if not whole:
+        if not full:
             at_once = min(at_once, tiers.max_update_numel)
         if settings.widens_masters:
             at_once = min(at_once, _WIDENED)
         self.masters = MasterWeights(
             self.slots,
-            1 << 62 if whole else at_once,
+            1 << 62 if full else at_once,
             tiers,
             device,
             self.ledger,
             self.disk_health,
             lambda dtype: (
                 measure_state_bytes(optimizer, settings.state_dtype or dtype)
-                if optimizer is not None and not whole
+                if optimizer is not None and not full
                 else 0
             ),
             self._state_name,
@@ -626,8 +626,8 @@ class ShardedModel:
 
         Groups of one rank are left out.
         """
-        wanted = {id(unit.dp_group) for unit in units}
-        return [dp_group.group for dp_group in self.dp_groups if id(dp_group) in wanted and dp_group.group.size > 1]
+        requested = {id(unit.dp_group) for unit in units}
+        return [dp_group.group for dp_group in self.dp_groups if id(dp_group) in requested and dp_group.group.size > 1]
 
     def _log_lost_state(self) -> None:
         """Log an error if some parameters of the model that `destroy` returns are lost."""

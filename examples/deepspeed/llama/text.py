@@ -82,6 +82,6 @@ class StreamDataset(IterableDataset):
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.samples), generator=generator).tolist()
-        whole = len(order) // self.world_size * self.world_size
-        for index in order[self.rank : whole : self.world_size][self.skip :]:
+        full = len(order) // self.world_size * self.world_size
+        for index in order[self.rank : full : self.world_size][self.skip :]:
             yield self.samples[index]

@@ -79,7 +79,7 @@ def run(case: Case, out: Path) -> dict[str, Any]:
                 )
             )
     engine, optimizer, loader, *rest = accelerator.prepare(*things)
-    told: dict[str, Any] = {"losses": [], "norms": []}
+    results: dict[str, Any] = {"losses": [], "norms": []}
     half = STEPS // 2 * case.accumulation
     for count, (x, y) in enumerate(loader, 1):
         with accelerator.accumulate(engine):
@@ -87,17 +87,17 @@ def run(case: Case, out: Path) -> dict[str, Any]:
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(engine.parameters(), CLIP)
-                told["norms"].append(float(norm))
+                results["norms"].append(float(norm))
             optimizer.step()
             for schedule in rest:
                 schedule.step()
             optimizer.zero_grad()
-        told["losses"].append(accelerator.gather(loss.detach()).mean().item())
+        results["losses"].append(accelerator.gather(loss.detach()).mean().item())
         if case.resume and count == half:
             accelerator.save_state(str(out / f"{case.name}-{case.ranks}-state"))
     if case.resume:
         accelerator.load_state(str(out / f"{case.name}-{case.ranks}-state"))
-        told["resumed"] = []
+        results["resumed"] = []
         for number, (x, y) in enumerate(loader):
             if number < half:
                 continue
@@ -108,13 +108,13 @@ def run(case: Case, out: Path) -> dict[str, Any]:
                 for schedule in rest:
                     schedule.step()
                 optimizer.zero_grad()
-            told["resumed"].append(accelerator.gather(loss.detach()).mean().item())
-    whole = accelerator.get_state_dict(engine)
+            results["resumed"].append(accelerator.gather(loss.detach()).mean().item())
+    full = accelerator.get_state_dict(engine)
     if accelerator.is_main_process:
-        told["weights"] = {name: value.float().tolist() for name, value in whole.items()}
-    told["processes"] = accelerator.num_processes
+        results["weights"] = {name: value.float().tolist() for name, value in full.items()}
+    results["processes"] = accelerator.num_processes
     accelerator.free_memory()
-    return told
+    return results
 
 
 def run_two(case: Case, out: Path) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def run_two(case: Case, out: Path) -> dict[str, Any]:
     losses = []
     for x, _ in loader:
         with torch.no_grad():
-            wanted = teacher(x)
-        loss = (student(x) - wanted).square().mean()
+            expected = teacher(x)
+        loss = (student(x) - expected).square().mean()
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -161,21 +161,21 @@ def run_two(case: Case, out: Path) -> dict[str, Any]:
         verdict = (critic(x) - y).square().mean()
         second.backward(verdict)
         judge.step()
-        both.append([accelerator.gather(one.detach()).mean().item() for one in (loss, verdict)])
+        both.append([accelerator.gather(item.detach()).mean().item() for item in (loss, verdict)])
     accelerator.free_memory()
     return {"losses": losses, "both": both}
 
 
 def main(out: Path, cases: list[dict[str, Any]]) -> None:
     """Run all cases. Rank 0 writes the results."""
-    told = {}
+    results = {}
     for given in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         two = given.pop("two", False)
         case = Case(**given)
-        told[case.name] = (run_two if two else run)(case, out)
+        results[case.name] = (run_two if two else run)(case, out)
     if os.environ.get("RANK", "0") == "0":
-        (out / f"told-{case.ranks}.json").write_text(json.dumps(told))
+        (out / f"told-{case.ranks}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

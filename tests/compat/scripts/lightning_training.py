@@ -107,8 +107,8 @@ def loader(case: Case) -> DataLoader[Any]:
     """Return the loader of this rank's samples, in order."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(64, 4, generator=generator), torch.randn(64, 1, generator=generator))
-    mine = DistributedSampler(data, case.ranks, int(os.environ.get("RANK", "0")), shuffle=False)
-    return DataLoader(data, batch_size=WORLD_BATCH // case.ranks // case.accumulation, sampler=mine)
+    local = DistributedSampler(data, case.ranks, int(os.environ.get("RANK", "0")), shuffle=False)
+    return DataLoader(data, batch_size=WORLD_BATCH // case.ranks // case.accumulation, sampler=local)
 
 
 def trainer_of(case: Case, steps: int, folder: Path) -> pl.Trainer:
@@ -142,34 +142,36 @@ def train(case: Case, out: Path) -> dict[str, Any]:
     model = Net(case.sharded, case.scheduled, own)
     trainer = trainer_of(case, case.steps // 2 if case.resume else case.steps, folder)
     trainer.fit(model, loader(case))
-    told: dict[str, Any] = {"losses": model.losses}
+    results: dict[str, Any] = {"losses": model.losses}
     if case.stage is not None:
-        told["engine"] = type(trainer.strategy.deepspeed_engine).__module__
+        results["engine"] = type(trainer.strategy.deepspeed_engine).__module__
     if case.resume:
         trainer.save_checkpoint(folder / "half.ckpt")
         model = Net(case.sharded, case.scheduled, own)
         trainer = trainer_of(case, case.steps, folder)
         trainer.fit(model, loader(case), ckpt_path=str(folder / "half.ckpt"))
-        told["losses"] = told["losses"] + model.losses
-        told["steps"] = trainer.global_step
-    told["rates"] = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        results["losses"] = results["losses"] + model.losses
+        results["steps"] = trainer.global_step
+    results["rates"] = [group["lr"] for group in trainer.optimizers[0].param_groups]
     trainer.validate(model, loader(case), verbose=False)
-    told["validated"] = model.validated
-    return told
+    results["validated"] = model.validated
+    return results
 
 
 def main(out: Path, cases: list[Case]) -> None:
     """Run all cases. Rank 0 writes the results."""
-    told = {}
+    results = {}
     for case in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
-        told[case.name] = train(case, out)
+        results[case.name] = train(case, out)
         folder = out / f"{case.name}-{case.ranks}"
         if case.config is not None and case.config.get("checkpoint") and os.environ.get("RANK", "0") == "0":
             # lightning's own function
             convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")
     if os.environ.get("RANK", "0") == "0":
-        (out / f"told-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(json.dumps(told))
+        (out / f"told-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(
+            json.dumps(results)
+        )
 
 
 if __name__ == "__main__":

@@ -108,10 +108,10 @@ def by_trainer(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.
     trainer = Trainer(model=model, args=args, train_dataset=Lines(vocabulary=limit(case)), callbacks=[losses])
     trainer.train()
     trainer.save_model(str(folder / "saved"))
-    found = logits(trainer.model_wrapped if case.config else trainer.model, grown(case))
+    result = logits(trainer.model_wrapped if case.config else trainer.model, grown(case))
     if case.config is not None:
         trainer.accelerator.free_memory()
-    return [log["loss"] for log in losses.logs if "loss" in log], found
+    return [log["loss"] for log in losses.logs if "loss" in log], result
 
 
 def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
@@ -120,7 +120,7 @@ def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.T
     model = adapted(out, case.variant)
     del known
     data, losses = Lines(vocabulary=limit(case)), []
-    whole: Callable[..., Any] = lambda *_: nullcontext()  # noqa: E731
+    full: Callable[..., Any] = lambda *_: nullcontext()  # noqa: E731
     if case.config is None:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
         run, backward, step = model, lambda loss: loss.backward(), optimizer.step
@@ -131,7 +131,7 @@ def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.T
         config["optimizer"] = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}
         trained = [p for p in model.parameters() if p.requires_grad]
         run, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
-        backward, step, whole = run.backward, run.step, deepspeed.zero.GatheredParameters
+        backward, step, full = run.backward, run.step, deepspeed.zero.GatheredParameters
     rank, each = int(os.environ.get("RANK", "0")), WORLD_BATCH // case.ranks
     model.train()
     for number in range(STEPS):
@@ -145,13 +145,13 @@ def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.T
         if case.config is None:
             optimizer.zero_grad()
         losses.append(mean(loss.detach(), case.ranks))
-    with whole(list(model.parameters())):
+    with full(list(model.parameters())):
         if rank == 0:
             model.save_pretrained(folder / "saved")
-    found = logits(run, grown(case))
+    result = logits(run, grown(case))
     if case.config is not None:
         run.destroy()
-    return losses, found
+    return losses, result
 
 
 def grown(case: Case) -> bool:
@@ -178,27 +178,27 @@ def reloaded(out: Path, variant: str, saved: Path) -> torch.Tensor:
 
 def main(out: Path, cases: list[Case]) -> None:
     """Run all cases. Rank 0 writes the results and compares the saved adapters."""
-    told: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for case in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         AcceleratorState._reset_state(reset_partial_state=True)
         unset_hf_deepspeed_config()
         folder = out / f"{case.name}-{case.ranks}"
         run = by_trainer if case.route == "trainer" else by_engine
-        losses, found = run(case, out, folder)
+        losses, result = run(case, out, folder)
         gc.collect()
-        told[case.name] = {"losses": losses}
+        results[case.name] = {"losses": losses}
         if os.environ.get("RANK", "0") == "0":
             unset_hf_deepspeed_config()
             saved = folder / "saved"
-            told[case.name] |= {
-                "equal": torch.equal(reloaded(out, case.variant, saved), found),
+            results[case.name] |= {
+                "equal": torch.equal(reloaded(out, case.variant, saved), result),
                 "bytes": (saved / "adapter_model.safetensors").stat().st_size,
-                "moved": float((found - logits(base(out, case.variant), grown(case))).abs().max()),
+                "moved": float((result - logits(base(out, case.variant), grown(case))).abs().max()),
             }
     if os.environ.get("RANK", "0") == "0":
         name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
-        (out / name).write_text(json.dumps(told))
+        (out / name).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

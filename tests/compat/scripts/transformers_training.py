@@ -134,7 +134,7 @@ def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(3)
     losses = Losses()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     folder = out / f"{case.name}-{0 if case.config is None else case.ranks}"
     args = arguments(case, folder, case.steps)
     model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
@@ -151,23 +151,23 @@ def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
         again = Losses()
         trainer = Trainer(model=model, args=args, train_dataset=Lines(), eval_dataset=Lines(10), callbacks=[again])
         trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{case.steps // 2}"))
-        told["resumed"] = {str(log["step"]): log["loss"] for log in again.logs if "loss" in log}
-    told["losses"] = [log["loss"] for log in losses.logs if "loss" in log]
-    told["norms"] = [log.get("grad_norm") for log in losses.logs if "loss" in log]
-    told["rates"] = [log["learning_rate"] for log in losses.logs if "loss" in log]
+        results["resumed"] = {str(log["step"]): log["loss"] for log in again.logs if "loss" in log}
+    results["losses"] = [log["loss"] for log in losses.logs if "loss" in log]
+    results["norms"] = [log.get("grad_norm") for log in losses.logs if "loss" in log]
+    results["rates"] = [log["learning_rate"] for log in losses.logs if "loss" in log]
     if case.evaluate:
-        told["eval_loss"] = trainer.evaluate()["eval_loss"]
+        results["eval_loss"] = trainer.evaluate()["eval_loss"]
     if case.generate:
         prompt = torch.arange(2, 6).view(1, 4).to(args.device)
         trainer.model_wrapped.eval()
-        told["generated"] = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False).tolist()
+        results["generated"] = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False).tolist()
     if case.save:
         trainer.save_model(str(folder / "saved"))
     if case.config is not None:
         trainer.accelerator.free_memory()
     del trainer, model
     gc.collect()
-    return told
+    return results
 
 
 # transformers accepts bf16 without a GPU only if the CPU is selected, and then disables DeepSpeed
@@ -176,10 +176,10 @@ transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 def main(out: Path, cases: list[Case]) -> None:
     """Run all cases from the same initial model. Rank 0 writes the results."""
-    told = {case.name: train(case, out, out / "start") for case in cases}
+    results = {case.name: train(case, out, out / "start") for case in cases}
     if os.environ.get("RANK", "0") == "0":
         name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
-        (out / name).write_text(json.dumps(told))
+        (out / name).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

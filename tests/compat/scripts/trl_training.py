@@ -138,26 +138,26 @@ def train(case: Case, out: Path) -> dict[str, Any]:
     losses = Losses()
     trainer = trainer_of(case, out, folder, losses)
     trainer.train()
-    told = {key: [log[key] for log in losses.logs if "loss" in log and key in log] for key in _TOLD}
+    results = {key: [log[key] for log in losses.logs if "loss" in log and key in log] for key in _TOLD}
     if case.config is not None and case.config["zero_optimization"]["stage"] == 3:
         offload = trainer.deepspeed.optimizer.parameter_offload
-        told["hooks"] = [len(offload.forward_hooks), len(offload.backward_hooks)]
+        results["hooks"] = [len(offload.forward_hooks), len(offload.backward_hooks)]
     trainer.save_model(str(folder / "saved"))
     if case.config is not None:
         trainer.accelerator.free_memory()
-    return told
+    return results
 
 
 def main(out: Path, cases: list[Case]) -> None:
     """Run all cases. Rank 0 writes the results."""
-    told = {}
+    results = {}
     for case in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
-        told[case.name] = train(case, out)
+        results[case.name] = train(case, out)
         gc.collect()
     if os.environ.get("RANK", "0") == "0":
         name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
-        (out / name).write_text(json.dumps(told))
+        (out / name).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def tensors(heads: int = 4, keys: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 def test_backend_contexts_nest_and_are_removed_by_an_exception() -> None:
     outer, inner = Doubling(), Doubling()
     assert get_active_backend() is None
-    with use_backend(outer) as found:
-        assert found is outer and get_active_backend() is outer
+    with use_backend(outer) as result:
+        assert result is outer and get_active_backend() is outer
         with use_backend(None):
             assert get_active_backend() is None
         with pytest.raises(RuntimeError, match="inside"), use_backend(inner):
@@ -96,37 +96,37 @@ def test_active_backends_are_thread_local() -> None:
 def test_attention_function_equals_torch_sdpa(backend: str | None, kind: str) -> None:
     q, k, v = tensors()
     given: dict[str, Any] = {"is_causal": True} if kind == "causal" else {}
-    wanted: dict[str, Any] = dict(given)
+    requested: dict[str, Any] = dict(given)
     if kind in ("padded", "tensor"):
         padding = torch.ones(2, 7, dtype=torch.bool)
         padding[0, 5:] = False
         description = AttentionMask(2, 7, 7, padding=padding)
-        wanted["attn_mask"] = description.to_dense()
-        given["mask"] = description if kind == "padded" else wanted["attn_mask"]
-    expected = scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3, **wanted)
+        requested["attn_mask"] = description.to_dense()
+        given["mask"] = description if kind == "padded" else requested["attn_mask"]
+    expected = scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3, **requested)
     gradient = torch.randn_like(expected)
     wanted_gradients = torch.autograd.grad(expected, (q, k, v), gradient)
     with use_backend(backend):
         output = attention(q, k, v, scaling=0.3, **given)
-    found = torch.autograd.grad(output, (q, k, v), gradient)
-    for one, other in zip((output, *found), (expected, *wanted_gradients), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    actual = torch.autograd.grad(output, (q, k, v), gradient)
+    for item, other in zip((output, *actual), (expected, *wanted_gradients), strict=True):
+        torch.testing.assert_close(item, other, rtol=1e-9, atol=1e-10)
 
 
 def test_bound_mask_and_recomputation_use_the_backend_of_the_forward() -> None:
     q, k, v = tensors()
     plain = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
-    wanted = torch.autograd.grad((2 * plain).square().sum(), q)[0]
+    expected = torch.autograd.grad((2 * plain).square().sum(), q)[0]
     with use_backend(Doubling()):
         bound = bind_mask(AttentionMask(2, 7, 7, CAUSAL))
-        whole = checkpoint(
+        full = checkpoint(
             lambda x: attention(x, k, v, is_causal=True), q, use_reentrant=False, context_fn=checkpoint_context_fn
         )
         masked = checkpoint(lambda x: attention(x, k, v, bound), q, use_reentrant=False)
     assert get_active_backend() is None
     torch.testing.assert_close(attention(q, k, v, bound), 2 * plain)
-    for output in (whole, masked):
-        torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], wanted)
+    for output in (full, masked):
+        torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], expected)
 
 
 def test_activation_checkpointing_keeps_the_backend() -> None:
@@ -134,10 +134,10 @@ def test_activation_checkpointing_keeps_the_backend() -> None:
 
     q, k, v = tensors()
     plain = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
-    wanted = torch.autograd.grad((2 * plain).square().sum(), q)[0]
+    expected = torch.autograd.grad((2 * plain).square().sum(), q)[0]
     with use_backend(Doubling()):
         output = windlass_checkpoint(lambda x: attention(x, k, v, is_causal=True), q)
-    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], wanted)
+    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], expected)
 
 
 def test_invalid_arguments_are_refused_by_name() -> None:

@@ -41,19 +41,19 @@ def config(name: str = ATTENTION_NAME) -> Any:
     import transformers as hf
 
     register_attention()
-    found = hf.LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
-    found.sliding_window, found.attention_chunk_size = 4, 3
-    found._attn_implementation = name
-    return found
+    result = hf.LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    result.sliding_window, result.attention_chunk_size = 4, 3
+    result._attn_implementation = name
+    return result
 
 
 def masks() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield each mask function of transformers, the expected pattern, and arguments of every kind."""
     window = MaskBand(0, 3)
-    for kind, wanted in (("causal", CAUSAL), ("sliding_window_causal", window), ("chunked_causal", ChunkedMask)):
-        yield kind, wanted, {}
-        yield kind, wanted, {"attention_mask": PADDING}
-        yield kind, wanted, {"position_ids": POSITIONS}
+    for kind, expected in (("causal", CAUSAL), ("sliding_window_causal", window), ("chunked_causal", ChunkedMask)):
+        yield kind, expected, {}
+        yield kind, expected, {"attention_mask": PADDING}
+        yield kind, expected, {"position_ids": POSITIONS}
         yield kind, MaskPredicate, {"or_mask_function": lambda b, h, q, k: (q < 2) & (k < 2)}
         yield kind, MaskPredicate, {"and_mask_function": lambda b, h, q, k: k != 1, "attention_mask": PADDING}
         yield kind, MaskPredicate, {"block_sequence_ids": BLOCKS}
@@ -78,9 +78,9 @@ def full(mask: Tensor | None) -> Tensor:
 @pytest.mark.parametrize(("kind", "pattern", "arguments"), list(masks()))
 def test_mask_description_equals_dense_sdpa_mask(kind: str, pattern: Any, arguments: dict[str, Any]) -> None:
     with use_backend(Describing()):
-        found = make(kind, ATTENTION_NAME, arguments)
-    assert isinstance(found, BoundMask) and isinstance(found.mask, AttentionMask)
-    description = found.mask
+        result = make(kind, ATTENTION_NAME, arguments)
+    assert isinstance(result, BoundMask) and isinstance(result.mask, AttentionMask)
+    description = result.mask
     assert isinstance(description.pattern, pattern) if isinstance(pattern, type) else description.pattern == pattern
     assert (description.padding is not None) == ("attention_mask" in arguments)
     packed = "position_ids" in arguments and not isinstance(description.pattern, MaskPredicate)
@@ -90,10 +90,10 @@ def test_mask_description_equals_dense_sdpa_mask(kind: str, pattern: Any, argume
 
 def test_bidirectional_windows() -> None:
     with use_backend(Describing()):
-        found = make("bidirectional_sliding_window", ATTENTION_NAME, {"attention_mask": PADDING})
-    wanted = make("bidirectional_sliding_window", "sdpa", {"attention_mask": PADDING})
-    assert found.mask.pattern == MaskBand(-4, 4)
-    assert torch.equal(found.mask.to_dense(), wanted)
+        actual = make("bidirectional_sliding_window", ATTENTION_NAME, {"attention_mask": PADDING})
+    expected = make("bidirectional_sliding_window", "sdpa", {"attention_mask": PADDING})
+    assert actual.mask.pattern == MaskBand(-4, 4)
+    assert torch.equal(actual.mask.to_dense(), expected)
 
 
 @pytest.mark.parametrize("kind", ["causal", "sliding_window_causal"])

@@ -72,9 +72,9 @@ def logits_and_gradients(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
 def check(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert len(found) == len(wanted)
     # the gradients of some parameters, e.g. key biases, are 0 but for rounding
-    floor = max(float(one.abs().max()) for one in wanted) / 100
-    for one, other in zip(found, wanted, strict=True):
-        assert float((one - other).abs().max() / other.abs().max().clamp(min=floor)) < BOUND
+    floor = max(float(entry.abs().max()) for entry in wanted) / 100
+    for item, other in zip(found, wanted, strict=True):
+        assert float((item - other).abs().max() / other.abs().max().clamp(min=floor)) < BOUND
 
 
 CASES = [
@@ -93,8 +93,8 @@ def test_every_backend_equals_eager_attention(backend: str | None, name: str, ki
     install_attention(model)
     assert model.config._attn_implementation == ATTENTION_NAME
     with use_backend(backend):
-        found = logits_and_gradients(model, batch(kind))
-    check(found, logits_and_gradients(build(name), batch(kind)))
+        result = logits_and_gradients(model, batch(kind))
+    check(result, logits_and_gradients(build(name), batch(kind)))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
@@ -104,8 +104,8 @@ def test_generation_with_a_cache(backend: str | None, name: str) -> None:
     model, plain = build(name).eval(), build(name).eval()
     install_attention(model)
     with use_backend(backend):
-        found = model.generate(**given)
-    assert torch.equal(found, plain.generate(**given))
+        result = model.generate(**given)
+    assert torch.equal(result, plain.generate(**given))
 
 
 class Counting(SdpaBackend):
@@ -125,13 +125,13 @@ def test_calls_of_one_model_use_the_backend_of_their_context() -> None:
     model, first, second = build("llama"), Counting(), Counting()
     install_attention(model)
     given = batch("plain")
-    wanted = model(**given).logits
+    expected = model(**given).logits
     with use_backend(first):
         model(**given)
         with use_backend(second):
             model(**given)
         with use_backend(None):
-            assert torch.equal(model(**given).logits, wanted)
+            assert torch.equal(model(**given).logits, expected)
         model(**given)
     model(**given)
     assert (first.calls, second.calls) == (4, 2)
@@ -206,16 +206,16 @@ def test_unsupported_layer_arguments_are_refused_by_name(monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_sinks_are_kept_with_and_without_a_backend() -> None:
-    """transformers' sdpa function would ignore `s_aux` without a word."""
+    """transformers' sdpa function would silently ignore `s_aux`."""
     model = build("gpt_oss", "eager").eval()
     for layer in model.model.layers:
         layer.self_attn.sinks.copy_(torch.randn_like(layer.self_attn.sinks) * 3)
     given = batch("plain")
-    wanted = model(**given).logits
+    expected = model(**given).logits
     install_attention(model)
-    torch.testing.assert_close(model(**given).logits, wanted)
+    torch.testing.assert_close(model(**given).logits, expected)
     with use_backend("eager"):
-        torch.testing.assert_close(model(**given).logits, wanted)
+        torch.testing.assert_close(model(**given).logits, expected)
 
 
 @pytest.mark.slow  # imports torch._dynamo
@@ -226,11 +226,11 @@ def test_compiled_models_follow_the_context() -> None:
     install_attention(model)
     compiled: Any = torch.compile(model, backend="eager")
     given = batch("left")
-    wanted = model(**given, use_cache=False).logits[given["attention_mask"] != 0]
+    expected = model(**given, use_cache=False).logits[given["attention_mask"] != 0]
     for _ in range(2):
         for context, calls in ((None, 0), (backend, 2)):
             backend.calls = 0
             with use_backend(context):
-                found = compiled(**given, use_cache=False).logits[given["attention_mask"] != 0]
-            torch.testing.assert_close(found, wanted)
+                actual = compiled(**given, use_cache=False).logits[given["attention_mask"] != 0]
+            torch.testing.assert_close(actual, expected)
             assert backend.calls == calls

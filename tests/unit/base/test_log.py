@@ -60,7 +60,7 @@ def test_other_ranks_log_warnings_only(
     rank: str, level: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    (handler,) = [one for one in log.logger.handlers if type(one) is logging.StreamHandler]
+    (handler,) = [item for item in log.logger.handlers if type(item) is logging.StreamHandler]
     monkeypatch.setattr(handler, "stream", sys.stderr)
     log.set_log_level("INFO", "a test")
     log.logger.log(level, "hello %d", 7)

@@ -22,7 +22,9 @@ HOSTILE = "\x1b]0;owned\x07 \x9b31m \r\x08 \u202e \u2028 \ud800 \x7f"
 
 def is_harmless(text: str) -> bool:
     text.encode()
-    return not any(ord(one) < 32 or 127 <= ord(one) < 160 or one in "\u202e\u2028" for one in text if one not in "\n\t")
+    return not any(
+        ord(item) < 32 or 127 <= ord(item) < 160 or item in "\u202e\u2028" for item in text if item not in "\n\t"
+    )
 
 
 @given(st.text(st.characters()))
@@ -90,8 +92,8 @@ def test_json_over_the_limits_is_refused(text: str | bytes, reason: str) -> None
 
 @given(st.text(max_size=8))
 def test_human_readable_numbers_are_parsed(text: str) -> None:
-    whole, real = parse_int(text), parse_finite_float(text)
-    assert whole is None or whole == int(text)
+    full, real = parse_int(text), parse_finite_float(text)
+    assert full is None or full == int(text)
     assert real is None or abs(real) < float("inf")
 
 

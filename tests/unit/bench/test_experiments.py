@@ -73,11 +73,11 @@ def test_language_model_is_causal() -> None:
 
 
 def _hidden(model: LanguageModel, tokens: torch.Tensor) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    handle = model.norm.register_forward_hook(lambda module, inputs, output: found.append(output.detach()))
+    results: list[torch.Tensor] = []
+    handle = model.norm.register_forward_hook(lambda module, inputs, output: results.append(output.detach()))
     model(tokens)
     handle.remove()
-    return found
+    return results
 
 
 def test_layer_stack_equals_the_tutorial() -> None:
@@ -139,8 +139,8 @@ def test_deepspeed_gets_an_equivalent_configuration() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_rows_of_deepspeed_are_skipped_with_a_reason_if_absent() -> None:
-    found, notes = offload_bench._deepspeed_configs(training_bench.BenchSizes(64, 1, 8, 2, 1, 1), False, "/disk")
-    assert found == {} and len(notes) == 6 and all("not installed" in note for note in notes)
+    result, notes = offload_bench._deepspeed_configs(training_bench.BenchSizes(64, 1, 8, 2, 1, 1), False, "/disk")
+    assert result == {} and len(notes) == 6 and all("not installed" in note for note in notes)
 
 
 def test_pinning_variants_double_the_rows_of_host_offload() -> None:

@@ -96,17 +96,17 @@ def _race(**rounds: list[list[float]]) -> Any:
 
 
 def test_ratios_are_per_round_and_relative_to_the_fastest_rival() -> None:
-    found = _race(tp=[[1.0, 1.0], [4.0, 4.0]], torch=[[2.0], [8.0]], cut=[[1.5], [7.0]], dp=[[1.0], [2.0]])
-    assert found.rival("tp") == "torch tp, loss cut"
-    assert found.ratios("tp", "torch tp") == [0.5, 0.5]
-    assert found.ratio("tp", "dp") == 1.5 and found.ratio("tp", None) is None
-    assert found.ratio("tp", "none") is None and found.rival("dp") is None
-    assert found.slower == []
+    result = _race(tp=[[1.0, 1.0], [4.0, 4.0]], torch=[[2.0], [8.0]], cut=[[1.5], [7.0]], dp=[[1.0], [2.0]])
+    assert result.rival("tp") == "torch tp, loss cut"
+    assert result.ratios("tp", "torch tp") == [0.5, 0.5]
+    assert result.ratio("tp", "dp") == 1.5 and result.ratio("tp", None) is None
+    assert result.ratio("tp", "none") is None and result.rival("dp") is None
+    assert result.slower == []
 
 
 def test_engines_slower_than_torch_are_named() -> None:
-    found = _race(tp=[[2.2], [2.2]], torch=[[2.0], [2.0]])
-    assert found.slower == ["tp: 1.100 x torch tp"]
+    result = _race(tp=[[2.2], [2.2]], torch=[[2.0], [2.0]])
+    assert result.slower == ["tp: 1.100 x torch tp"]
 
 
 def test_differing_losses_are_found_at_any_position() -> None:
@@ -118,19 +118,19 @@ def test_differing_losses_are_found_at_any_position() -> None:
         max_loss_difference([1.0, math.nan], [1.0, 2.0]) == math.inf
         and max_loss_difference([1.0], [1.0, 2.0]) == math.inf
     )
-    found = _race()
+    result = _race()
     for name, loss in (("none", 9.0), ("dp", 2.0), ("tp", 2.0 + 1e-4), ("torch tp", 2.0)):
-        found.outcomes[name].losses = [loss]
-    found.outcomes["torch tp, loss cut"].failure = "does not run"
-    compare(found)
-    assert found.unequal == ["tp"]  # `none` runs on one rank, with other losses
+        result.outcomes[name].losses = [loss]
+    result.outcomes["torch tp, loss cut"].failure = "does not run"
+    compare(result)
+    assert result.unequal == ["tp"]  # `none` runs on one rank, with other losses
 
 
 def test_step_time_is_the_maximum_and_loss_the_mean_over_ranks() -> None:
     from rig.method_comparison import mean_losses, slowest
 
-    told = [{"seconds": [1.0, 2.0], "losses": [None, 4.0]}, {"seconds": [3.0, 1.0], "losses": [2.0, 6.0]}]
-    assert slowest(told) == [3.0, 2.0] and mean_losses(told) == [2.0, 5.0]
+    results = [{"seconds": [1.0, 2.0], "losses": [None, 4.0]}, {"seconds": [3.0, 1.0], "losses": [2.0, 6.0]}]
+    assert slowest(results) == [3.0, 2.0] and mean_losses(results) == [2.0, 5.0]
 
 
 def test_limit_counts_bubble_update_and_bytes() -> None:
@@ -181,10 +181,10 @@ def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
     idle = (EXPERTS.experts - EXPERTS.chosen) * 3 * EXPERTS.hidden * EXPERTS.intermediate
     # experts that are not chosen, and routers
     assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)
-    found = Comparison("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
-    found.outcomes["dense"].losses = [9.0]
-    compare(found)
-    assert found.unequal == [] and found.outcomes["dense"].apart is None
+    result = Comparison("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
+    result.outcomes["dense"].losses = [9.0]
+    compare(result)
+    assert result.unequal == [] and result.outcomes["dense"].apart is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux paces connections")
@@ -211,15 +211,15 @@ def test_link_speeds_are_compared_with_their_limits() -> None:
 def test_tables_and_json_contain_every_engine() -> None:
     from rig.method_comparison import notes, plain, table
 
-    found = _race(dp=[[1.0]], tp=[[2.0]], torch=[[1.0]])
-    found.outcomes["torch tp, loss cut"].failure = "a reason"
+    result = _race(dp=[[1.0]], tp=[[2.0]], torch=[[1.0]])
+    result.outcomes["torch tp, loss cut"].failure = "a reason"
     for name in ("dp", "tp", "torch tp"):
-        found.outcomes[name].busy, found.outcomes[name].apart = [0.5], 1e-7
-    assert table(found).row_count == len(found.outcomes)
-    assert "absent: torch tp, loss cut: a reason" in notes(found)
-    assert any("slower than torch's own: tp: 2.000" in note for note in notes(found))
-    again = json.loads(json.dumps(plain(found)))
-    assert again["results"]["tp"]["x_rival"] == 2.0 and set(again["results"]) == set(found.outcomes)
+        result.outcomes[name].busy, result.outcomes[name].apart = [0.5], 1e-7
+    assert table(result).row_count == len(result.outcomes)
+    assert "absent: torch tp, loss cut: a reason" in notes(result)
+    assert any("slower than torch's own: tp: 2.000" in note for note in notes(result))
+    again = json.loads(json.dumps(plain(result)))
+    assert again["results"]["tp"]["x_rival"] == 2.0 and set(again["results"]) == set(result.outcomes)
 
 
 def test_requested_parts_are_run() -> None:
@@ -243,17 +243,17 @@ def _points(rows: dict[int, int]) -> list[Any]:
 def test_length_search_ends_near_the_maximum(each: int, fixed: int, cap: int) -> None:
     from rig.techniques import longest, search
 
-    asked: list[int] = []
+    requested: list[int] = []
 
     def measure(length: int) -> Any:
-        asked.append(length)
+        requested.append(length)
         return _points({length: fixed + each * length})[0]
 
-    found = search(measure, cap, first=64, most=4096, grain=32)
-    assert [point.length for point in found] == sorted(set(asked)) and len(asked) <= 11
-    fits, best = (cap - fixed) // each, longest(found, cap)
+    result = search(measure, cap, first=64, most=4096, grain=32)
+    assert [point.length for point in result] == sorted(set(requested)) and len(requested) <= 11
+    fits, best = (cap - fixed) // each, longest(result, cap)
     if best is None:
-        assert fits < 64 and asked == [64]
+        assert fits < 64 and requested == [64]
     else:
         assert best.peak <= cap and min(fits, 4096) - best.length <= max(64, 0.04 * best.length)
 
@@ -288,15 +288,15 @@ def test_tables_json_and_picture_of_lengths(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from rig import lengths
 
-    found = {"nothing": _points({64: 10 << 20, 128: 30 << 20}), "all": _points({64: 9 << 20, 512: 20 << 20})}
-    found["sp 2"] = _points({64: 99 << 20})
+    results = {"nothing": _points({64: 10 << 20, 128: 30 << 20}), "all": _points({64: 9 << 20, 512: 20 << 20})}
+    results["sp 2"] = _points({64: 99 << 20})
     cap = 20 << 20
-    assert lengths.table(found, cap).row_count == 3
-    written = json.loads(json.dumps(lengths.plain(found, cap)))
+    assert lengths.table(results, cap).row_count == 3
+    written = json.loads(json.dumps(lengths.plain(results, cap)))
     assert [row["longest"] for row in written["rows"].values()] == [64, 512, None]
-    assert [lengths.said(points, cap) for points in found.values()] == ["64", ">= 512", "< 64"]
-    assert lengths.slope(found["all"]) == (11 << 20) / 448
-    assert lengths.draw(found, cap, tmp_path / "new" / "x.png")
+    assert [lengths.said(points, cap) for points in results.values()] == ["64", ">= 512", "< 64"]
+    assert lengths.slope(results["all"]) == (11 << 20) / 448
+    assert lengths.draw(results, cap, tmp_path / "new" / "x.png")
     assert (tmp_path / "new" / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -305,12 +305,12 @@ def test_losses_of_rows_are_compared_on_one_length() -> None:
 
     from rig.lengths import losses_apart
 
-    found = {"nothing": _points({64: 1}), "all": _points({64: 1})}
-    assert losses_apart(found) == 0.0
-    found["all"] = [replace(found["all"][0], loss=2.002)]
-    assert losses_apart(found) == pytest.approx(1e-3)
-    found["all"] = [replace(found["all"][0], loss=math.nan)]
-    assert losses_apart(found) == math.inf
+    results = {"nothing": _points({64: 1}), "all": _points({64: 1})}
+    assert losses_apart(results) == 0.0
+    results["all"] = [replace(results["all"][0], loss=2.002)]
+    assert losses_apart(results) == pytest.approx(1e-3)
+    results["all"] = [replace(results["all"][0], loss=math.nan)]
+    assert losses_apart(results) == math.inf
 
 
 def test_rank_environment_is_set_and_restored() -> None:

@@ -14,9 +14,9 @@ def test_groups_contain_each_engine_once_beside_the_base_within_the_budget(sizes
     from rig.plan import BASE, groups
 
     needs = {BASE: 10, **{f"e{i}": size for i, size in enumerate(sizes)}}
-    found = groups(list(needs), needs, budget)
-    assert sorted(e for group in found for e in group if e != BASE) == sorted(e for e in needs if e != BASE)
-    for group in found:
+    result = groups(list(needs), needs, budget)
+    assert sorted(e for group in result for e in group if e != BASE) == sorted(e for e in needs if e != BASE)
+    for group in result:
         assert group[0] == BASE and group.count(BASE) == 1
         assert sum(needs[e] for e in group) <= budget or len(group) == 2
 
@@ -47,7 +47,7 @@ def test_engines_alternate_between_rounds() -> None:
 def test_floor_counts_the_required_traffic_of_each_stage() -> None:
     from rig.floor import Roofs, floor
 
-    roofs = Roofs(memory=4.0, adam=28.0)  # one element a second each
+    roofs = Roofs(memory=4.0, adam=28.0)  # each allows one element a second
 
     def at(engine: str, ranks: int = 2) -> float | None:
         return floor(engine, 100, ranks, 1000.0, roofs)
@@ -84,11 +84,11 @@ def _measured(**seconds: float) -> Any:
     from rig.measure import Measured, _compare
 
     results = {name.replace("_", "-"): value for name, value in seconds.items()}
-    found = Measured(
+    result = Measured(
         Size(), 2, {name: _result(name, [3.0, 2.0], value, peak=1400) for name, value in results.items()}, "ddp"
     )
-    _compare(found)
-    return found
+    _compare(result)
+    return result
 
 
 def test_ratios_are_of_the_same_round() -> None:

@@ -17,24 +17,26 @@ SIZES = BenchSizes(64, 1, 8, 2, 2, 3)
 
 
 def test_gpu_settings_are_eight_distinct_nccl_environments() -> None:
-    found = transport_bench.available_settings(4)
-    nccl = [one for one in found if one.device == "cuda"]
+    result = transport_bench.available_settings(4)
+    nccl = [item for item in result if item.device == "cuda"]
     assert (
         len(nccl) == 8
-        and len({tuple(one.env[name] for name in transport_bench.NCCL_DISABLE_VARIABLES) for one in nccl}) == 8
+        and len({tuple(item.env[name] for name in transport_bench.NCCL_DISABLE_VARIABLES) for item in nccl}) == 8
     )
-    assert all(one.env["WINDLASS_TRANSPORT"] == "nccl" for one in nccl)
+    assert all(item.env["WINDLASS_TRANSPORT"] == "nccl" for item in nccl)
     assert nccl[0].label == "nccl" and set(nccl[0].env.values()) == {"nccl", "0"}
     assert nccl[-1].label == "nccl without IB, SHM, P2P"
-    cpu = found[8:]
-    assert [one.label for one in cpu] == ["shm", "gloo"] and all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in cpu)
+    cpu = result[8:]
+    assert [item.label for item in cpu] == ["shm", "gloo"] and all(
+        item.env["CUDA_VISIBLE_DEVICES"] == "" for item in cpu
+    )
     assert transport_bench.available_settings(4, cpu=False) == nccl
 
 
 def test_without_gpus_shared_memory_and_gloo_are_run() -> None:
     for cpu in (True, False):
-        found = transport_bench.available_settings(0, cpu=cpu)
-        assert [(one.label, one.env) for one in found] == [
+        result = transport_bench.available_settings(0, cpu=cpu)
+        assert [(item.label, item.env) for item in result] == [
             (name, {"WINDLASS_TRANSPORT": name}) for name in ("shm", "gloo")
         ]
 

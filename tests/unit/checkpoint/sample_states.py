@@ -39,12 +39,12 @@ def cut(numel: int, rank: int, world: int) -> tuple[int, int]:
 
 def shards(rank: int, world: int, *, fill: bool, offset: int = 0) -> list[FlatShard]:
     """Return this rank's range of every tensor, with its values or (fill=False) with memory to load into."""
-    found = []
+    results = []
     for name, shape in SHAPES.items():
         start, stop = cut(math.prod(shape), rank, world)
         part = whole(name, offset).reshape(-1)[start:stop].clone()
-        found.append(FlatShard(name, shape, start, part if fill else torch.full_like(part, -1)))
-    return found
+        results.append(FlatShard(name, shape, start, part if fill else torch.full_like(part, -1)))
+    return results
 
 
 def state(rank: int, world: int, *, offset: int = 0) -> SavedState:

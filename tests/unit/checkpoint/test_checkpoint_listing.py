@@ -22,20 +22,20 @@ DATA = "rank_00000.safetensors"
 
 
 def state(step: int) -> SavedState:
-    found = sample_states.state(0, 1)
-    found.plain = {"engine": {"global_steps": step}, "layout": {"stage": 3, "ranks": 1}, "trainable_only": False}
-    return found
+    result = sample_states.state(0, 1)
+    result.plain = {"engine": {"global_steps": step}, "layout": {"stage": 3, "ranks": 1}, "trainable_only": False}
+    return result
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Directory with two checkpoints of a run and one folder that is not a checkpoint."""
-    found = tmp_path / "run"
+    result = tmp_path / "run"
     for number, tag in enumerate(("global_step1", "best")):
-        save(found, tag, state(number + 1))
-        os.utime(found / tag / "checkpoint.json", (1000 + number, 1000 + number))
-    (found / "notes").mkdir()
-    return found
+        save(result, tag, state(number + 1))
+        os.utime(result / tag / "checkpoint.json", (1000 + number, 1000 + number))
+    (result / "notes").mkdir()
+    return result
 
 
 def run(*arguments: str) -> int:
@@ -50,15 +50,15 @@ def test_listing_of_a_directory(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.split("  ")[0].strip() for line in lines] == ["tag", "global_step1", "best (latest)"]
     assert "stage 3, 1 rank" in lines[1] and "file sizes match" in lines[1]
     assert run(str(root), "--verify", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(one["tag"], one["step"], one["latest"], one["verified"]) for one in found["checkpoints"]] == [
+    result = json.loads(capsys.readouterr().out)
+    assert [(item["tag"], item["step"], item["latest"], item["verified"]) for item in result["checkpoints"]] == [
         ("global_step1", 1, False, True),
         ("best", 2, True, True),
     ]
     sizes = [sum(file.stat().st_size for file in (root / tag).iterdir()) for tag in ("global_step1", "best")]
-    assert [one["nbytes"] for one in found["checkpoints"]] == sizes
-    assert [one["written"] for one in found["checkpoints"]] == [1000, 1001]
-    assert (found["latest"], found["damaged"], found["leftovers"]) == ("best", False, [])
+    assert [item["nbytes"] for item in result["checkpoints"]] == sizes
+    assert [item["written"] for item in result["checkpoints"]] == [1000, 1001]
+    assert (result["latest"], result["damaged"], result["leftovers"]) == ("best", False, [])
 
 
 def test_verify_finds_a_flipped_byte_and_listing_a_missing_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,15 +67,15 @@ def test_verify_finds_a_flipped_byte_and_listing_a_missing_one(root: Path, capsy
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert run(str(root)) == 0
     assert run(str(root), "--verify") == 1
-    said = capsys.readouterr().out
-    assert f"damaged: the checkpoint file {path} is damaged: entry" in said and said.count("DAMAGED") == 1
+    text = capsys.readouterr().out
+    assert f"damaged: the checkpoint file {path} is damaged: entry" in text and text.count("DAMAGED") == 1
     path.write_bytes(good[:-1])
     assert run(str(root)) == 1
     path.unlink()
     assert run(str(root)) == 1
     assert "is missing" in capsys.readouterr().out
     (root / "global_step1" / "checkpoint.json").write_text("{")
-    assert [bool(one.problem) for one in list_checkpoints(root).checkpoints] == [True, True]
+    assert [bool(item.problem) for item in list_checkpoints(root).checkpoints] == [True, True]
 
 
 @pytest.mark.parametrize(("content", "said"), [("gone", "names 'gone', and there is no such"), ("../out", "refused")])
@@ -90,9 +90,9 @@ def test_remains_of_interrupted_saves_are_listed(root: Path, capsys: pytest.Capt
     (root / ".next.writing" / DATA).write_bytes(b"1234")
     shutil.move(root / "best", root / ".best.replaced")
     assert run(str(root)) == 0, "the former one loads"
-    said = capsys.readouterr().out
-    assert "unfinished: .next.writing (4 B): a save of 'next' that is running, or was killed" in said
-    assert "unfinished: .best.replaced" in said and "which loads as that tag" in said
+    text = capsys.readouterr().out
+    assert "unfinished: .next.writing (4 B): a save of 'next' that is running, or was killed" in text
+    assert "unfinished: .best.replaced" in text and "which loads as that tag" in text
 
 
 def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,13 +108,13 @@ def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
     """Directory with several checkpoints saved in this order; `latest` names the last one."""
-    found = tmp_path / "run"
+    result = tmp_path / "run"
     for number, tag in enumerate(("best", "global_step9", "mine", "global_step10", "global_step11", "global_stepx")):
-        save(found, tag, SavedState())
-        os.utime(found / tag / "checkpoint.json", (1000 + number, 1000 + number))
-    (found / "global_step1").mkdir()
-    (found / "global_step1" / "mp_rank_00_model_states.pt").write_bytes(b"")
-    return found
+        save(result, tag, SavedState())
+        os.utime(result / tag / "checkpoint.json", (1000 + number, 1000 + number))
+    (result / "global_step1").mkdir()
+    (result / "global_step1" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    return result
 
 
 def test_rotation_removes_the_oldest_of_this_run(many: Path) -> None:
@@ -166,13 +166,13 @@ def test_listing_skips_a_checkpoint_removed_meanwhile(many: Path, monkeypatch: p
     read = checkpoint_listing.read_any_index
 
     def removed(path: Path) -> object:
-        found = read(path)
+        result = read(path)
         if path.name == "global_step9":
             shutil.rmtree(path)
-        return found
+        return result
 
     monkeypatch.setattr(checkpoint_listing, "read_any_index", removed)
-    assert "global_step9" not in [one.tag for one in list_checkpoints(many).checkpoints]
+    assert "global_step9" not in [item.tag for item in list_checkpoints(many).checkpoints]
 
 
 def test_save_succeeds_if_the_rotation_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,7 @@ def test_registered_format_is_read_in_any_layout(toy: Path) -> None:
 
 def test_registered_format_is_listed_with_its_damage(toy: Path) -> None:
     listed = list_checkpoints(toy, verify=True).checkpoints
-    assert [(one.tag, one.problem, one.verified) for one in listed] == [("t", "", True)]
+    assert [(item.tag, item.problem, item.verified) for item in listed] == [("t", "", True)]
     (toy / "t" / "marked").touch()
     assert "is marked" in list_checkpoints(toy, verify=True).checkpoints[0].problem
 
@@ -116,4 +116,4 @@ def test_unknown_directory_names_the_formats(toy: Path) -> None:
 def test_name_is_registered_once(toy: Path) -> None:
     with pytest.raises(ConfigError, match="'toy' is registered already"):
         register_foreign_format(ToyFormat())
-    assert [one.name for one in foreign_formats.foreign_formats()] == ["deepspeed", "toy"]
+    assert [item.name for item in foreign_formats.foreign_formats()] == ["deepspeed", "toy"]

@@ -113,9 +113,9 @@ def _one_tensor(root: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]]]
     name = "rank_00007.safetensors"
     path = root / "t" / name
     with TensorFileWriter(
-        path, {key: TensorEntry(one.dtype, tuple(one.shape)) for key, one in entries.items()}
+        path, {key: TensorEntry(item.dtype, tuple(item.shape)) for key, item in entries.items()}
     ) as file:
-        sums = {key: file.write(key, one) for key, one in entries.items()}
+        sums = {key: file.write(key, item) for key, item in entries.items()}
     chunks = [
         {"offsets": offsets, "sizes": sizes, "file": name, "entry": names[n], "crc32": sums[names[n]]}
         for n, (offsets, sizes) in enumerate(boxes)
@@ -312,8 +312,8 @@ def test_pickle_sets_state_of_placeholders_only(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="changes the state of a"):
             read_torch_file(path)
     _archive(path, b"\x80\x02" + tensor + b".")
-    found = read_torch_file(path)
-    assert found.path == path and not hasattr(found, "__dict__") and not hasattr(found.record, "__dict__")
+    result = read_torch_file(path)
+    assert result.path == path and not hasattr(result, "__dict__") and not hasattr(result.record, "__dict__")
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
@@ -388,20 +388,20 @@ def test_large_file_of_small_tensors_is_read(tmp_path: Path) -> None:
     torch.save({f"module.layers.{n}.weight": torch.zeros(4) for n in range(6_000)}, path)
     read_torch_file(path)  # exclude objects that are created once per process from the measurement
     tracemalloc.start()
-    found = read_torch_file(path)
+    result = read_torch_file(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # 4.0 to 4.2, depending on Python's lists of free objects
-    assert len(found) == 6_000 and peak <= 5 * path.stat().st_size
+    assert len(result) == 6_000 and peak <= 5 * path.stat().st_size
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_of_torch_save_is_read(protocol: int, tmp_path: Path) -> None:
     value = {"a": [1, -1, 1 << 40, 1.5, None, True, "é\ud800" * 200, b"x" * 300], "t": (1, 2, 3, 4), "s": {1}, 5: {}}
     torch.save({**value, "tensor": torch.arange(6.0).view(2, 3)}, tmp_path / "a.pt", pickle_protocol=protocol)
-    found = read_torch_file(tmp_path / "a.pt")
-    tensor = found.pop("tensor")
-    assert found == value and tensor.shape == (2, 3) and tensor.dtype is torch.float32
+    result = read_torch_file(tmp_path / "a.pt")
+    tensor = result.pop("tensor")
+    assert result == value and tensor.shape == (2, 3) and tensor.dtype is torch.float32
 
 
 def test_array_of_the_other_byte_order_is_read_correctly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -422,8 +422,8 @@ def test_links_out_of_a_checkpoint_are_not_followed(tmp_path: Path, caplog: pyte
     (root / "config.json").symlink_to(secret)
     (root / "t" / "tokenizer.json").symlink_to(secret)
     with caplog.at_level("WARNING", logger="windlass"):
-        found = export_safetensors(root, tmp_path / "out")
-    assert found.companions == () and caplog.text.count("is a link to") == 2
+        result = export_safetensors(root, tmp_path / "out")
+    assert result.companions == () and caplog.text.count("is a link to") == 2
     assert b"private" not in b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     convert_to_windlass(root / "t", tmp_path / "copied")
     assert sorted(os.listdir(tmp_path / "copied")) == ["checkpoint.json", "rank_00000.safetensors"]
@@ -462,11 +462,11 @@ def test_irregular_files_are_refused_without_blocking(kind: str, name: str, save
             lambda: list_checkpoints(saved),
         ):
             try:
-                found = read()
+                result = read()
             except CheckpointError:
                 continue
             assert read.__code__.co_names[0] == "list_checkpoints" and (
-                getattr(found, "is_damaged", False) or name[0] == "t"
+                getattr(result, "is_damaged", False) or name[0] == "t"
             )
 
 

@@ -97,8 +97,8 @@ def test_lazy_handles_are_opened_once_and_one_at_a_time(
     assert sum(read) == numel * (4 + 4 + 1) + 8
     assert count.item() == 7
     for number, (name, kind) in enumerate(NAMES.items()):
-        found = torch.cat([shelf.away[name] for shelf in after])
-        assert torch.equal(found, (torch.arange(numel) + number).to(kind)), name
+        result = torch.cat([shelf.away[name] for shelf in after])
+        assert torch.equal(result, (torch.arange(numel) + number).to(kind)), name
 
 
 def test_offloaded_tensors_are_cast_on_load(tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ def test_writer_waits_only_for_tensors_that_are_freed(
 
     monkeypatch.setattr(TensorFileWriter, "wait", settle)
     drawers = [Lent({"x": torch.full_like(memory, n)}, is_resident=stays) for n in range(4)]
-    whole = (4 * memory.numel(),)
-    shards = [resting(shelf, "x", whole, n * memory.numel()) for n, shelf in enumerate(drawers)]
+    full = (4 * memory.numel(),)
+    shards = [resting(shelf, "x", full, n * memory.numel()) for n, shelf in enumerate(drawers)]
     save(tmp_path, "t", SavedState(shards=shards))
     assert awaited == (0 if stays else len(drawers))
-    found = torch.empty(whole)
-    load(tmp_path, "t", SavedState(shards=[FlatShard("x", whole, 0, found)]))
-    assert torch.equal(found, torch.arange(4.0).repeat_interleave(memory.numel()))
+    result = torch.empty(full)
+    load(tmp_path, "t", SavedState(shards=[FlatShard("x", full, 0, result)]))
+    assert torch.equal(result, torch.arange(4.0).repeat_interleave(memory.numel()))

@@ -33,9 +33,9 @@ values = st.recursive(
 
 @given(values)
 def test_plain_data_round_trips_through_strict_json(value: object) -> None:
-    encoded, found = encode(value, "plain/")
+    encoded, result = encode(value, "plain/")
     back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
-    assert not found
+    assert not result
     assert back == value
     assert repr(back) == repr(value)  # tells 1 from 1.0 and True, and lists from tuples
 
@@ -48,10 +48,10 @@ def test_nan_round_trips() -> None:
 
 def test_tensors_are_extracted_by_name() -> None:
     first, second = torch.arange(3), torch.ones(())
-    encoded, found = encode({"ema": [first], "deep": {"t": (second,)}}, "rank/2/")
-    assert all(name.startswith("rank/2/") for name in found)
-    assert tensor_names(encoded) == list(found)
-    back = decode(json.loads(json.dumps(encoded)), found)
+    encoded, result = encode({"ema": [first], "deep": {"t": (second,)}}, "rank/2/")
+    assert all(name.startswith("rank/2/") for name in result)
+    assert tensor_names(encoded) == list(result)
+    back = decode(json.loads(json.dumps(encoded)), result)
     assert back["ema"][0] is first and back["deep"]["t"][0] is second
 
 
@@ -63,8 +63,8 @@ def test_states_of_rng_and_scheduler_round_trip() -> None:
         "torch": torch.get_rng_state(),
         "lr": schedule.state_dict(),
     }
-    encoded, found = encode(state, "plain/")
-    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), found)
+    encoded, result = encode(state, "plain/")
+    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), result)
     generator = random.Random()
     generator.setstate(back["python"])
     assert generator.random() == random.Random(3).random()
@@ -84,13 +84,13 @@ def test_client_state_of_scripts_round_trips() -> None:
         "bytes": b"\x00\xff",
         "space": types.SimpleNamespace(deep=argparse.Namespace(a=1)),
     }
-    encoded, found = encode(state, "plain/")
-    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), found)
+    encoded, result = encode(state, "plain/")
+    back: dict[str, Any] = decode(json.loads(json.dumps(encoded, allow_nan=False)), result)
     assert back["args"] == argparse.Namespace(lr=1e-3, out=str(Path("a") / "b"), dtype=torch.bfloat16, **{"$": 1})
     assert back["space"].deep.a == 1 and back["seen"] == {1, "a"} and back["frozen"] == state["frozen"]
     assert back["bytes"] == b"\x00\xff" and repr(back["numbers"]) == "[0.5, 3, True]"
-    for one, other in zip([*state["arrays"], state["numpy"][1]], [*back["arrays"], back["numpy"][1]], strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+    for item, other in zip([*state["arrays"], state["numpy"][1]], [*back["arrays"], back["numpy"][1]], strict=True):
+        assert item.dtype == other.dtype and item.shape == other.shape and (item == other).all()
     numpy.random.RandomState().set_state(back["numpy"])
 
 

@@ -43,13 +43,13 @@ def run(*arguments: str) -> int:
 
 
 def test_values_names_and_dtypes_are_those_of_the_model(saved: Path, tmp_path: Path) -> None:
-    found = export_safetensors(saved, tmp_path / "out")
+    result = export_safetensors(saved, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert set(written) == {"embed.weight", "norm.weight", "mean", "count"}, "tied weights once, states not at all"
     assert torch.equal(written["embed.weight"], values((30, 7), 1).bfloat16())
     assert torch.equal(written["norm.weight"], values((7,), 2)) and written["norm.weight"].dtype is torch.float32
     assert torch.equal(written["mean"], values((5,), 3)) and written["count"].item() == 4
-    assert found.tied == {"head.weight": "embed.weight"} and not found.absent
+    assert result.tied == {"head.weight": "embed.weight"} and not result.absent
 
 
 class Tied(torch.nn.Module):
@@ -73,9 +73,9 @@ def test_every_name_of_a_tied_weight_is_restored(saved: Path, tmp_path: Path, sh
         files = sorted(set(index["weight_map"].values()))
         assert len(files) == 2 and files[0] == "model-00001-of-00002.safetensors"
         assert set(index["weight_map"]) == {"embed.weight", "norm.weight", "mean", "count"}
-        whole = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
-        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in whole.values())
-        model.load_state_dict({**whole, "head.weight": whole[index["metadata"]["head.weight"]]}, strict=True)
+        full = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
+        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in full.values())
+        model.load_state_dict({**full, "head.weight": full[index["metadata"]["head.weight"]]}, strict=True)
     assert torch.equal(model.head.weight, values((30, 7), 1))
     assert torch.equal(model.mean, values((5,), 3))
 
@@ -84,10 +84,10 @@ def test_configuration_and_tokenizer_are_copied(saved: Path, tmp_path: Path) -> 
     (saved / "config.json").write_text('{"dtype": "float32", "n": 1}')
     (saved / "t" / "tokenizer.json").write_text("{}")
     (saved / "notes.txt").write_text("mine")
-    found = export_safetensors(saved, tmp_path / "out", dtype=torch.float16)
-    assert found.companions == ("config.json", "tokenizer.json")
+    result = export_safetensors(saved, tmp_path / "out", dtype=torch.float16)
+    assert result.companions == ("config.json", "tokenizer.json")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16", "n": 1}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*found.companions, "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*result.companions, "model.safetensors"}
 
 
 def test_existing_files_are_kept_without_overwrite(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

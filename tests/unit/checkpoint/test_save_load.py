@@ -135,10 +135,10 @@ def test_small_adjacent_tensors_are_read_together_and_checked_each(
     monkeypatch.setattr(TensorFile, "_read", counted)
     into = {name: torch.zeros_like(value) for name, value in values.items()}
     wider = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in values.items()}
-    for found in (into, wider):
+    for result in (into, wider):
         reads.clear()
-        load(tmp_path, "t", SavedState(tensors=found), cast=True)
-        assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in values.items())
+        load(tmp_path, "t", SavedState(tensors=result), cast=True)
+        assert all(torch.equal(result[name], value.to(result[name].dtype)) for name, value in values.items())
         assert len(reads) == 1
     file = path / "rank_00000.safetensors"
     with TensorFile(file) as opened:
@@ -186,9 +186,9 @@ def test_mismatched_shapes_and_dtypes_are_all_named(saved: Path) -> None:
 
 def test_full_tensors_are_read_without_a_process_group(saved: Path) -> None:
     names = [*sample_states.SHAPES, "buffer/running_mean", "buffer/count"]
-    found = dict(read_full(saved))
-    assert list(found) == names
-    assert all(torch.equal(found[name], sample_states.whole(name)) for name in sample_states.SHAPES)
+    results = dict(read_full(saved))
+    assert list(results) == names
+    assert all(torch.equal(results[name], sample_states.whole(name)) for name in sample_states.SHAPES)
     assert [name for name, _ in read_full(saved, "global_step12", ["param/bias"])] == ["param/bias"]
     assert read_plain(saved)["step"] == 12
     with pytest.raises(CheckpointError, match="no tensor named 'param/absent'"):
@@ -270,12 +270,12 @@ def test_default_device_of_the_script_is_ignored(saved: Path, tmp_path: Path, re
     into = sample_states.empty()
     request.getfixturevalue("elsewhere")
     load(saved, None, into)
-    whole = dict(read_full(saved))
+    full = dict(read_full(saved))
     assert list_checkpoints(saved, verify=True).checkpoints[0].verified
     export_safetensors(saved, tmp_path / "out")
     torch.set_default_device(None)
     sample_states.assert_loaded(into)
-    assert torch.equal(whole["param/embed.weight"], sample_states.whole("param/embed.weight"))
+    assert torch.equal(full["param/embed.weight"], sample_states.whole("param/embed.weight"))
 
 
 def test_shards_are_views_not_copies() -> None:

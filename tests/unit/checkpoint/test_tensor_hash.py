@@ -17,14 +17,14 @@ DTYPES = [*FLOATING, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    found = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3
-    return (found > 0) if dtype == torch.bool else found.to(dtype)
+    result = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3
+    return (result > 0) if dtype == torch.bool else result.to(dtype)
 
 
 def hashed(flat: torch.Tensor, name: str = "w", shape: tuple[int, ...] = (), start: int = 0) -> int:
-    found = TensorHash()
-    found.add(name, shape or (flat.numel(),), start, flat)
-    return found.value()
+    result = TensorHash()
+    result.add(name, shape or (flat.numel(),), start, flat)
+    return result.value()
 
 
 @given(st.integers(1, 20_000), st.integers(1, 6), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
@@ -61,10 +61,10 @@ def test_hash_changes_with_permuted_elements() -> None:
 
 
 def test_hash_is_stable_over_releases() -> None:
-    found = TensorHash()
-    found.add("param/w", (5000,), 0, torch.arange(5000, dtype=torch.float32))
-    found.add_plain("state/w/step", 3.0)
-    assert fingerprint_digest([found.value()]) == "2c237f1173aef4cc"
+    result = TensorHash()
+    result.add("param/w", (5000,), 0, torch.arange(5000, dtype=torch.float32))
+    result.add_plain("state/w/step", 3.0)
+    assert fingerprint_digest([result.value()]) == "2c237f1173aef4cc"
 
 
 def test_hashing_does_not_change_the_tensor() -> None:

@@ -21,29 +21,29 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_torch_load_reads_the_written_file(mmap: bool, tmp_path: Path) -> None:
-    path, whole = tmp_path / "a_states.pt", torch.randn(5, 3)
+    path, full = tmp_path / "a_states.pt", torch.randn(5, 3)
     planned = PlannedTensor(torch.bfloat16, (4, 2), lambda: [torch.ones(3), torch.zeros(5)])
     value: dict[Any, Any] = {
         "plain": [None, True, False, 3, -1, 2**31, -(2**40), 2**70, 1.5, float("inf"), "ü\n", (), [], {}, (1, [2])],
         3: torch.float16,
         "size": torch.Size([3, 4]),
-        "ordered": OrderedDict(x=whole, y=whole.t()),
+        "ordered": OrderedDict(x=full, y=full.t()),
         "twice": (planned, planned),
         "number": torch.tensor(2.5),
         "empty": torch.empty(0, 7),
         "kinds": [torch.ones(3).to(dtype) for dtype in DTYPES],
     }
     write_torch_file(path, value)
-    found = torch.load(path, weights_only=True, mmap=mmap)
+    result = torch.load(path, weights_only=True, mmap=mmap)
     for key in ("plain", 3, "size"):
-        assert found[key] == value[key] and type(found[key]) is type(value[key])
-    assert list(found["ordered"]) == ["x", "y"] and isinstance(found["ordered"], OrderedDict)
-    assert torch.equal(found["ordered"]["x"], whole) and torch.equal(found["ordered"]["y"], whole.t())
-    assert found["twice"][0] is found["twice"][1]
-    assert found["twice"][0].tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
-    assert found["number"].item() == 2.5 and found["empty"].shape == (0, 7)
-    for one, dtype in zip(found["kinds"], DTYPES, strict=True):
-        assert one.dtype == dtype and one.tolist() == [1, 1, 1]
+        assert result[key] == value[key] and type(result[key]) is type(value[key])
+    assert list(result["ordered"]) == ["x", "y"] and isinstance(result["ordered"], OrderedDict)
+    assert torch.equal(result["ordered"]["x"], full) and torch.equal(result["ordered"]["y"], full.t())
+    assert result["twice"][0] is result["twice"][1]
+    assert result["twice"][0].tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    assert result["number"].item() == 2.5 and result["empty"].shape == (0, 7)
+    for item, dtype in zip(result["kinds"], DTYPES, strict=True):
+        assert item.dtype == dtype and item.tolist() == [1, 1, 1]
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     assert read_torch_file(path)["ordered"]["x"].begin % 64 == 0, "aligned, for readers that map the file"
@@ -61,13 +61,13 @@ def test_referenced_objects_are_named_without_import(tmp_path: Path) -> None:
 
 def test_unsupported_values_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    for value, said in (
+    for value, text in (
         ({"x": {1, 2}}, "a builtins.set cannot be written"),
         ([torch.zeros(1, dtype=torch.complex64)], "dtype torch.complex64"),
         ([1 << 3000], "an integer of"),
         ([PlannedTensor(torch.float32, (3,), lambda: [torch.ones(2)])], "should have 12 bytes, and has 8"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=text):
             write_torch_file(path, value)
     with pytest.raises(CheckpointError, match="1 tensors were not written"), TorchFileWriter(path, torch.ones(2)):
         pass

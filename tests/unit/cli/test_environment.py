@@ -113,7 +113,7 @@ def test_unknown_facts_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n".join(format_facts(facts)).count("unknown (OSError: no such thing here)") == 19
 
 
-@pytest.mark.parametrize("name", [one.name for one in costly_settings.COSTLY_SETTINGS])
+@pytest.mark.parametrize("name", [item.name for item in costly_settings.COSTLY_SETTINGS])
 def test_harmful_setting_is_reported_with_its_cost(name: str) -> None:
     harmful = {
         "NCCL_NET": "Socket",
@@ -130,9 +130,9 @@ def test_harmful_setting_is_reported_with_its_cost(name: str) -> None:
     harmful |= {"WINDLASS_TRANSPORT": "gloo", "WINDLASS_DISK_ENGINE": "python", "WINDLASS_EMULATE_DEVICE": "1G"}
     harmful |= dict.fromkeys(("NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NVIDIA_TF32_OVERRIDE"), "0")
     value = harmful.get(name, "1")
-    (found,) = costly_settings.find_costly_settings({name: value}, Path("/nowhere"))
-    assert (found["name"], found["value"], found["source"]) == (name, value, "environment")
-    assert found["costs"] and found["instead"]
+    (result,) = costly_settings.find_costly_settings({name: value}, Path("/nowhere"))
+    assert (result["name"], result["value"], result["source"]) == (name, value, "environment")
+    assert result["costs"] and result["instead"]
     assert costly_settings.find_costly_settings({name: ""}, Path("/nowhere")) == []
 
 
@@ -152,21 +152,23 @@ def test_harmless_settings_are_not_reported(harmless: dict[str, str]) -> None:
 def test_nccl_conf_is_read_and_overridden_by_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "nccl.conf"
     file.write_text("# of the cluster\nNCCL_IB_DISABLE=1 # why?\n\nNCCL_P2P_DISABLE = 1\n")
-    told = {one["name"]: one["source"] for one in costly_settings.find_costly_settings({"NCCL_P2P_DISABLE": "0"}, file)}
-    assert told == {"NCCL_IB_DISABLE": str(file)}
+    results = {
+        item["name"]: item["source"] for item in costly_settings.find_costly_settings({"NCCL_P2P_DISABLE": "0"}, file)
+    }
+    assert results == {"NCCL_IB_DISABLE": str(file)}
     assert [
-        one["name"]
-        for one in costly_settings.find_costly_settings({"NCCL_CONF_FILE": str(file), "NCCL_P2P_DISABLE": "0"})
+        item["name"]
+        for item in costly_settings.find_costly_settings({"NCCL_CONF_FILE": str(file), "NCCL_P2P_DISABLE": "0"})
     ] == ["NCCL_IB_DISABLE"]
 
 
 def test_excess_threads_and_low_limits_are_reported() -> None:
-    (told,) = costly_settings.find_costly_settings({"OMP_NUM_THREADS": "64"}, Path("/nowhere"), cores=2)
-    assert "64 threads a rank share 2 cores" in told["costs"]
+    (results,) = costly_settings.find_costly_settings({"OMP_NUM_THREADS": "64"}, Path("/nowhere"), cores=2)
+    assert "64 threads a rank share 2 cores" in results["costs"]
     wide = costly_settings.MachineLimits(8, True, None, None, 64 << 30)
     narrow = costly_settings.MachineLimits(8, True, 65536, 256, 64 << 20)
     assert costly_settings.find_low_limits(wide) == []
-    assert [one["name"] for one in costly_settings.find_low_limits(narrow)] == [
+    assert [item["name"] for item in costly_settings.find_low_limits(narrow)] == [
         "locked memory",
         "/dev/shm",
         "open files",
@@ -196,9 +198,9 @@ def test_infiniband_ports_are_read(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     for name, text in {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}.items():
         (port / name).write_text(text + "\n")
-    (found,) = network_facts.infiniband_devices(tmp_path)
+    (result,) = network_facts.infiniband_devices(tmp_path)
     ports = [{"port": 1, "state": "ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}]
-    assert found == {"name": "mlx5_0", "ports": ports}
+    assert result == {"name": "mlx5_0", "ports": ports}
     assert network_facts.infiniband_devices(tmp_path / "nowhere") == []
 
 

@@ -28,11 +28,11 @@ def read(machine: str) -> gpu_topology.GpuTopology:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_class_of_connection_is_read(machine: str) -> None:
     gpus, cards, nvlink, pairs = MACHINES[machine]
-    found = read(machine)
-    assert (len(found.gpus), len(found.cards)) == (gpus, cards)
-    assert gpu_topology.classify_nvlink(found) == nvlink
-    assert gpu_topology.count_gpu_links(found) == pairs and list(gpu_topology.count_gpu_links(found)) == list(pairs)
-    assert all(found.links[one, other] == found.links[other, one] for one, other in found.links)
+    result = read(machine)
+    assert (len(result.gpus), len(result.cards)) == (gpus, cards)
+    assert gpu_topology.classify_nvlink(result) == nvlink
+    assert gpu_topology.count_gpu_links(result) == pairs and list(gpu_topology.count_gpu_links(result)) == list(pairs)
+    assert all(result.links[item, other] == result.links[other, item] for item, other in result.links)
 
 
 def test_every_table_of_the_data_folder_is_tested() -> None:
@@ -48,10 +48,10 @@ def test_network_cards_have_system_names_and_the_nearest_is_reported() -> None:
 
 
 def test_affinities_are_read_if_the_driver_reports_them() -> None:
-    found = read("eight_gpus_nvswitch")
-    assert found.cpus["GPU0"] == "0-63,128-191" and found.numa == {f"GPU{n}": str(n // 4) for n in range(8)}
-    found = read("four_gpus_direct")
-    assert set(found.cpus) == {"GPU0", "GPU1", "GPU2", "GPU3"} and "GPU3" not in found.numa
+    result = read("eight_gpus_nvswitch")
+    assert result.cpus["GPU0"] == "0-63,128-191" and result.numa == {f"GPU{n}": str(n // 4) for n in range(8)}
+    result = read("four_gpus_direct")
+    assert set(result.cpus) == {"GPU0", "GPU1", "GPU2", "GPU3"} and "GPU3" not in result.numa
     assert read("eight_gpus_cube").numa == {}
 
 

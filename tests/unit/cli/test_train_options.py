@@ -162,9 +162,9 @@ def test_another_tokenizer_is_not_resumed(options: TrainOptions) -> None:
 
 def test_steps_beyond_the_schedule_are_warned_about(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     make_training_plan(options)
-    said: list[str] = []
-    monkeypatch.setattr(train_options.logger, "warning", lambda text, *values: said.append(text % values))
+    reported: list[str] = []
+    monkeypatch.setattr(train_options.logger, "warning", lambda text, *values: reported.append(text % values))
     make_training_plan(TrainOptions(out=options.out, resume=True))
-    assert not said
+    assert not reported
     make_training_plan(TrainOptions(out=options.out, resume=True, steps=70))
-    assert len(said) == 1 and "ends at step 40 of 70" in said[0]
+    assert len(reported) == 1 and "ends at step 40 of 70" in reported[0]

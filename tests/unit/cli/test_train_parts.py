@@ -245,8 +245,8 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
 
     def launch_of(ranks: Callable[[TrainingPlan, Path], Any]) -> Callable[[TrainingPlan, Path], LaunchExitStatus]:
         def launch(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
-            found = ranks(plan, failure)
-            return found if isinstance(found, LaunchExitStatus) else LaunchExitStatus(int(found))
+            result = ranks(plan, failure)
+            return result if isinstance(result, LaunchExitStatus) else LaunchExitStatus(int(result))
 
         return launch
 
@@ -287,8 +287,8 @@ def test_the_exit_code_is_that_of_the_signal(
     assert parent(saved) == code
     assert "--resume --out" in capsys.readouterr().err
     assert parent(lambda plan, failure: LaunchExitStatus(code, interrupted_by=number)) == code
-    said = capsys.readouterr().err
-    assert "nothing was saved" in said and "--resume" not in said
+    text = capsys.readouterr().err
+    assert "nothing was saved" in text and "--resume" not in text
 
 
 def test_signal_before_a_save_names_the_existing_checkpoint(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,19 +435,19 @@ def test_failing_rank_sends_its_reason_to_the_others(tmp_path: Path, monkeypatch
     """
     from windlass.cli.training import train_rank
 
-    told: list[str] = []
-    monkeypatch.setattr(train_rank.watchdog, "report_failure", lambda error: told.append(type(error).__name__))
+    results: list[str] = []
+    monkeypatch.setattr(train_rank.watchdog, "report_failure", lambda error: results.append(type(error).__name__))
     assert train_rank.run_rank(tmp_path / "no plan", tmp_path / "failure") == 1
-    assert told == ["CheckpointError"]
+    assert results == ["CheckpointError"]
 
 
 @pytest.mark.parametrize(
     ("option", "value"), [("temperature", -1.0), ("temperature", float("nan")), ("max_new_tokens", 0), ("top_p", 2.0)]
 )
 def test_sampling_option_out_of_range_is_named(option: str, value: float, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": 8, option: value}
+    requested: dict[str, Any] = {"max_new_tokens": 8, option: value}
     with pytest.raises(ConfigError) as raised:
-        generate_continuation(tmp_path, "def", **asked)
-    said = str(raised.value)
-    assert said.startswith(f"{option} (--{option.replace('_', '-')}) is {value}") and "write " in said
-    assert said.count("--") == 1, "the others are well"
+        generate_continuation(tmp_path, "def", **requested)
+    text = str(raised.value)
+    assert text.startswith(f"{option} (--{option.replace('_', '-')}) is {value}") and "write " in text
+    assert text.count("--") == 1, "the others are well"

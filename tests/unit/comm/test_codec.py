@@ -56,8 +56,8 @@ def test_bf16_rounds_as_torch_does(dtype: torch.dtype) -> None:
     tensor = torch.cat(
         [values(1001, dtype), torch.tensor([0.0, -0.0, float("inf"), 1 + 2**-8, 1 + 3 * 2**-8], dtype=dtype)]
     )
-    found = through(get_codec("bf16"), tensor, dtype)
-    assert torch.equal(found, tensor.bfloat16().to(dtype))
+    result = through(get_codec("bf16"), tensor, dtype)
+    assert torch.equal(result, tensor.bfloat16().to(dtype))
     assert get_codec("bf16").encoded_size(1001, dtype) == 2002
 
 
@@ -81,10 +81,10 @@ def test_sums_are_in_float32_or_wider() -> None:
 @pytest.mark.usefixtures("registry")
 def test_codec_registry() -> None:
     assert list_codecs() == ["bf16", "identity"]
-    mine = SignCodec()
-    register_codec(mine)
-    register_codec(mine)  # registering the same codec again is not an error
-    assert get_codec("toy-sign") is mine and "toy-sign" in list_codecs()
+    local = SignCodec()
+    register_codec(local)
+    register_codec(local)  # registering the same codec again is not an error
+    assert get_codec("toy-sign") is local and "toy-sign" in list_codecs()
     with pytest.raises(CodecError, match="'toy-sign' is registered already"):
         register_codec(SignCodec())
     with pytest.raises(WindlassError, match=r"no codec named 'zip'; use one of bf16, identity, toy-sign"):

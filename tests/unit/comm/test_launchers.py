@@ -103,11 +103,11 @@ PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_rank_environment_is_read(name: str) -> None:
-    environ, wanted = PLACES[name]
+    environ, expected = PLACES[name]
     place = rank_environment(environ)
     assert place is not None
-    found = (place.source, place.rank, place.world, place.local_rank, place.local_world, place.master, place.port)
-    assert found == wanted and place.warning == ""
+    actual = (place.source, place.rank, place.world, place.local_rank, place.local_world, place.master, place.port)
+    assert actual == expected and place.warning == ""
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_NTASKS": "4"}, {"PMI_RANK": "0"}, {"MASTER_ADDR": "a"}])

@@ -54,14 +54,14 @@ def placement(kind: str, grid: MeshShape, place: dict[str, int]) -> Placement:
 @cache
 def elements_of(part: Placement) -> np.ndarray:
     """Return the global index of each local element, as the boxes give it."""
-    whole = np.arange(math.prod(part.global_shape)).reshape(part.global_shape)
+    full = np.arange(math.prod(part.global_shape)).reshape(part.global_shape)
     local = np.full(part.local_shape, -1)
     for box in part.shard_boxes():
         inner = tuple(slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True))
         outer = tuple(slice(at, at + size) for at, size in zip(box.global_offsets, box.sizes, strict=True))
-        local[inner] = whole[outer]
+        local[inner] = full[outer]
     kept = np.ix_(*([index for span in ranges for index in range(*span)] for ranges in part.ranges))
-    assert np.array_equal(local, whole[kept])
+    assert np.array_equal(local, full[kept])
     return local.reshape(-1)
 
 

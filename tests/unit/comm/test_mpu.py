@@ -27,11 +27,11 @@ MEGATRON = {
 def unit(grid: MeshShape, rank: int, names: dict[str, str] = MEGATRON, **more: int) -> Any:
     """Return an mpu as Megatron would create it on this rank of the grid."""
     here = grid.coordinates(rank)
-    said = {"data_parallel_world_size": grid.data_loading_size}
-    said["data_parallel_rank"] = grid.along(rank, *DATA_LOADING_AXES).index(rank)
+    text = {"data_parallel_world_size": grid.data_loading_size}
+    text["data_parallel_rank"] = grid.along(rank, *DATA_LOADING_AXES).index(rank)
     for axis, name in names.items():
-        said |= {f"{name}_world_size": grid.size(axis), f"{name}_rank": here[axis]}
-    return SimpleNamespace(**{f"get_{key}": lambda value=value: value for key, value in {**said, **more}.items()})
+        text |= {f"{name}_world_size": grid.size(axis), f"{name}_rank": here[axis]}
+    return SimpleNamespace(**{f"get_{key}": lambda value=value: value for key, value in {**text, **more}.items()})
 
 
 def read_at(rank: int, mpu: Any, world: int) -> dict[str, int]:

@@ -19,22 +19,22 @@ def parts_of(count: int, numel: int, dtype: torch.dtype = torch.float32) -> list
 def test_ordered_sum_equals_addition_in_rank_order(count: int, numel: int, add: bool) -> None:
     parts = parts_of(count, numel)
     out = torch.ones(numel)
-    wanted = parts[0].clone()
+    expected = parts[0].clone()
     for part in parts[1:]:
-        wanted = wanted + part
-    wanted = wanted * 0.25 + (1 if add else 0)
+        expected = expected + part
+    expected = expected * 0.25 + (1 if add else 0)
     squares = ordered_sum(parts, out, add=add, factor=0.25, measure=True)
-    assert torch.equal(out, wanted)
-    assert squares is not None and squares.item() == pytest.approx(wanted.double().square().sum().item(), rel=1e-6)
+    assert torch.equal(out, expected)
+    assert squares is not None and squares.item() == pytest.approx(expected.double().square().sum().item(), rel=1e-6)
     assert squares.item() == sum_of_squares(out).item()
 
 
 @pytest.mark.parametrize("own", [0, 1, 2, 3])
 def test_out_may_be_any_of_the_parts(own: int) -> None:
     parts = parts_of(4, 1000)
-    wanted = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
     ordered_sum(parts, parts[own], add=False, factor=1.0, measure=False)
-    assert torch.equal(parts[own], wanted)
+    assert torch.equal(parts[own], expected)
 
 
 def test_sixteen_bit_parts_are_added_in_float32() -> None:

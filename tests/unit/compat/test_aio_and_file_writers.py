@@ -23,9 +23,9 @@ def test_tensors_round_trip(threads: int, dtype: torch.dtype, tmp_path: Path) ->
     handle = aio_handle(4096, 8, False, True, threads)
     data, file = DATA.to(dtype), str(tmp_path / "one")
     assert handle.sync_pwrite(data, file) == 1
-    found = torch.zeros_like(data)
-    assert handle.sync_pread(found, file) == 1
-    assert torch.equal(found, data)
+    result = torch.zeros_like(data)
+    assert handle.sync_pread(result, file) == 1
+    assert torch.equal(result, data)
     assert handle.get_block_size() == 4096 and handle.get_intra_op_parallelism() == threads
 
 
@@ -34,11 +34,11 @@ def test_parallel_requests(tmp_path: Path) -> None:
     files = [str(tmp_path / str(n)) for n in range(3)]
     assert [handle.async_pwrite(DATA + n, file) for n, file in enumerate(files)] == [0, 0, 0]
     assert handle.wait() == 3 and handle.wait() == 0
-    found = [torch.zeros_like(DATA) for _ in files]
-    for tensor, file in zip(found, files, strict=True):
+    results = [torch.zeros_like(DATA) for _ in files]
+    for tensor, file in zip(results, files, strict=True):
         handle.pread(tensor, file, True, True)
     assert handle.wait() == 3
-    assert all(torch.equal(tensor, DATA + n) for n, tensor in enumerate(found))
+    assert all(torch.equal(tensor, DATA + n) for n, tensor in enumerate(results))
 
 
 def test_offsets_and_functions(tmp_path: Path) -> None:
@@ -46,9 +46,9 @@ def test_offsets_and_functions(tmp_path: Path) -> None:
     assert aio_write(DATA, file) == 1
     handle = aio_handle()
     handle.sync_pwrite(torch.full((5,), -1.0), file, 40)
-    found = torch.zeros_like(DATA)
-    assert aio_read(found, file) == 1
-    assert found[10:15].eq(-1).all() and torch.equal(found[15:], DATA[15:]) and torch.equal(found[:10], DATA[:10])
+    result = torch.zeros_like(DATA)
+    assert aio_read(result, file) == 1
+    assert result[10:15].eq(-1).all() and torch.equal(result[15:], DATA[15:]) and torch.equal(result[:10], DATA[:10])
     part = torch.zeros(3)
     handle.sync_pread(part, file, 4 * 20)
     assert part.tolist() == [20, 21, 22]
@@ -108,8 +108,8 @@ def test_open_file_is_written_by_its_descriptor(tmp_path: Path) -> None:
     assert handle.async_pwrite(buffer=DATA[:5000], fd=file, file_offset=0) == 0 and handle.wait() == 1
     assert handle.sync_pwrite(DATA[5000:], file, 20_000) == 1
     os.close(file)
-    found = torch.zeros_like(DATA)
-    assert handle.sync_pread(found, str(tmp_path / "one")) == 1 and torch.equal(found, DATA)
+    result = torch.zeros_like(DATA)
+    assert handle.sync_pread(result, str(tmp_path / "one")) == 1 and torch.equal(result, DATA)
     with pytest.raises(StorageError, match="no file is given"):
         handle.sync_pwrite(DATA)
 
@@ -167,13 +167,13 @@ def test_the_layout_of_a_directory(tmp_path: Path, layouts: list[tuple[int, int]
         with pytest.raises(RuntimeError, match=wanted):
             get_model_3d_descriptor(tmp_path)
         return
-    found = get_model_3d_descriptor(str(tmp_path))
-    assert (found.pp_degree, found.tp_degree, found.dp_degree) == wanted
+    actual = get_model_3d_descriptor(str(tmp_path))
+    assert (actual.pp_degree, actual.tp_degree, actual.dp_degree) == wanted
     files = ZeROCheckpoint(tmp_path)
     assert (files.get_src_pp_degree(), files.get_src_tp_degree(), files.get_src_dp_degree()) == wanted
     assert files.get_src_world_size() == files.num_files == 4
     at = (1, 0, 1) if wanted[0] == 2 else (0, 1, 1)
-    assert [Path(one).name for one in files.get_files_for_rank(*at)] == [
+    assert [Path(item).name for item in files.get_files_for_rank(*at)] == [
         "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"
     ]
     files.reshape(model_3d_desc())

@@ -41,12 +41,12 @@ def made(path: Path, stage: int = 2, own: bool = False) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("lazy", [False, True])
 def test_exported_weights_equal_master_weights(stage: int, own: bool, lazy: bool, tmp_path: Path) -> None:
     weights = made(tmp_path, stage, own)
-    found = consolidated.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=lazy)
-    assert found.keys() == weights.keys() and found["head.weight"] is found["up.weight"]
+    result = consolidated.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=lazy)
+    assert result.keys() == weights.keys() and result["head.weight"] is result["up.weight"]
     for name, value in weights.items():
-        one = found[name].contiguous()
-        assert torch.equal(one, value) and one.dtype == value.dtype == found[name].dtype, name
-        assert tuple(found[name].shape) == tuple(value.shape) and found[name].numel() == value.numel()
+        item = result[name].contiguous()
+        assert torch.equal(item, value) and item.dtype == value.dtype == result[name].dtype, name
+        assert tuple(result[name].shape) == tuple(value.shape) and result[name].numel() == value.numel()
     without = consolidated.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
     assert set(weights) - set(without) == {"base"}
 
@@ -73,8 +73,8 @@ def test_files_have_the_requested_dtype_and_size(own: bool, tmp_path: Path) -> N
     assert index["metadata"]["total_size"] == sum(part.nbytes for part in parts.values())
     assert parts.keys() == weights.keys() - {"head.weight"}
     for name, value in parts.items():
-        wanted = weights[name].bfloat16() if weights[name].is_floating_point() else weights[name]
-        assert torch.equal(value, wanted) and value.dtype == wanted.dtype, name
+        expected = weights[name].bfloat16() if weights[name].is_floating_point() else weights[name]
+        assert torch.equal(value, expected) and value.dtype == expected.dtype, name
     assert sorted(path.name for path in out.iterdir()) == ["pytorch_model.bin"], "nothing else is left"
 
 
@@ -180,10 +180,10 @@ def test_universal_conversion_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureF
 def test_clones_have_their_own_storage() -> None:
     flat = torch.arange(8.0)
     given = {"a": [flat[2:4], (flat[:1], "x")], "n": 3}
-    found = clone_tensors_for_torch_save(given)
-    assert found["a"][0].untyped_storage().nbytes() == 8 and torch.equal(found["a"][0], flat[2:4])
-    assert found["a"][1][1] == "x" and isinstance(found["a"][1], tuple) and found["n"] == 3
-    found["a"][0].zero_()
+    result = clone_tensors_for_torch_save(given)
+    assert result["a"][0].untyped_storage().nbytes() == 8 and torch.equal(result["a"][0], flat[2:4])
+    assert result["a"][1][1] == "x" and isinstance(result["a"][1], tuple) and result["n"] == 3
+    result["a"][0].zero_()
     assert flat[2] == 2
 
 

@@ -72,9 +72,9 @@ def test_every_value_is_read(stage: int, ranks: int, tmp_path: Path) -> None:
             {"parameters": ["up.weight"], "values": {"lr": 0.1, "betas": (0.9, 0.99)}},
             {"parameters": ["up.bias"], "values": {"lr": 0.2}},
         ]
-    found = export_safetensors(tmp_path, tmp_path / "out")
+    result = export_safetensors(tmp_path, tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.tied == {"head.weight": "up.weight"}
+    assert result.tied == {"head.weight": "up.weight"}
     assert set(written) == set(state.module) - {"head.weight"}
     for name, value in written.items():
         assert torch.equal(value, state.module[name]) and value.dtype == state.module[name].dtype, name
@@ -82,8 +82,15 @@ def test_every_value_is_read(stage: int, ranks: int, tmp_path: Path) -> None:
 
 def test_deepspeed_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
     write(tmp_path, "t", trained(), stage=2, ranks=2)
-    (found,) = list_checkpoints(tmp_path, verify=True).checkpoints
-    assert (found.tag, found.step, found.stage, found.ranks, found.latest, found.problem) == ("t", 4, 2, 2, True, "")
+    (result,) = list_checkpoints(tmp_path, verify=True).checkpoints
+    assert (result.tag, result.step, result.stage, result.ranks, result.latest, result.problem) == (
+        "t",
+        4,
+        2,
+        2,
+        True,
+        "",
+    )
     path = tmp_path / "t" / OPTIM
     at = read_torch_file(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].begin
     good = bytearray(path.read_bytes())
@@ -135,16 +142,16 @@ def test_a_malicious_pickle_is_refused_by_name(file: str, kind: str, tmp_path: P
         repacked(path, payload)
     else:
         path.write_bytes(payload)
-    said = r"requests (posix|nt)\.mkdir, which is neither" if kind != "bare" else "old file of torch.save"
+    text = r"requests (posix|nt)\.mkdir, which is neither" if kind != "bare" else "old file of torch.save"
     for act in (
         lambda: StoredCheckpoint(tmp_path),
         lambda: export_safetensors(tmp_path, tmp_path / "out"),
         lambda: list(read_full(tmp_path)),
     ):
-        with pytest.raises(CheckpointError, match=said) as refused:
+        with pytest.raises(CheckpointError, match=text) as refused:
             act()
         assert file in str(refused.value)
-    assert said.split(" ")[0] in list_checkpoints(tmp_path).checkpoints[0].problem
+    assert text.split(" ")[0] in list_checkpoints(tmp_path).checkpoints[0].problem
     assert not trap.exists()
 
 
@@ -216,9 +223,9 @@ def test_client_state_is_read_as_plain_data(tmp_path: Path, caplog: pytest.LogCa
     client |= {"numpy": np.random.get_state(), "array": numbers, "texts": np.array(["a", "bc"]), "none": b""}
     write(tmp_path, "t", trained(**client, odd=np.zeros(1, "M8[s]")), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
-        found = StoredCheckpoint(tmp_path).plain["client"]
-    random, array, texts = found.pop("numpy"), found.pop("array"), found.pop("texts")
-    assert found == {
+        result = StoredCheckpoint(tmp_path).plain["client"]
+    random, array, texts = result.pop("numpy"), result.pop("array"), result.pop("texts")
+    assert result == {
         "args": argparse.Namespace(lr=0.1, path="/a/b", inner=argparse.Namespace(n=1)),
         "best": 1.5,
         "kinds": {"a"},
@@ -257,20 +264,20 @@ def test_mismatched_files_are_refused(tmp_path: Path) -> None:
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(good)
     assert "does not match the other files" in said()
     path = write(tmp_path, "u", trained(), stage=0, ranks=1)
-    whole = (path / MODEL).read_bytes()
-    (path / MODEL).write_bytes(whole[:-100])
+    full = (path / MODEL).read_bytes()
+    (path / MODEL).write_bytes(full[:-100])
     assert MODEL in said()
-    (path / MODEL).write_bytes(whole)
+    (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value.update(mp_world_size=2))
     assert "model, pipeline or expert parallelism" in said()
-    (path / MODEL).write_bytes(whole)
+    (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value["module"].update(base=torch.randn(4, 3).t()))
     assert "'param/base' was saved with strides (1, 3)" in said()
-    (path / MODEL).write_bytes(whole)
+    (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value.update(ds_config=5, optimizer={"state": {}}))
     with pytest.raises(CheckpointError, match=r"layout that DeepSpeed 0.19 writes \(KeyError: 'param_groups'\)"):
         StoredCheckpoint(tmp_path, parameter_order=trained().groups)
-    (path / MODEL).write_bytes(whole)
+    (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value.pop("module"))
     assert "have no module" in said()
     raw = BytesIO()

@@ -18,17 +18,17 @@ from windlass.compat.zero_linear import LinearModuleForZeroStage3, zero3_linear_
 @pytest.mark.parametrize("bias", [True, False])
 def test_tiled_layer_equals_the_layer(in_splits: int, out_splits: int, bias: bool) -> None:
     """Tiles have the output and the gradients of the whole layer."""
-    whole = nn.Linear(7, 11, bias=bias)
-    tiled = TiledLinear(7, 11, bias=bias, in_splits=in_splits, out_splits=out_splits, init_linear=whole)
+    full = nn.Linear(7, 11, bias=bias)
+    tiled = TiledLinear(7, 11, bias=bias, in_splits=in_splits, out_splits=out_splits, init_linear=full)
     x = torch.randn(3, 2, 7, requires_grad=True)
     y = x.detach().clone().requires_grad_()
-    whole(x).square().sum().backward()
+    full(x).square().sum().backward()
     output = tiled(y)
     output.square().sum().backward()
-    torch.testing.assert_close(output, whole(x))
+    torch.testing.assert_close(output, full(x))
     torch.testing.assert_close(y.grad, x.grad)
     rows = [torch.cat([tile.weight.grad for tile in row], dim=1) for row in tiled.linears]  # type: ignore[union-attr,misc]
-    torch.testing.assert_close(torch.cat(rows), whole.weight.grad)
+    torch.testing.assert_close(torch.cat(rows), full.weight.grad)
 
 
 def test_tiles_of_layers_that_return_their_bias() -> None:
@@ -36,11 +36,11 @@ def test_tiles_of_layers_that_return_their_bias() -> None:
         def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
             return F.linear(x, self.weight), self.bias
 
-    whole = nn.Linear(6, 4)
-    tiled = TiledLinearReturnBias(6, 4, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=whole)
+    full = nn.Linear(6, 4)
+    tiled = TiledLinearReturnBias(6, 4, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=full)
     x = torch.randn(5, 6)
     output, bias = tiled(x)
-    torch.testing.assert_close(output + bias, whole(x))
+    torch.testing.assert_close(output + bias, full(x))
 
 
 @pytest.mark.parametrize("splits", [0, 5])
@@ -57,7 +57,7 @@ def test_tiles_of_wrong_sizes_are_refused(splits: int) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_stage_3_linear(shape: tuple[int, ...], autocast: bool) -> None:
     """The function equals `F.linear`, with gradients in the dtype of their operand, also under torch.func."""
-    found = []
+    results = []
     for function in (F.linear, zero3_linear_wrap):
         torch.manual_seed(0)
         x = torch.randn(shape, requires_grad=True)
@@ -66,8 +66,8 @@ def test_stage_3_linear(shape: tuple[int, ...], autocast: bool) -> None:
             output = function(x, weight, bias)
         output.float().square().sum().backward()
         assert x.grad is not None and weight.grad is not None and bias.grad is not None
-        found.append((output, x.grad, weight.grad, bias.grad))
-    for plain, ours in zip(*found, strict=True):
+        results.append((output, x.grad, weight.grad, bias.grad))
+    for plain, ours in zip(*results, strict=True):
         assert plain.dtype == ours.dtype
         torch.testing.assert_close(ours, plain, rtol=2e-2 if autocast else 1e-5, atol=2e-2 if autocast else 1e-5)
 
@@ -113,8 +113,8 @@ def test_routes_as_masks(k: int, factor: float) -> None:
     for choice, token in (index >= 0).nonzero().tolist():
         again[token, index[choice, token], place[choice, token]] += weight[choice, token]
     torch.testing.assert_close(again, weights)
-    _, whole, _, _ = _routes(k, logits, factor, drop_tokens=False)
-    assert whole.shape[2] == min(int(counts.max()), 12) and (whole != 0).sum() == 12 * k
+    _, full, _, _ = _routes(k, logits, factor, drop_tokens=False)
+    assert full.shape[2] == min(int(counts.max()), 12) and (full != 0).sum() == 12 * k
 
 
 def test_unknown_routes_are_refused() -> None:

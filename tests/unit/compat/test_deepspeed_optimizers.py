@@ -55,8 +55,8 @@ def stepped(make: Make) -> list[torch.Tensor]:
     ],
 )
 def test_steps_equal_the_torch_optimizers(ours: Make, torchs: Make) -> None:
-    for found, wanted in zip(stepped(ours), stepped(torchs), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, expected in zip(stepped(ours), stepped(torchs), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("cls", ALL)

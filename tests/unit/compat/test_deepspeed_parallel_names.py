@@ -47,8 +47,8 @@ def test_expert_layers_have_deepspeed_arguments() -> None:
 
 def test_experts_have_deepspeed_attributes_and_no_others() -> None:
     net = Net()
-    told = {name for name, p in net.named_parameters() if expert_parameters.is_moe_param(p)}
-    assert told == {name for name, _ in net.named_parameters() if "deepspeed_experts" in name} and len(told) == 8
+    results = {name for name, p in net.named_parameters() if expert_parameters.is_moe_param(p)}
+    assert results == {name for name, _ in net.named_parameters() if "deepspeed_experts" in name} and len(results) == 8
     expert: Any = net.mixture.deepspeed_moe.experts.deepspeed_experts[0].weight
     assert expert.allreduce is False and expert.group_name == "ep_size_2" and not expert.__dict__
     assert not hasattr(net.first.weight, "allreduce") and not hasattr(net.mixture.mlp.weight, "group_name")
@@ -97,10 +97,10 @@ def test_groups_without_experts_are_returned() -> None:
     """Groups without experts are returned unchanged: scripts call these functions for any model."""
     net = torch.nn.Linear(2, 2)
     for given in ({"params": net.parameters(), "name": "all"}, [{"params": [net.weight]}, {"params": [net.bias]}]):
-        found = expert_parameters.split_params_into_different_moe_groups_for_optimizer(given)
-        assert [one for group in found for one in group["params"]] == [net.weight, net.bias]
-    found = expert_parameters.configure_moe_param_groups(list(net.parameters()))
-    assert len(found) == 1 and torch.optim.SGD(found, lr=0.1).param_groups[0]["params"] == list(net.parameters())
+        result = expert_parameters.split_params_into_different_moe_groups_for_optimizer(given)
+        assert [item for group in result for item in group["params"]] == [net.weight, net.bias]
+    result = expert_parameters.configure_moe_param_groups(list(net.parameters()))
+    assert len(result) == 1 and torch.optim.SGD(result, lr=0.1).param_groups[0]["params"] == list(net.parameters())
     with pytest.raises(ValueError, match="param_groups is a str"):
         expert_parameters.split_params_into_different_moe_groups_for_optimizer("all")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not a str"):
@@ -137,14 +137,14 @@ def test_arguments_of_tp_model_init_reach_the_configuration(tmp_path: Path) -> N
     assert tp_model_init.tp_model_init(model, tp_size=2, dtype=torch.bfloat16) is model
     assert tp_model_init.tp_model_init(model, 2, torch.bfloat16, config=None) is model
     given: dict[str, Any] = {**CONFIG, "bf16": {"enabled": True}}
-    found = tp_model_init.config_with_tp_arguments(model, given)
-    assert found["tensor_parallel"] == {"autotp_size": 2} and "tensor_parallel" not in given
+    result = tp_model_init.config_with_tp_arguments(model, given)
+    assert result["tensor_parallel"] == {"autotp_size": 2} and "tensor_parallel" not in given
     assert tp_model_init.config_with_tp_arguments(other, given) is given
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(given))
-    assert tp_model_init.config_with_tp_arguments(model, str(file)) == found
+    assert tp_model_init.config_with_tp_arguments(model, str(file)) == result
     assert (
-        COMPUTED_ANSWERS["autotp_size"](load_config(found)) == 2
+        COMPUTED_ANSWERS["autotp_size"](load_config(result)) == 2
         and COMPUTED_ANSWERS["autotp_size"](load_config(given)) == 0
     )
 
@@ -207,8 +207,8 @@ def test_batch_sizes_count_data_loading_ranks(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], mpu: Any, readers: int
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    found = DeepSpeedConfig({**CONFIG, **config}, mpu=mpu)
-    assert (found.world_size, found.train_batch_size) == (readers, readers * 6)
+    result = DeepSpeedConfig({**CONFIG, **config}, mpu=mpu)
+    assert (result.world_size, result.train_batch_size) == (readers, readers * 6)
 
 
 def test_configuration_that_contradicts_its_mpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

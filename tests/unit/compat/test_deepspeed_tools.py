@@ -74,12 +74,12 @@ def test_only_chosen_ranks_print(tmp_path: Any, capsys: pytest.CaptureFixture[st
 
 
 def test_log_once_logs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(rank_logging.logger, "warning", lambda text, *_: said.append(text))
+    reported: list[str] = []
+    monkeypatch.setattr(rank_logging.logger, "warning", lambda text, *_: reported.append(text))
     for _ in range(2):
         rank_logging.warning_once("only this time")
         rank_logging.logger.warning_once("only this time")
-    assert said == ["only this time"]
+    assert reported == ["only this time"]
 
 
 def test_torch_versions() -> None:
@@ -186,16 +186,16 @@ def test_a_log_of_timers_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_throughput_excludes_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [0.0]
     monkeypatch.setattr(wall_clock_timers, "_synchronized_time", lambda: moment[0])
-    said: list[str] = []
+    text: list[str] = []
     config = SimpleNamespace(enabled=True, synchronized=True)
-    timer = wall_clock_timers.ThroughputTimer(config, 8, start_step=1, steps_per_output=3, logging_fn=said.append)
+    timer = wall_clock_timers.ThroughputTimer(config, 8, start_step=1, steps_per_output=3, logging_fn=text.append)
     assert timer.avg_samples_per_sec() == -math.inf
     for step in range(3):
         timer.start()
         moment[0] += 0.05 if step == 0 else 0.01
         timer.stop(global_step=True)
     assert timer.avg_samples_per_sec() == pytest.approx(8 / 0.01)
-    assert len(said) == 1 and "global_step=3" in said[0]
+    assert len(text) == 1 and "global_step=3" in text[0]
     timer.update_epoch_count()
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
 
@@ -213,10 +213,10 @@ def test_on_device_constructs_on_the_device() -> None:
     with OnDevice(torch.float16, "meta"):
         layer = nn.Linear(4, 2)
         index = torch.arange(3)
-        asked = torch.zeros(2, dtype=torch.float32)
+        requested = torch.zeros(2, dtype=torch.float32)
     assert layer.weight.is_meta and layer.weight.dtype == torch.float16
     assert index.is_meta and index.dtype == torch.int64
-    assert asked.dtype == torch.float16
+    assert requested.dtype == torch.float16
     with OnDevice(torch.bfloat16, "cpu"):
         assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
     with OnDevice(torch.float16, enabled=False):
@@ -255,12 +255,12 @@ def test_seeds_are_set() -> None:
 
 
 def test_memory_is_shown_only_when_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(own_logger, "info", said.append)
+    text: list[str] = []
+    monkeypatch.setattr(own_logger, "info", text.append)
     runtime_functions.see_memory_usage("here")
-    assert said == []
+    assert text == []
     runtime_functions.see_memory_usage("here", force=True)
-    assert said[0].startswith("here: host resident")
+    assert text[0].startswith("here: host resident")
 
 
 def test_norms_equal_torch() -> None:
@@ -270,10 +270,10 @@ def test_norms_equal_torch() -> None:
         for number, parameter in enumerate(module.parameters()):
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
     for kind in (2, 1, math.inf):
-        wanted = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None], kind)
-        assert norm_functions.get_grad_norm(layer.parameters(), kind) == pytest.approx(wanted.item(), rel=1e-6)
-    wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-    torch.testing.assert_close(norm_functions.clip_grad_norm_(layer.parameters(), 0.5), wanted)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None], kind)
+        assert norm_functions.get_grad_norm(layer.parameters(), kind) == pytest.approx(expected.item(), rel=1e-6)
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    torch.testing.assert_close(norm_functions.clip_grad_norm_(layer.parameters(), 0.5), expected)
     for parameter, other in zip(layer.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad)
     layer.weight.grad = torch.zeros_like(layer.weight)
@@ -334,10 +334,10 @@ def test_transposed_layers_become_linear() -> None:
             return x @ self.weight + self.bias
 
     model, data = nn.Sequential(Transposed(), nn.ReLU()), torch.randn(4, 3)
-    wanted = model(data)
+    expected = model(data)
     assert attribute_paths.convert_conv1d_to_linear(model, Transposed) is model
     assert isinstance(model[0], nn.Linear)
-    torch.testing.assert_close(model(data), wanted)
+    torch.testing.assert_close(model(data), expected)
 
 
 def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,10 +404,10 @@ def test_pinned_memory_is_summed_and_logged_at_each_doubling(caplog: pytest.LogC
 def test_deprecated_keys_are_logged_by_the_logger_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.compat.config_sections import DeepSpeedZeroConfig
 
-    said: list[str] = []
-    monkeypatch.setattr(rank_logging.logger, "warning", lambda message, *args: said.append(message))
+    text: list[str] = []
+    monkeypatch.setattr(rank_logging.logger, "warning", lambda message, *args: text.append(message))
     DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
-    assert len(said) == 1 and "elastic checkpointing is deprecated" in said[0]
+    assert len(text) == 1 and "elastic checkpointing is deprecated" in text[0]
 
 
 def test_parameters_used_in_a_backward_are_counted() -> None:

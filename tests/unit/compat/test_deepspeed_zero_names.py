@@ -98,12 +98,12 @@ def test_muon_aliases() -> None:
 def test_stage_3_container_keeps_a_module_working() -> None:
     layer = nn.Linear(3, 2)
     given, x = layer._parameters, torch.ones(1, 3)
-    wanted = layer(x)
+    expected = layer(x)
     ensure_zero_ordered_dict(layer)
     made = layer._parameters
     ensure_zero_ordered_dict(layer)
     assert isinstance(made, ZeROOrderedDict) and layer._parameters is made and layer._original_parameters is given
-    assert torch.equal(layer(x), wanted) and list(made) == ["weight", "bias"]
+    assert torch.equal(layer(x), expected) and list(made) == ["weight", "bias"]
     assert list(copy.deepcopy(layer)._parameters) == ["weight", "bias"]
     ensure_zero_ordered_dict(object())
 
@@ -147,11 +147,11 @@ def test_dynamic_loss_scale_equals_deepspeed(
     made = DynamicLossScale(4.0, window, hysteresis, consecutive, min_scale=1.0)
     for zero in (True, False):
         scale = scale_of(made, zero=zero)
-        found = []
+        results = []
         for step in "gggggogogggoogggg":
             scale.update(step == "o")
-            found.append(scale.scale)
-        assert found == (scales if zero else scale_at_stage_0(window))
+            results.append(scale.scale)
+        assert results == (scales if zero else scale_at_stage_0(window))
     fixed = StaticLossScale(2.0)
     assert scale_of(fixed, zero=True) is fixed
 
@@ -165,13 +165,13 @@ def scale_at_stage_0(window: int) -> list[float]:
 def test_gradient_sum_is_refused_with_unsupported_features() -> None:
     from windlass.compat.deepspeed_config import DeepSpeedConfig
 
-    asked = {"train_batch_size": 1, "gradient_allreduce_op": "SUM"}
-    assert DeepSpeedConfig({**asked, "zero_optimization": {"stage": 3}}).gradient_allreduce_op == "sum"
+    requested = {"train_batch_size": 1, "gradient_allreduce_op": "SUM"}
+    assert DeepSpeedConfig({**requested, "zero_optimization": {"stage": 3}}).gradient_allreduce_op == "sum"
     for more, name in (
         ({"zero_optimization": {"zenflow": {}}}, "ZenFlow"),
         ({"compile": {"deepcompile": True}}, "Deep"),
     ):
         with pytest.raises(ValueError, match=f"not supported with {name}"):
-            DeepSpeedConfig({**asked, **more})
+            DeepSpeedConfig({**requested, **more})
     with pytest.raises(ValueError, match="Invalid gradient_allreduce_op: 'max'"):
-        DeepSpeedConfig({**asked, "gradient_allreduce_op": "max"})
+        DeepSpeedConfig({**requested, "gradient_allreduce_op": "max"})

@@ -143,12 +143,12 @@ def test_unknown_warmup_type_falls_back_to_log() -> None:
     def rates(schedule: type, **more: object) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         made = schedule(optimizer, warmup_num_steps=4, **more)
-        found = []
+        results = []
         for _ in range(6):
             made.step()
-            found.append(made.get_lr()[0])
+            results.append(made.get_lr()[0])
         assert isinstance(made, schedule)
-        return found
+        return results
 
     for name, more in (
         ("WarmupLR", {}),
@@ -166,8 +166,8 @@ def test_unknown_warmup_type_falls_back_to_log() -> None:
         made = own(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), **more)
         assert isinstance(made, theirs), "initialize makes windlass's own"
     section = {"type": "WarmupLR", "params": {"warmup_type": "cubic", "warmup_num_steps": 4}}
-    found = resolve_tolerated_keys({"train_batch_size": 1, "scheduler": section})
-    assert found["scheduler"]["params"] == {"warmup_num_steps": 4} and "warmup_type" in section["params"]
+    result = resolve_tolerated_keys({"train_batch_size": 1, "scheduler": section})
+    assert result["scheduler"]["params"] == {"warmup_num_steps": 4} and "warmup_type" in section["params"]
 
 
 def test_one_cycle_lengths_equal_deepspeed() -> None:

@@ -41,12 +41,12 @@ def _trained(context: CheckpointHiddenStatesOffload | None, *, spoil: bool = Fal
 @pytest.mark.usefixtures("_apart")
 @pytest.mark.parametrize(("keeps", "streams"), [(0, True), (1, False), (2, True), (9, True)])
 def test_offload_keeps_gradients_and_leaves_the_newest_on_the_device(keeps: int, streams: bool) -> None:
-    wanted = _trained(None)
+    expected = _trained(None)
     context = CheckpointHiddenStatesOffload(use_streams=streams, min_offload_bytes=0, keep_last_count=keeps)
     for _ in range(2):  # the second time, all counts start at zero again
         with context:
-            found = _trained(context)
-        assert torch.equal(found[0], wanted[0]) and all(map(torch.equal, found[1], wanted[1]))
+            actual = _trained(context)
+        assert torch.equal(actual[0], expected[0]) and all(map(torch.equal, actual[1], expected[1]))
         stats, stay = context.stats, min(keeps, 4)
         assert (stats.marked_tensors, stats.offloaded_tensors, stats.restored_tensors) == (4, 4 - stay, 4 - stay)
         assert stats.kept_last_tensors == stay and stats.offloaded_bytes == (4 - stay) * 4 * 4 * SIZE

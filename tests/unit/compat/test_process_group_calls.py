@@ -72,8 +72,8 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_equal_deepspeed(name: str) -> None:
-    wanted = SIGNATURES[name].split()
-    assert list(inspect.signature(getattr(comm, name)).parameters)[: len(wanted)] == wanted
+    expected = SIGNATURES[name].split()
+    assert list(inspect.signature(getattr(comm, name)).parameters)[: len(expected)] == expected
 
 
 @pytest.mark.usefixtures("alone")
@@ -91,12 +91,12 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert comm.get_all_ranks_from_group() == [0] == comm.get_all_ranks_from_group(comm.new_group([0]))
     backend = comm.cdb
     assert backend.is_initialized() and backend.get_backend() == "gloo" and backend.world_size == 1
-    mine = torch.tensor([2.0, 0.0])
-    backend.all_reduce(mine, comm.ReduceOp.LAND)
-    assert mine.tolist() == [1.0, 0.0]
-    whole = torch.zeros(1, 2)
-    assert comm.TorchBackend.get_all_gather_function()(whole, mine, group=None, async_op=True).wait()
-    assert whole.tolist() == [[1.0, 0.0]]
+    local = torch.tensor([2.0, 0.0])
+    backend.all_reduce(local, comm.ReduceOp.LAND)
+    assert local.tolist() == [1.0, 0.0]
+    full = torch.zeros(1, 2)
+    assert comm.TorchBackend.get_all_gather_function()(full, local, group=None, async_op=True).wait()
+    assert full.tolist() == [[1.0, 0.0]]
     assert comm.initialize_mesh_device((1,), ("data",)).mesh_dim_names == ("data",)
     comm.destroy_process_group()
     assert not comm.is_initialized()

@@ -146,8 +146,8 @@ def test_sizes_from_other_sources_are_used_and_must_agree() -> None:
 def test_ulysses_degree_must_fit_sp_from_any_source() -> None:
     config = load_config({"parallel": {"sp_mode": "ulysses+ring", "ulysses_degree": 1}})
     assert config.axes(4, other_sizes={"mpu": {"sp": 4}}).sp == 4
-    said = load_config({"parallel": {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2}}).parallel
-    assert said.ulysses_size(4) == 2
+    text = load_config({"parallel": {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2}}).parallel
+    assert text.ulysses_size(4) == 2
     assert load_config({"parallel": {"sp": 4, "sp_mode": "ulysses+ring"}}).parallel.ulysses_size(4) is None
     assert load_config({}).parallel.ulysses_size(4) == 4
     assert load_config({"parallel": {"sp_mode": "ring"}}).parallel.ulysses_size(4) == 1
@@ -174,8 +174,8 @@ def test_partition_table_merges_both_spellings() -> None:
         assert config.refusals() == []
         lines = config.tensor_table(names, model_type)
         assert list(lines)[-2:] == list(own)  # the last matching pattern wins
-        found = {name: [cut for line, cut in lines.items() if re.fullmatch(line, name)] for name in names}
-        return {name: cuts[-1] for name, cuts in found.items() if cuts}
+        results = {name: [cut for line, cut in lines.items() if re.fullmatch(line, name)] for name in names}
+        return {name: cuts[-1] for name, cuts in results.items() if cuts}
 
     expected = {
         "layers.3.up": "column",

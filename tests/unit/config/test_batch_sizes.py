@@ -52,10 +52,10 @@ def test_every_combination_resolves_or_names_the_missing_key(states: tuple[str, 
 def test_omitted_sizes_are_derived(micro: int, steps: int, world: int, kept: tuple[bool, ...]) -> None:
     only_one = sum(kept) == 1
     steps = 1 if only_one else steps
-    whole = dict(zip(KEYS, (micro * steps * world, micro, steps), strict=True))
-    source = {key: value for (key, value), keep in zip(whole.items(), kept, strict=True) if keep}
+    full = dict(zip(KEYS, (micro * steps * world, micro, steps), strict=True))
+    source = {key: value for (key, value), keep in zip(full.items(), kept, strict=True) if keep}
     batch = load_config(source).resolve_batch(world)
-    assert {TRAIN: batch.train, MICRO: batch.micro, ACCUMULATION: batch.accumulation} == whole
+    assert {TRAIN: batch.train, MICRO: batch.micro, ACCUMULATION: batch.accumulation} == full
 
 
 @given(sizes, sizes, sizes, sizes)

@@ -87,7 +87,7 @@ def sections(kinds: list[str], tables: dict[str, Any]) -> st.SearchStrategy[dict
         params = st.lists(st.sampled_from(names), max_size=3, unique=True).flatmap(
             lambda chosen: st.fixed_dictionaries({name: values[name] for name in chosen})
         )
-        needed = [name for name, one in tables.get(kind, {}).items() if one.default is ...]
+        needed = [name for name, item in tables.get(kind, {}).items() if item.default is ...]
         filled = params.map(lambda found: {**dict.fromkeys(needed, 10), **found})
         return st.fixed_dictionaries({"type": st.sampled_from([kind, kind.lower()]), "params": filled})
 
@@ -138,14 +138,14 @@ KEYS = {
 
 def plausible(words: str) -> st.SearchStrategy[Any]:
     """Return values of the right type, from the type's description for users."""
-    found: list[Any] = [json.loads(one) for one in words.split(" or ") if one.startswith('"')]
-    found += [True, False] if "true or false" in words else []
-    found += [1, 2, 3, 0, 10**6, 10**18] if "whole number" in words else []
-    found += [1, 0.5, 0, 1e-3, 1e9] if "number" in words else []
-    found += ["some", "*", "/proc/none", "some/folder"] if "string" in words else []
-    found += [["some"], []] if "list" in words else []
-    found += [{}, {"some": 1}] if "object" in words else []
-    return st.sampled_from(found) if found else odd
+    results: list[Any] = [json.loads(item) for item in words.split(" or ") if item.startswith('"')]
+    results += [True, False] if "true or false" in words else []
+    results += [1, 2, 3, 0, 10**6, 10**18] if "whole number" in words else []
+    results += [1, 0.5, 0, 1e-3, 1e9] if "number" in words else []
+    results += ["some", "*", "/proc/none", "some/folder"] if "string" in words else []
+    results += [["some"], []] if "list" in words else []
+    results += [{}, {"some": 1}] if "object" in words else []
+    return st.sampled_from(results) if results else odd
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
         *outer, name = path.split(".")
         section = config
         for step in outer:
-            found = section.setdefault(step, {})
-            section = found if isinstance(found, dict) else section.setdefault(step + "_", {})
+            result = section.setdefault(step, {})
+            section = result if isinstance(result, dict) else section.setdefault(step + "_", {})
         section[name] = value
     return config
 

@@ -68,8 +68,8 @@ def test_editor_schema_has_every_key_and_alias() -> None:
             continue
         *outer, name = row.path.split(".")
         for spelling in (name, *row.aliases):
-            found = _properties(schema, [*outer, spelling])
-            assert found is not None, (row.path, spelling)
+            result = _properties(schema, [*outer, spelling])
+            assert result is not None, (row.path, spelling)
             checked += 1
     assert checked > 350
     bucket = _properties(schema, ["zero_optimization", "reduce_bucket_size"])

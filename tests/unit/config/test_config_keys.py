@@ -173,14 +173,14 @@ def test_unsupported_features_are_refused_by_name(path: str, value: Any) -> None
 def test_refused_key_in_a_list_of_sections_is_named_with_its_index() -> None:
     specs = [{"patterns": "a"}, {"patterns": ["b"], "gather_output": True}]
     refusals = load_config({"tensor_parallel": {"partition_config": {"layer_specs": specs}}}).refusals()
-    assert [one.path for one in refusals] == ["tensor_parallel.partition_config.layer_specs[1].gather_output"]
+    assert [item.path for item in refusals] == ["tensor_parallel.partition_config.layer_specs[1].gather_output"]
 
 
 def test_experts_are_enabled_by_their_switch() -> None:
-    asked = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "comm_backend": "deepep", "top_k": 2}
-    refusals = load_config({"expert_parallel": asked}).refusals()
-    assert {one.path for one in refusals} == {"expert_parallel.comm_backend", "expert_parallel.top_k"}
-    assert load_config({"expert_parallel": {**asked, "enabled": False}}).refusals() == []
+    requested = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "comm_backend": "deepep", "top_k": 2}
+    refusals = load_config({"expert_parallel": requested}).refusals()
+    assert {item.path for item in refusals} == {"expert_parallel.comm_backend", "expert_parallel.top_k"}
+    assert load_config({"expert_parallel": {**requested, "enabled": False}}).refusals() == []
 
 
 def test_empty_sections_are_accepted() -> None:
@@ -199,7 +199,7 @@ def test_empty_sections_are_accepted() -> None:
 
 def test_passed_on_keys_load_under_sections_with_free_keys() -> None:
     assert load_config({"amp": {"enabled": False, "opt_level": "O1"}}).refusals() == []
-    assert [one.path for one in load_config({"amp": {"enabled": True, "opt_level": "O1"}}).refusals()] == [
+    assert [item.path for item in load_config({"amp": {"enabled": True, "opt_level": "O1"}}).refusals()] == [
         "amp.enabled"
     ]
 

@@ -47,11 +47,11 @@ EXPECTED = {
 def test_all_errors_are_reported_at_once_with_line_and_fix(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(BROKEN)
-    found = {problem.path: problem for problem in validate_config(path).problems}
-    assert found.keys() == EXPECTED.keys()
+    results = {problem.path: problem for problem in validate_config(path).problems}
+    assert results.keys() == EXPECTED.keys()
     for key, (kind, words, line) in EXPECTED.items():
-        assert (found[key].kind, found[key].line) == (kind, line), key
-        assert words in found[key].message, key
+        assert (results[key].kind, results[key].line) == (kind, line), key
+        assert words in results[key].message, key
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert f"{len(EXPECTED)} problems" in str(caught.value)

@@ -141,6 +141,6 @@ def test_published_configurations_load() -> None:
         else:
             with pytest.raises(ConfigError, match="neither train_batch_size nor"):
                 config.resolve_batch(1)
-        asked = {refusal.path for refusal in config.refusals()}
-        assert not {path for path in asked if "offload" in path}, path
-        assert ("OneBitAdam" in text) == ("optimizer.type" in asked), path
+        requested = {refusal.path for refusal in config.refusals()}
+        assert not {path for path in requested if "offload" in path}, path
+        assert ("OneBitAdam" in text) == ("optimizer.type" in requested), path

@@ -92,21 +92,21 @@ def test_schedule_parameters_are_those_of_the_class(name: str) -> None:
         2:
     ]
     table = scheduler_section.SCHEDULER_PARAMETERS[name]
-    assert {one.name for one in signature} == set(table)
-    for one in signature:
-        assert table[one.name].default == (... if one.default is one.empty else one.default)
+    assert {entry.name for entry in signature} == set(table)
+    for item in signature:
+        assert table[item.name].default == (... if item.default is item.empty else item.default)
 
 
 @pytest.mark.parametrize("name", [*optimizer_section.UNSUPPORTED_OPTIMIZERS])
 def test_unsupported_optimizers_load_and_are_refused(name: str) -> None:
-    assert [one.path for one in load_config({"optimizer": {"type": name}}).refusals()] == ["optimizer.type"]
+    assert [item.path for item in load_config({"optimizer": {"type": name}}).refusals()] == ["optimizer.type"]
     with pytest.raises(ValueError, match="refused"):
         optimizer_factory.resolve_optimizer_class(name)
 
 
 @pytest.mark.parametrize("name", [*scheduler_section.UNSUPPORTED_SCHEDULES])
 def test_unsupported_schedules_load_and_are_refused(name: str) -> None:
-    assert [one.path for one in load_config({"scheduler": {"type": name}}).refusals()] == ["scheduler.type"]
+    assert [item.path for item in load_config({"scheduler": {"type": name}}).refusals()] == ["scheduler.type"]
     with pytest.raises(ValueError, match="refused"):
         scheduler_factory.resolve_scheduler_class(name)
 

@@ -18,33 +18,33 @@ def section(**values: object) -> Elasticity:
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(12, 3000), st.integers(1, 8), st.booleans())
 def test_valid_world_sizes_divide_the_batch(sizes: list[int], bound: int, least: int, larger: bool) -> None:
-    asked = section(micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, prefer_larger_batch=larger)
+    requested = section(micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, prefer_larger_batch=larger)
     try:
-        found = find_elastic_batch(asked)
+        result = find_elastic_batch(requested)
     except ConfigError as error:  # only if no batch exists: the smallest micro-batch allows the most ranks
         assert "no batch up to" in str(error) and bound // min(sizes) < 2 * least
         return
-    assert found.train <= bound
-    for ranks in range(1, min(found.train, 200) + 1):
-        fits = ranks >= least and any(found.train % (size * ranks) == 0 for size in sizes)
-        assert (ranks in found.rank_counts) == fits
+    assert result.train <= bound
+    for ranks in range(1, min(result.train, 200) + 1):
+        fits = ranks >= least and any(result.train % (size * ranks) == 0 for size in sizes)
+        assert (ranks in result.rank_counts) == fits
         if fits:
-            batch = solve_elastic_batch(asked, ranks)
-            assert batch.train == found.train == batch.micro * batch.accumulation * ranks
-            assert batch.micro == max(size for size in sizes if found.train % (size * ranks) == 0)
+            batch = solve_elastic_batch(requested, ranks)
+            assert batch.train == result.train == batch.micro * batch.accumulation * ranks
+            assert batch.micro == max(size for size in sizes if result.train % (size * ranks) == 0)
         else:
             with pytest.raises(ConfigError, match=f"{ranks} ranks"):
-                solve_elastic_batch(asked, ranks)
+                solve_elastic_batch(requested, ranks)
 
 
 def many_divisors(bound: int) -> list[int]:
     """Return the numbers up to `bound` that have more divisors than any smaller number, by counting."""
-    found, most = [], 0
+    result, most = [], 0
     for number in range(1, bound + 1):
         divisors = sum(number % n == 0 for n in range(1, number + 1))
         if divisors > most:
-            found, most = [*found, number], divisors
-    return found
+            result, most = [*result, number], divisors
+    return result
 
 
 MANY_DIVISORS = many_divisors(720)
@@ -74,16 +74,16 @@ def by_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: boo
     st.booleans(),
 )
 def test_elastic_batch_follows_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: bool) -> None:
-    asked = section(
+    requested = section(
         micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, max_gpus=most, prefer_larger_batch=larger
     )
     train, ranks = by_the_rule(sizes, bound, least, most, larger)
     if not ranks:
         with pytest.raises(ConfigError, match="fits any number of"):
-            find_elastic_batch(asked)
+            find_elastic_batch(requested)
         return
-    found = find_elastic_batch(asked)
-    assert (found.train, list(found.rank_counts)) == (train, ranks)
+    result = find_elastic_batch(requested)
+    assert (result.train, list(result.rank_counts)) == (train, ranks)
 
 
 def test_highly_composite_numbers_are_complete() -> None:
@@ -97,11 +97,11 @@ def test_elastic_batch_equals_deepspeed() -> None:
 
     DeepSpeed chooses a batch of 9792, which 23 numbers of GPUs can share.
     """
-    asked = section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
-    found = find_elastic_batch(asked)
-    assert found.train == 9792
-    assert len(found.rank_counts) == 23
-    assert solve_elastic_batch(asked, 64).micro == 17
+    requested = section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
+    result = find_elastic_batch(requested)
+    assert result.train == 9792
+    assert len(result.rank_counts) == 23
+    assert solve_elastic_batch(requested, 64).micro == 17
 
 
 def test_ties_prefer_the_larger_or_smaller_batch() -> None:

@@ -129,10 +129,10 @@ def test_output_of_a_run_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("alpha")
     (tmp_path / "run" / "tokenizer").mkdir(parents=True)
     (tmp_path / "run" / "tokenizer" / "notes.txt").write_text("not data")
-    found = find_sources([str(tmp_path)], exclude_dir=tmp_path / "run")
-    assert [Path(source.location).name for source in found] == ["a.txt"]
-    asked = find_sources([str(tmp_path / "run")], exclude_dir=tmp_path / "run")
-    assert [Path(source.location).name for source in asked] == ["notes.txt"], "asked for by name, it is data"
+    result = find_sources([str(tmp_path)], exclude_dir=tmp_path / "run")
+    assert [Path(source.location).name for source in result] == ["a.txt"]
+    requested = find_sources([str(tmp_path / "run")], exclude_dir=tmp_path / "run")
+    assert [Path(source.location).name for source in requested] == ["notes.txt"], "asked for by name, it is data"
 
 
 def test_numeric_column_is_refused(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def test_resume_at_any_world_size_continues_the_stream(
     consumed = before[0] * before[1] * before[2]
     first = drawn(length, 5, *before)
     second = drawn(length, 5, *after, consumed=consumed)
-    whole = drawn(length, 5, micro=len(first) + len(second), world=1, steps=1)
-    assert first + second == whole
+    full = drawn(length, 5, micro=len(first) + len(second), world=1, steps=1)
+    assert first + second == full
 
 
 def test_stream_position_is_independent_of_the_rank() -> None:

@@ -46,9 +46,9 @@ def test_the_dtype_is_the_narrowest_that_holds_every_id(vocab_size: int, bits: i
 
 def test_flipped_payload_bits_are_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", [1, 2, 3], [4])
-    whole = path.read_bytes()
-    for position in range(4096, len(whole)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+    full = path.read_bytes()
+    for position in range(4096, len(full)):
+        path.write_bytes(full[:position] + bytes([full[position] ^ 4]) + full[position + 1 :])
         with pytest.raises(DataError, match="damaged"):
             open_tokens(path, verify=True)
 

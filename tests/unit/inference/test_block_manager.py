@@ -1,4 +1,4 @@
-"""KV blocks: no block leaks, none is shared wrongly, and the prefix cache finds equal prefixes alone."""
+"""Tests of KV blocks: none leaks, none is shared wrongly, and the prefix cache finds exactly the equal prefixes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_keep_the_books(seed: int) -> None:
-    """10,000 operations beside a model of the manager: holders of each block, and the content that each should have."""
+    """Run 10,000 operations beside a model of the manager: holders and content of each block."""
     r = random.Random(seed)
     manager = BlockManager(24, SIZE)
-    content: dict[int, tuple[int, ...]] = {}  # what is written in each block
+    content: dict[int, tuple[int, ...]] = {}  # tokens written in each block
     held: list[tuple[list[int], list[int]]] = []  # tokens, blocks
     for _ in range(2500):
         kind = r.random()

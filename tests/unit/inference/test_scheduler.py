@@ -1,4 +1,4 @@
-"""Properties of the scheduler on random states, and simulations until all requests are served."""
+"""Tests of the scheduler's properties on random states, and simulations until all requests are served."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_plan_can_be_carried_out(
     assert preempted <= {s.sequence_id for s in running}
     assert admitted <= {s.sequence_id for s in waiting}
     assert not preempted & set(plan.num_tokens)
-    # tokens: at least one, at most what is known; whole prompts may exceed the budget alone
+    # tokens: at least one, at most the known ones; only unchunked prompts may exceed the budget
     for sequence_id, tokens in plan.num_tokens.items():
         assert 1 <= tokens <= known[sequence_id].remaining
         assert sequence_id in admitted or sequence_id < 100
@@ -91,14 +91,14 @@ def test_every_plan_can_be_carried_out(
     # something runs if anything can
     if running or waiting:
         assert plan.num_tokens or plan.preempted
-    # with room for all, no decode is left out (but under prefill-first)
+    # with room for all, no decode is left out (except under prefill-first)
     decodes = [s for s in running if s.is_decode]
     if policy != "prefill-first" and not preempted and len(decodes) <= budget:
         assert all(s.sequence_id in plan.num_tokens for s in decodes)
 
 
 class Simulation:
-    """Requests of a load through the scheduler, with the block accounting of an engine and a clock of its cost."""
+    """Simulation of a load: an engine's block accounting, and a clock driven by the cost model."""
 
     def __init__(self, limits: SchedulerLimits, cost: StepCost = COST) -> None:
         self.limits, self.cost, self.now = limits, cost, 0.0
@@ -176,10 +176,10 @@ def test_a_large_request_is_not_passed_forever_by_small_ones() -> None:
     simulation.add(1000, 24 * BLOCK - 2, 1)  # needs the whole cache
     number = 1
     while 1000 not in simulation.first and number < 5000:
-        simulation.add(number, 40, 20)  # there is always a small one
+        simulation.add(number, 40, 20)  # a small request is always waiting
         simulation.step()
         number += 1
-    assert simulation.first[1000] < 2.0 + 3.0  # the bound, and the running ones that have to end first
+    assert simulation.first[1000] < 2.0 + 3.0  # the bound, and the time for running requests to end
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
@@ -220,7 +220,7 @@ def test_service_levels_order_admission() -> None:
         SequenceSnapshot(1, 0.0, 60, 0, 0),
         SequenceSnapshot(2, 0.0, 60, 0, 0, level=ServiceLevel(5.0)),
         SequenceSnapshot(3, 0.0, 60, 0, 0, level=ServiceLevel(1.0)),
-        SequenceSnapshot(4, 0.0, 60, 0, 0, level=ServiceLevel(0.01)),  # cannot be met any more
+        SequenceSnapshot(4, 0.0, 60, 0, 0, level=ServiceLevel(0.01)),  # the deadline has passed
     ]
     for expected in (3, 2, 1, 4):
         plan = schedule([], waiting, 100, limits, COST, 0.5)

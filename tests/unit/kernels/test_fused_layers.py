@@ -31,13 +31,13 @@ def test_rms_norm_equals_float64(path: str, dtype: torch.dtype, rows: int, featu
     x, weight = random(rows, features).to(dtype), random(features, seed=1)
     residual = random(rows, features, seed=2).to(dtype) if has_residual else None
     total = x if residual is None else x + residual
-    found = rms_norm(x, weight, 1e-5, residual=residual, path=path)
+    result = rms_norm(x, weight, 1e-5, residual=residual, path=path)
     wide = total.double()
-    assert_near(found, wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    assert_near(result, wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double())
     if residual is not None:
         assert torch.equal(residual, total)
-    one = rows // 2
-    assert torch.equal(rms_norm(total[one], weight, 1e-5, path=path), found[one]) or path == "reference"
+    item = rows // 2
+    assert torch.equal(rms_norm(total[item], weight, 1e-5, path=path), result[item]) or path == "reference"
 
 
 @given(
@@ -60,9 +60,9 @@ def test_rotary_equals_the_complex_product(
     turned = torch.complex(wide[..., :half], wide[..., half : 2 * half]) * torch.polar(
         torch.ones(tokens, 1, half).double(), angles.double()[:, None]
     )
-    wanted = torch.cat([turned.real, turned.imag, wide[..., 2 * half :]], -1)
+    expected = torch.cat([turned.real, turned.imag, wide[..., 2 * half :]], -1)
     apply_rotary(x, angles.cos().repeat(1, 2), angles.sin().repeat(1, 2), path=path)
-    assert_near(x, wanted)
+    assert_near(x, expected)
     assert torch.equal(joined[:, heads * head_dim :], before[:, heads * head_dim :])
 
 
@@ -80,17 +80,17 @@ def test_gated_activation_equals_float64(
     gate_up = (scale * random(rows, 2 * features)).to(dtype)
     gate, up = gate_up.double().chunk(2, 1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    found = gated_activation(gate_up, activation, path=path)
+    result = gated_activation(gate_up, activation, path=path)
     limit = (4e-6 if dtype == torch.float32 else 2**-7) * scale
-    assert torch.allclose(found.double(), active * up, rtol=limit, atol=limit)
+    assert torch.allclose(result.double(), active * up, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_activation_of_extreme_gates(path: str) -> None:
     gate = torch.tensor([-1e30, -100.0, -88.0, 0.0, 88.0, 100.0, 1e30, float("inf"), float("nan")])
-    found = gated_activation(torch.cat([gate, torch.ones(9)]), path=path)
-    wanted = torch.tensor([0.0, 0.0, 0.0, 0.0, 88.0, 100.0, 1e30, float("inf"), float("nan")])
-    assert torch.allclose(found, wanted, equal_nan=True)
+    actual = gated_activation(torch.cat([gate, torch.ones(9)]), path=path)
+    expected = torch.tensor([0.0, 0.0, 0.0, 0.0, 88.0, 100.0, 1e30, float("inf"), float("nan")])
+    assert torch.allclose(actual, expected, equal_nan=True)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -190,12 +190,12 @@ def test_valid_arguments_pass() -> None:
 
 
 def test_hash_refuses_freed_storage_and_other_dtypes() -> None:
-    for words, start, said in (
+    for words, start, text in (
         (freed(100, torch.int64), 0, "freed"),
         (torch.zeros(8), 0, "float32"),
         (torch.zeros(8, dtype=torch.int64), -4096, "-4096"),
     ):
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=text):
             keyed_sum(words, start, 0)
 
 

@@ -38,8 +38,8 @@ def test_unknown_path_error_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch
 
 
 def test_missing_native_module_falls_back_to_the_reference_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(kernel_dispatch.logger, "info", lambda text, *values: said.append(text % values))
+    reported: list[str] = []
+    monkeypatch.setattr(kernel_dispatch.logger, "info", lambda text, *values: reported.append(text % values))
     monkeypatch.setitem(sys.modules, "windlass.kernels._optimizers", None)
     monkeypatch.delattr("windlass.kernels._optimizers", raising=False)
     monkeypatch.delenv("WINDLASS_KERNELS", raising=False)
@@ -50,8 +50,8 @@ def test_missing_native_module_falls_back_to_the_reference_with_a_reason(monkeyp
         rule = RULES["sgd"](1)
         for _ in range(2):
             apply_updates(rule, [piece(rule, torch.ones(3), torch.ones(3))])
-        assert said == [f"optimizer kernels: {get_active_kernel_path()}"]
-        assert said[0].startswith("optimizer kernels: reference (") and "compiler" in said[0]
+        assert reported == [f"optimizer kernels: {get_active_kernel_path()}"]
+        assert reported[0].startswith("optimizer kernels: reference (") and "compiler" in reported[0]
         with pytest.raises(ConfigError, match="AVX2"):
             apply_updates(rule, [piece(rule, torch.ones(3), torch.ones(3))], path="AVX2")
     finally:

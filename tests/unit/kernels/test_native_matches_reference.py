@@ -134,29 +134,29 @@ def test_rounding_to_16_bits_equals_torch(path: str) -> None:
 def test_updating_spans_equals_updating_the_whole(rule: str, path: str, cuts: list[int], state: torch.dtype) -> None:
     count = 900
     start, gradient = values(count, 5), values(count, 6)
-    whole = piece(RULES[rule](1), start, gradient, state)
+    full = piece(RULES[rule](1), start, gradient, state)
     edges = sorted({0, count, *cuts})
     spans = [piece(RULES[rule](1), start[a:b], gradient[a:b], state) for a, b in zip(edges, edges[1:], strict=False)]
     for step in (1, 2):
-        apply_updates(RULES[rule](step), [whole], path=path)
+        apply_updates(RULES[rule](step), [full], path=path)
         apply_updates(RULES[rule](step), spans, path=path)
     joined = UpdateTensors(
         torch.cat([span.parameter for span in spans]),
         gradient,
         tuple(torch.cat(parts) for parts in zip(*(span.states for span in spans), strict=True)),
     )
-    assert_same_bits(whole, joined)
+    assert_same_bits(full, joined)
 
 
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
 def test_the_number_of_threads_does_not_matter(rule: str, path: str) -> None:
     count = 2000 * SCALE_BLOCK + 3
-    one = piece(RULES[rule](1), values(count, 1), values(count, 2), torch.uint8)
-    several = copy_of(one)
-    apply_updates(RULES[rule](1), [one], path=path, threads=1)
+    item = piece(RULES[rule](1), values(count, 1), values(count, 2), torch.uint8)
+    several = copy_of(item)
+    apply_updates(RULES[rule](1), [item], path=path, threads=1)
     apply_updates(RULES[rule](1), [several], path=path, threads=7)
-    assert_same_bits(one, several)
+    assert_same_bits(item, several)
 
 
 @pytest.mark.parametrize("path", NATIVE)

@@ -50,15 +50,15 @@ def test_product_equals_float64_within_rounding(
     bias = random(outputs, seed=2) if has_bias else None
     torch.set_num_threads(threads)
     try:
-        found = packed_linear(x, pack(weight, format, path), bias)
+        actual = packed_linear(x, pack(weight, format, path), bias)
     finally:
         torch.set_num_threads(1)
-    wanted = exact(x, weight, bias, format)
-    assert found.dtype == dtype and found.shape == wanted.shape
+    expected = exact(x, weight, bias, format)
+    assert actual.dtype == dtype and actual.shape == expected.shape
     scale = float((x.double().abs() @ weight.double().abs().T).max()) + 1
     # the reference rounds weights and bias to bf16 too, and adds them in another order
     limit = 1e-6 if dtype == torch.float32 else 2**-8 if path != "reference" else 2**-6
-    assert float((found.double() - wanted).abs().max()) <= limit * scale
+    assert float((actual.double() - expected).abs().max()) <= limit * scale
 
 
 @given(
@@ -74,7 +74,7 @@ def test_rows_have_the_same_bits_in_every_batch(
     rows: int, first: int, count: int, outputs: int, features: int, threads: int, path: str, format: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    if path == "reference":  # makes no such promise
+    if path == "reference":  # the reference does not guarantee equal bits
         return
     packed = pack(random(outputs, features), format, path)
     x = random(rows, features, seed=1).to(dtype)
@@ -91,9 +91,9 @@ def test_rows_have_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("path", NATIVE)
 def test_more_rows_than_are_packed_at_once(path: str) -> None:
     packed, x = pack_weight(random(17, 5), path=path), random(2100, 5, seed=1)
-    found = packed_linear(x, packed)
-    assert torch.equal(found, torch.cat([packed_linear(part, packed) for part in x.split(300)]))
-    assert torch.allclose(found, x @ random(17, 5).T, atol=1e-5)
+    result = packed_linear(x, packed)
+    assert torch.equal(result, torch.cat([packed_linear(part, packed) for part in x.split(300)]))
+    assert torch.allclose(result, x @ random(17, 5).T, atol=1e-5)
 
 
 @pytest.mark.skipif(not NATIVE, reason="no native module was built")
@@ -101,10 +101,10 @@ def test_forked_child_multiplies_with_threads() -> None:
     packed, x = pack_weight(random(400, 300)), random(64, 300, seed=1)
     torch.set_num_threads(2)
     try:
-        wanted = packed_linear(x, packed)
+        expected = packed_linear(x, packed)
         child = os.fork()
         if child == 0:
-            os._exit(0 if torch.equal(packed_linear(x, packed), wanted) else 1)
+            os._exit(0 if torch.equal(packed_linear(x, packed), expected) else 1)
         assert os.waitpid(child, 0)[1] == 0
     finally:
         torch.set_num_threads(1)
@@ -126,8 +126,8 @@ def test_outputs_have_the_same_bits_in_a_joined_weight(
 def test_sets_with_fused_multiply_add_agree_in_every_bit(format: str) -> None:
     x, weight = random(13, 131), random(45, 131, seed=1)
     fused = [path for path in NATIVE if path != "baseline"]
-    found = [packed_linear(x, pack(weight, format, path)) for path in fused]
-    assert all(torch.equal(one, found[0]) for one in found)
+    results = [packed_linear(x, pack(weight, format, path)) for path in fused]
+    assert all(torch.equal(item, results[0]) for item in results)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -135,10 +135,10 @@ def test_quantized_inputs_lose_at_most_half_a_scale(path: str) -> None:
     x, weight = random(3, 300), torch.eye(300)
     x[1, 128:256] = 0
     x[2, 5] = 1000
-    found = packed_linear(x, pack_weight(weight, "int8", quantize_inputs=True, path=path))
+    result = packed_linear(x, pack_weight(weight, "int8", quantize_inputs=True, path=path))
     scales = torch.stack([part.abs().amax(1) / 127 for part in x.split(128, 1)], 1).repeat_interleave(128, 1)[:, :300]
-    assert bool(((found - x).abs() <= 0.5001 * scales).all())
-    assert float((found - x)[2, 128:].abs().max()) < 0.02  # the outlier is in another group
+    assert bool(((result - x).abs() <= 0.5001 * scales).all())
+    assert float((result - x)[2, 128:].abs().max()) < 0.02  # the outlier is in another group
     with pytest.raises(WeightFormatError, match="'fp32'; use 'int8'"):
         pack_weight(weight, "fp32", quantize_inputs=True)
 
@@ -151,9 +151,9 @@ def test_numbers_that_are_not_finite_stay_in_their_row(path: str, format: str, v
     x = random(9, 33, seed=1)
     clean = packed_linear(x, packed)
     x[4, 7] = value
-    found = packed_linear(x, packed)
-    assert not found[4].isfinite().any()
-    assert torch.allclose(found[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]], atol=1e-6)
+    result = packed_linear(x, packed)
+    assert not result[4].isfinite().any()
+    assert torch.allclose(result[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]], atol=1e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -219,8 +219,8 @@ def test_freed_storage_is_refused() -> None:
 def test_path_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PATHS:
         monkeypatch.setenv("WINDLASS_KERNELS", name.lower())
-        found = pack_weight(random(4, 4)).path
-        assert found == name or (name == "AVX-512" and found == "AVX-512-BF16")
+        result = pack_weight(random(4, 4)).path
+        assert result == name or (name == "AVX-512" and result == "AVX-512-BF16")
     monkeypatch.setenv("WINDLASS_KERNELS", "sse9")
     with pytest.raises(ConfigError, match="'sse9'.*reference"):
         get_inference_path()

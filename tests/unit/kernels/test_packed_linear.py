@@ -47,16 +47,16 @@ def test_equals_a_linear_layer_with_the_unpacked_weight(name: str, bias: bool) -
 def test_casts_and_copies_keep_the_bytes(name: str) -> None:
     packed = PackedLinear.from_linear(linear(), name)
     before = bytes_of(packed)
-    assert before.keys() == {f"{name}_{one}" for one in packed.format.file_form(1, 1)}
+    assert before.keys() == {f"{name}_{item}" for item in packed.format.file_form(1, 1)}
     x = torch.randn(4, 37)
-    wanted = packed(x)
+    expected = packed(x)
     for changed in (copy.deepcopy(packed), packed.half().bfloat16(), packed.double(), packed.float()):
         assert all(torch.equal(value, before[key]) for key, value in bytes_of(changed).items())
     assert packed.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
     packed.bias.data.zero_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(packed(x), nn.functional.linear(x, packed.weight.float(), packed.bias))
-    assert not torch.equal(wanted, packed(x.bfloat16()).float())
+    assert not torch.equal(expected, packed(x.bfloat16()).float())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,21 +82,21 @@ def test_a_format_of_eight_bit_floats_needs_no_change_of_the_layer() -> None:
     float8 = CastWeightFormat("fp8_e4m3", torch.float8_e4m3fn)
     packed = PackedLinear.from_linear(linear(), float8).bfloat16()
     assert packed.fp8_e4m3_weight.dtype == torch.uint8 and packed.fp8_e4m3_weight.shape == (11, 37)
-    wanted = linear().weight.detach().to(torch.float8_e4m3fn)
-    assert torch.equal(packed.unpack().view(torch.uint8), wanted.view(torch.uint8))
+    expected = linear().weight.detach().to(torch.float8_e4m3fn)
+    assert torch.equal(packed.unpack().view(torch.uint8), expected.view(torch.uint8))
     x = torch.randn(4, 37).bfloat16()
-    assert torch.equal(packed(x), nn.functional.linear(x, wanted.bfloat16(), packed.bias))
+    assert torch.equal(packed(x), nn.functional.linear(x, expected.bfloat16(), packed.bias))
 
 
 def test_unaligned_bytes_in_a_shared_buffer() -> None:
     packed = PackedLinear.from_linear(linear(), "int8")
-    wanted = packed.unpack()
+    expected = packed.unpack()
     for parameter in packed.parameters():
         if parameter.dtype == torch.uint8:
             buffer = torch.zeros(parameter.numel() + 1, dtype=torch.uint8)
             buffer[1:] = parameter.detach().view(-1)
             parameter.data = buffer[1:].view(parameter.shape)
-    assert torch.equal(packed.unpack(), wanted)
+    assert torch.equal(packed.unpack(), expected)
 
 
 def test_mismatched_shapes_are_refused() -> None:

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @dataclass
 class Sequences:
-    """A cache with the tokens of some sequences in scattered blocks; all other memory is NaN."""
+    """Cache with the tokens of some sequences in scattered blocks. All other memory is NaN."""
 
     path: str
     contexts: list[int]
@@ -43,7 +43,7 @@ class Sequences:
         self.cache = make_kv_cache(*size, path=self.path)
         for tensor in self.cache.tensors:
             tensor.view(torch.uint8).fill_(255)  # NaN in every float format
-        if self.path == "reference":  # which multiplies masked values by 0
+        if self.path == "reference":  # the reference multiplies masked values by 0
             for tensor in self.cache.tensors:
                 tensor.zero_()
         blocks = iter(torch.randperm(sum(counts) + 2, generator=generator).tolist())
@@ -76,7 +76,7 @@ def exact(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one sequence in float64, key by key: `[queries, heads, value_dim]`."""
+    """Return the attention of one sequence in float64, key by key: `[queries, heads, value_dim]`."""
     queries, heads, dim = query.shape
     group = heads // key.shape[1]
     out = torch.zeros(queries, heads, value.shape[-1], dtype=torch.float64)
@@ -142,12 +142,12 @@ def test_attention_equals_float64_over_contiguous_keys(
     generator = torch.Generator().manual_seed(seed + 1)
     query = torch.randn(sum(counts), heads, sequences.key_dim, generator=generator)
     sinks = torch.randn(heads, generator=generator) if has_sinks else None
-    found = sequences.attend(query, counts, sinks=sinks, **options)
+    actual = sequences.attend(query, counts, sinks=sinks, **options)
     first = 0
     for sequence, count in enumerate(counts):
         key, value = read_kv(sequences.cache, sequences.slots(sequence))
-        wanted = exact(query[first : first + count], key, value, sinks=sinks, **options)
-        assert torch.allclose(found[first : first + count].double(), wanted, atol=1e-5, rtol=0)
+        expected = exact(query[first : first + count], key, value, sinks=sinks, **options)
+        assert torch.allclose(actual[first : first + count].double(), expected, atol=1e-5, rtol=0)
         first += count
 
 
@@ -173,7 +173,7 @@ def test_queries_have_the_same_bits_in_every_batch_and_chunk(
     shape: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    if path == "reference":  # makes no such promise
+    if path == "reference":  # the reference does not guarantee equal bits
         return
     queries = min(queries, context)
     contexts = [50 + other for other in range(others)] + [context]
@@ -209,9 +209,9 @@ def test_tokens_are_read_as_written(path: str, dtype: torch.dtype) -> None:
     for cache_dtype, limit in ((torch.float32, 0.0), (torch.bfloat16, 2**-8), (torch.int8, 0.5 / 127)):
         cache = make_kv_cache(4, 16, 3, 20, 12, cache_dtype, path=path)
         write_kv(cache, key, value, slots)
-        for given_, found in zip((key, value), read_kv(cache, slots), strict=True):
+        for given_, result in zip((key, value), read_kv(cache, slots), strict=True):
             largest = given_.float().abs().amax(-1, keepdim=True)
-            assert bool(((found - given_.float()).abs() <= limit * largest * 1.001).all())
+            assert bool(((result - given_.float()).abs() <= limit * largest * 1.001).all())
 
 
 @pytest.mark.parametrize("path", NATIVE)
@@ -243,9 +243,9 @@ def test_blocks_before_the_window_are_not_read(path: str) -> None:
 def test_bf16_queries_round_once(path: str) -> None:
     sequences = Sequences(path, [70])
     query = torch.randn(5, 4, 16).bfloat16()
-    found = sequences.attend(query, [5])
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, sequences.attend(query.float(), [5]).bfloat16())
+    result = sequences.attend(query, [5])
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, sequences.attend(query.float(), [5]).bfloat16())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -253,11 +253,11 @@ def test_large_scores_do_not_overflow(path: str) -> None:
     sequences = Sequences(path, [150])
     query = 1e4 * torch.randn(3, 4, 16)
     key, value = read_kv(sequences.cache, sequences.slots(0))
-    found = sequences.attend(query, [3])
+    actual = sequences.attend(query, [3])
     scores = torch.einsum("qhd,khd->qhk", query.double(), key.double().repeat_interleave(2, 1)) / 4
     scores += torch.ones(3, 150).tril(147).log()[:, None]
-    wanted = torch.einsum("qhk,khd->qhd", scores.softmax(-1), value.double().repeat_interleave(2, 1))
-    assert torch.allclose(found.double(), wanted, atol=1e-2)
+    expected = torch.einsum("qhk,khd->qhd", scores.softmax(-1), value.double().repeat_interleave(2, 1))
+    assert torch.allclose(actual.double(), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("path", [PATHS[0], "reference"])

@@ -43,10 +43,10 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch
 def test_packed_tensors_have_the_layout_of_files(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     form = get_weight_format(name)
     packed = form.pack(matrix(*shape))
-    said = {key: (one.dtype, one.shape) for key, one in form.file_form(*shape).items()}
-    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in packed.items()} == said
+    text = {key: (item.dtype, item.shape) for key, item in form.file_form(*shape).items()}
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in packed.items()} == text
     assert sum(tensor.numel() * tensor.element_size() for tensor in packed.values()) == sum(
-        one.nbytes for one in form.file_form(*shape).values()
+        item.nbytes for item in form.file_form(*shape).values()
     )
     save_file(packed, tmp_path / "file.safetensors")
     again = load_file(tmp_path / "file.safetensors")
@@ -54,8 +54,8 @@ def test_packed_tensors_have_the_layout_of_files(name: str, shape: tuple[int, in
 
 
 def test_bits_per_weight() -> None:
-    found = {name: bits_per_weight(get_weight_format(name), 10, 64) for name in NAMES}
-    assert found == {"fp32": 32, "bf16": 16, "int8": 8 + 32 / 64}
+    results = {name: bits_per_weight(get_weight_format(name), 10, 64) for name in NAMES}
+    assert results == {"fp32": 32, "bf16": 16, "int8": 8 + 32 / 64}
     assert bits_per_weight(get_weight_format("int8"), 0, 64) == 0
 
 
@@ -66,11 +66,11 @@ def test_unpacked_values(dtype: torch.dtype) -> None:
     assert torch.equal(get_weight_format("bf16").unpack(get_weight_format("bf16").pack(weight)), weight.bfloat16())
     form = get_weight_format("int8")
     packed = form.pack(weight)
-    found = form.unpack(packed)
+    result = form.unpack(packed)
     limit = weight.float().abs().amax(1, keepdim=True) / 127 / 2 * (1 + 1e-5)
-    assert bool(((found - weight.float()).abs() <= limit).all())
+    assert bool(((result - weight.float()).abs() <= limit).all())
     assert bool((packed["weight"].abs().amax(1) == 127).all()), "the largest of a row is the end of the range"
-    again = form.pack(found)
+    again = form.pack(result)
     assert torch.equal(again["weight"], packed["weight"]), "packing what was unpacked changes nothing"
 
 
@@ -79,15 +79,15 @@ def test_int8_rounds_half_to_even_and_takes_rows_of_zeros() -> None:
     packed = get_weight_format("int8").pack(weight)
     assert packed["weight"].tolist()[:2] == [[127, 0, 2, 2, 0, -2], [0] * 6]
     assert packed["weight_scale"].flatten().tolist()[:2] == [1.0, 0.0]
-    found = get_weight_format("int8").unpack(packed)
-    assert bool(torch.isfinite(found).all()) and torch.equal(found[1], torch.zeros(6))
+    result = get_weight_format("int8").unpack(packed)
+    assert bool(torch.isfinite(result).all()) and torch.equal(result[1], torch.zeros(6))
 
 
 def gradients(
     call: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Return the output and the gradients of input and bias, for an upstream gradient that is not constant."""
-    leaves = [one.detach().clone().requires_grad_() for one in (x, bias) if one is not None]
+    leaves = [item.detach().clone().requires_grad_() for item in (x, bias) if item is not None]
     out = call(leaves[0], leaves[1] if bias is not None else None)
     out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -101,16 +101,16 @@ def test_linear_equals_that_of_the_unpacked_weight(name: str, dtype: torch.dtype
     packed = form.pack(weight)
     x = torch.randn(3, 4, 33, generator=torch.Generator().manual_seed(5)).to(dtype)
     bias = torch.linspace(-1, 1, 19).to(dtype) if with_bias else None
-    found = gradients(lambda x, b: form.linear(x, packed, b), x, bias)
-    wanted = gradients(lambda x, b: F.linear(x, form.unpack(packed).to(dtype), b), x, bias)
-    assert len(found) == 2 + with_bias
-    for have, want in zip(found, wanted, strict=True):
+    actual = gradients(lambda x, b: form.linear(x, packed, b), x, bias)
+    expected = gradients(lambda x, b: F.linear(x, form.unpack(packed).to(dtype), b), x, bias)
+    assert len(actual) == 2 + with_bias
+    for have, want in zip(actual, expected, strict=True):
         assert torch.equal(have, want) and have.dtype == dtype
     # Several row blocks, the last one smaller: the input's gradient is summed in another order.
     bound = 1e-2 if dtype.itemsize == 2 else 1e-5
     with mock.patch.object(packed_matmul, "BLOCK_NUMEL", 33 * 5):
         blocks = gradients(lambda x, b: form.linear(x, packed, b), x, bias)
-    for have, want in zip(blocks, wanted, strict=True):
+    for have, want in zip(blocks, expected, strict=True):
         torch.testing.assert_close(have, want, rtol=bound, atol=bound)
 
 
@@ -130,15 +130,15 @@ def test_weight_format_registry() -> None:
     class Mine(Int8WeightFormat):
         name = "int8_too"
 
-    mine = Mine()
-    register_weight_format(mine)
-    register_weight_format(mine)
-    assert get_weight_format("int8_too") is mine
+    local = Mine()
+    register_weight_format(local)
+    register_weight_format(local)
+    assert get_weight_format("int8_too") is local
     with pytest.raises(WeightFormatError, match="'int8_too' is registered already"):
         register_weight_format(Mine())
-    mine.name = "a.b"
+    local.name = "a.b"
     with pytest.raises(WeightFormatError, match=r"'a\.b' has an invalid name"):
-        register_weight_format(mine)
+        register_weight_format(local)
     with pytest.raises(WeightFormatError, match="no weight format named 'nf5'; use one of bf16, fp32, int8, int8_too"):
         get_weight_format("nf5")
 

@@ -61,10 +61,10 @@ def test_configuration_sets_the_axes_and_the_step(tmp_path: Path) -> None:
     )
     text = drawn("--nproc", "8", "--config", str(path), "--shape", "70b", "--tokens", "100")
     work = StepWorkload(100, 3, 3, backward_gather_ranks=2)
-    wanted = sum_bytes_by_axis(compute_step_volumes(PRESETS["70b"], MeshShape(dp_shard=4, tp=2), work))
+    expected = sum_bytes_by_axis(compute_step_volumes(PRESETS["70b"], MeshShape(dp_shard=4, tp=2), work))
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert f"{wanted['data'] / 1e9:,.1f} GB" in lines["data"]
-    assert f"{wanted['tp'] / 1e9:,.1f} GB" in lines["tp"] or f"{wanted['tp'] / 1e6:,.1f} MB" in lines["tp"]
+    assert f"{expected['data'] / 1e9:,.1f} GB" in lines["data"]
+    assert f"{expected['tp'] / 1e9:,.1f} GB" in lines["tp"] or f"{expected['tp'] / 1e6:,.1f} MB" in lines["tp"]
     assert "3 micro-batches of 100 tokens" in text and "stage 3" in text and "70.6e9 parameters" in text
     assert "pp" not in lines and "warning" not in text
 
@@ -106,11 +106,11 @@ def test_sizes_that_do_not_fit_are_one_message() -> None:
         drawn("--nproc", "8", "--pp", "3", "--tp", "2")
     with pytest.raises(ConfigError, match=r"parallel.tp"):
         drawn("--nproc", "8", "--tp", "0")
-    for words, said in (
+    for words, text in (
         (("--config", "x.json", "--dp-replicate", "2"), "--config and --dp-replicate together"),
         (("--tokens", "0"), "--tokens 0; at least one"),
     ):
-        with pytest.raises(LaunchError, match=said):
+        with pytest.raises(LaunchError, match=text):
             drawn("--nproc", "8", *words)
 
 

@@ -49,10 +49,10 @@ def test_a_bad_hostfile_is_refused(lines: list[str], message: str) -> None:
 
 
 def test_missing_hostfile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("windlass.launch.hostfile.logger.warning", lambda text, *values: said.append(text % values))
+    reported: list[str] = []
+    monkeypatch.setattr("windlass.launch.hostfile.logger.warning", lambda text, *values: reported.append(text % values))
     assert fetch_hostfile(tmp_path / "none") is None
-    assert said == [f"no hostfile at {tmp_path}/none: only this machine is used"]
+    assert reported == [f"no hostfile at {tmp_path}/none: only this machine is used"]
     (tmp_path / "some").write_text("a slots=3\n")
     assert fetch_hostfile(str(tmp_path / "some")) == {"a": 3}
 
@@ -70,8 +70,8 @@ def test_missing_hostfile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> None:
-    found = parse_resource_filter(POOL, include, exclude)
-    assert list(found.items()) == list(expected.items())
+    actual = parse_resource_filter(POOL, include, exclude)
+    assert list(actual.items()) == list(expected.items())
     assert parse_inclusion_exclusion({name: len(slots) for name, slots in POOL.items()}, include, exclude) == expected
 
 

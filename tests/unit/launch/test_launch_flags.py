@@ -233,8 +233,17 @@ def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.M
 
 def test_per_host_launcher_flags() -> None:
     """`python -m deepspeed.launcher.launch`, which schedulers call directly, takes the hosts from its caller."""
-    told = encode_world_info({"a": [0, 1], "b": [0, 3]})
-    words = [f"--world_info={told}", "--node_rank", "1", "--master_addr", "m", "--master_port=7", "s.py", "--node_rank"]
+    results = encode_world_info({"a": [0, 1], "b": [0, 3]})
+    words = [
+        f"--world_info={results}",
+        "--node_rank",
+        "1",
+        "--master_addr",
+        "m",
+        "--master_port=7",
+        "s.py",
+        "--node_rank",
+    ]
     plan = node_plan_from_args(parse_flags(build_node_parser(), words))
     assert [(place.rank, place.local_rank, place.host) for place in plan.rank_placements(plan.node_rank)] == [
         (2, 0, "b"),
@@ -244,7 +253,7 @@ def test_per_host_launcher_flags() -> None:
     assert plan.program.argv_for_rank(1)[-3:] == ["s.py", "--local_rank=1", "--node_rank"]
     for wrong, words_of_it in (
         (["--world_info=None"], "not base64 of"),
-        ([f"--world_info={told}", "--node_rank=2"], "has no slots for this host"),
+        ([f"--world_info={results}", "--node_rank=2"], "has no slots for this host"),
         ([f"--world_info={encode_world_info({'a': 2})}"], "not base64 of"),
     ):
         with pytest.raises(LaunchError, match=words_of_it):

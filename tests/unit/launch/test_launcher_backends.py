@@ -61,20 +61,20 @@ RANK = [sys.executable, "-u", "-m", "windlass.launch.external_rank", encode_plan
     ],
 )
 def test_command_lines(launcher: str, words: str, more: dict[str, str]) -> None:
-    found = build_launcher_command(launcher, PLAN, LauncherOptions("--mca x '1'"))
-    assert found.argv == [*words.split(), *RANK]
-    assert found.env == {**PLAN.env, **more}
-    told = str(decode_plan(found.argv[-1])) + " ".join(found.argv)
-    assert "pass word" not in told, "who lists processes would see it"
+    result = build_launcher_command(launcher, PLAN, LauncherOptions("--mca x '1'"))
+    assert result.argv == [*words.split(), *RANK]
+    assert result.env == {**PLAN.env, **more}
+    results = str(decode_plan(result.argv[-1])) + " ".join(result.argv)
+    assert "pass word" not in results, "who lists processes would see it"
 
 
 def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
-    found = build_launcher_command(
+    result = build_launcher_command(
         "pdsh", PLAN, LauncherOptions("-l me", 2222, "/v env/activate", agent_pythonpath="/100%", pdsh_ssh_args="-F c")
     )
-    assert found.argv[:-1] == ["pdsh", "-S", "-b", "-f", "1024", "-w", "a,b", "-l", "me"]
-    assert found.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-F c -p 2222"}
-    text = found.argv[-1].replace("%n", "1").replace("%%", "%")  # pdsh replaces these
+    assert result.argv[:-1] == ["pdsh", "-S", "-b", "-f", "1024", "-w", "a,b", "-l", "me"]
+    assert result.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-F c -p 2222"}
+    text = result.argv[-1].replace("%n", "1").replace("%%", "%")  # pdsh replaces these
     inner = subprocess.run(["sh", "-c", f"{text.replace('exec sh -c', 'printf %s')}"], capture_output=True, text=True)
     agent = f"exec {sys.executable} -u -m windlass.launch.pdsh_agent 1 {encode_plan(PLAN)}"
     place = "cd '/some where' && "
@@ -137,14 +137,14 @@ SLURM = {
 )
 def test_rank_environment_of_other_launchers(environ: Mapping[str, str], expected: tuple[object, ...] | None) -> None:
     place = external_rank_environment(environ)
-    found = place and (place.source, place.rank, place.world, place.local_rank, place.local_world)
-    assert found == expected
+    actual = place and (place.source, place.rank, place.world, place.local_rank, place.local_world)
+    assert actual == expected
 
 
 def test_missing_slurm_variables_are_named() -> None:
-    found = external_rank_environment(SLURM)
-    assert found is not None
-    assert torchrun_environment(found) == {
+    result = external_rank_environment(SLURM)
+    assert result is not None
+    assert torchrun_environment(result) == {
         **{"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "n1", "MASTER_PORT": "15077"},
     }

@@ -52,8 +52,8 @@ def test_output_keeps_every_byte_in_order(parts: list[bytes]) -> None:
     for part in parts:
         console.feed(0, OUT, part)
     console.close()
-    whole = b"".join(data for _, data in seen).replace(b"[rank 0] ", b"")
-    assert whole.removesuffix(b"\n") == b"".join(parts).removesuffix(b"\n")
+    full = b"".join(data for _, data in seen).replace(b"[rank 0] ", b"")
+    assert full.removesuffix(b"\n") == b"".join(parts).removesuffix(b"\n")
 
 
 def test_progress_bar_is_forwarded_as_it_moves() -> None:
@@ -94,8 +94,8 @@ def test_streams_are_redirected(
         console.feed(rank, ERR, b"e\n")
     console.close()
     for rank in (0, 1):
-        mine = [data.decode() for _, data in shown_now if data.startswith(b"[rank %d]" % rank)]
-        assert mine == [f"[rank {rank}] {letter}\n" for letter in seen[rank]]
+        local = [data.decode() for _, data in shown_now if data.startswith(b"[rank %d]" % rank)]
+        assert local == [f"[rank {rank}] {letter}\n" for letter in seen[rank]]
         path = tmp_path / f"rank{rank}.log"
         assert (path.read_text() if path.exists() else "") == "".join(f"{letter}\n" for letter in filed[rank])
 
@@ -121,7 +121,7 @@ def test_last_lines_are_of_the_first_failed_rank() -> None:
         == failure_output_lines(None, outcome, 3)
         == failure_output_lines(console, outcome, 1)
     )
-    assert [str(one) for one in outcome.failures] == [
+    assert [str(item) for item in outcome.failures] == [
         "rank 0 on a ended with exit code 1",
         "rank 2 on b ended with exit code 1",
     ]
@@ -167,8 +167,8 @@ def test_messages_and_lines_are_parsed_in_any_split(outputs: list[bytes], size: 
     sent = b"".join(
         MESSAGE_PREFIX + json.dumps({"text": bytes_to_text(data)}).encode() + b"\n" + b"noise\n" for data in outputs
     )
-    lines, found = MessageReader(), []
+    lines, result = MessageReader(), []
     for at in range(0, len(sent), size):
-        found += lines.feed(sent[at : at + size])
-    assert [text_to_bytes(one["text"]) for one in found if isinstance(one, dict)] == outputs
-    assert [one for one in found if isinstance(one, bytes)] == [b"noise\n"] * len(outputs)
+        result += lines.feed(sent[at : at + size])
+    assert [text_to_bytes(item["text"]) for item in result if isinstance(item, dict)] == outputs
+    assert [item for item in result if isinstance(item, bytes)] == [b"noise\n"] * len(outputs)

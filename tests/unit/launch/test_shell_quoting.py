@@ -78,8 +78,8 @@ def test_nul_and_invalid_names_are_refused() -> None:
 
 
 def test_ssh_command() -> None:
-    found = SshConnectionOptions(2222, ("-F", "config")).ssh_argv("node-1", "TEXT")
-    assert found == [
+    result = SshConnectionOptions(2222, ("-F", "config")).ssh_argv("node-1", "TEXT")
+    assert result == [
         *("ssh", "-F", "config", "-p", "2222", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
         *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=5", "-o", "ControlMaster=no"),
         *("-o", "ControlPath=none", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes", "--", "node-1", "TEXT"),
@@ -125,8 +125,8 @@ def test_forwarded_variables(tmp_path: Path) -> None:
         **{"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "UCX_TLS": "tcp", "MLFLOW_X": "1", "MV2_X": "2"},
         **{"WINDLASS_RESTARTS": "1", "WINDLASS_LOG_LEVEL": "ERROR"},
     }
-    found = exported_environment(environ, str(here))
-    assert found == {
+    result = exported_environment(environ, str(here))
+    assert result == {
         **{"PYTHONPATH": f"{here}:/p", "PYTHONHASHSEED": "0", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"},
         **{"UCX_TLS": "tcp", "MLFLOW_X": "1", "MV2_X": "2", "WINDLASS_LOG_LEVEL": "ERROR"},
         **{"A": "of home", "B": "of here"},

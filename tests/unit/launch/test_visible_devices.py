@@ -68,9 +68,9 @@ def test_nested_launch_ignores_the_outer_store(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     plan = LaunchPlan(Program(("s",)), (Host("a", (0, 1)),), use_agent_store=False)
-    assert not any(name.startswith("TORCHELASTIC") for one in jobs(monkeypatch, None, 0, plan) for name in one)
+    assert not any(name.startswith("TORCHELASTIC") for item in jobs(monkeypatch, None, 0, plan) for name in item)
     kept = jobs(monkeypatch, None, 0, replace(plan, use_agent_store=True))
-    assert {(one["TORCHELASTIC_USE_AGENT_STORE"], one["TORCHELASTIC_RUN_ID"]) for one in kept} == {
+    assert {(item["TORCHELASTIC_USE_AGENT_STORE"], item["TORCHELASTIC_RUN_ID"]) for item in kept} == {
         ("True", plan.run_id)
     }
 
@@ -79,10 +79,10 @@ def test_ranks_see_only_the_devices_of_their_slots(monkeypatch: pytest.MonkeyPat
     program = Program(("s",))
     hosts = (Host("a", (0, 1)), Host("b", (1, 3, 0)))
     plan = LaunchPlan(program, hosts, use_devices=True)
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in jobs(monkeypatch, None, 2, plan)] == ["0,1"] * 2
+    assert [item["CUDA_VISIBLE_DEVICES"] for item in jobs(monkeypatch, None, 2, plan)] == ["0,1"] * 2
     second = jobs(monkeypatch, "7,5,6,4", 4, plan, 1)
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in second] == ["5,4,7"] * 3
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in second] == [
+    assert [item["CUDA_VISIBLE_DEVICES"] for item in second] == ["5,4,7"] * 3
+    assert [(item["RANK"], item["LOCAL_RANK"], item["WORLD_SIZE"]) for item in second] == [
         ("2", "0", "5"),
         ("3", "1", "5"),
         ("4", "2", "5"),
@@ -90,20 +90,20 @@ def test_ranks_see_only_the_devices_of_their_slots(monkeypatch: pytest.MonkeyPat
     assert second[0]["LOCAL_WORLD_SIZE"] == "3" and second[0]["CROSS_RANK"] == second[0]["GROUP_RANK"] == "1"
     with pytest.raises(LaunchError, match="device 3 is requested on b, which has 0,1"):
         jobs(monkeypatch, None, 2, plan, 1)
-    assert [one.get("CUDA_VISIBLE_DEVICES") for one in jobs(monkeypatch, None, 0, plan)] == [None, None]
+    assert [item.get("CUDA_VISIBLE_DEVICES") for item in jobs(monkeypatch, None, 0, plan)] == [None, None]
     alone = LaunchPlan(program, (Host("a", (0, 1)),), use_devices=True, virtual_local_rank=True)
-    found = jobs(monkeypatch, "5,4", 2, alone)
-    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"], one["RANK"]) for one in found] == [
+    result = jobs(monkeypatch, "5,4", 2, alone)
+    assert [(item["CUDA_VISIBLE_DEVICES"], item["LOCAL_RANK"], item["RANK"]) for item in result] == [
         ("5", "0", "0"),
         ("4", "0", "1"),
     ]
     untouched = LaunchPlan(program, (Host("a", (0, 1, 2)),))
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in jobs(monkeypatch, "3", 1, untouched)] == ["3"] * 3
+    assert [item["CUDA_VISIBLE_DEVICES"] for item in jobs(monkeypatch, "3", 1, untouched)] == ["3"] * 3
 
 
 def test_local_ranks_are_numbered_per_host() -> None:
-    found = place_ranks([Host("a", (0, 1, 2)), Host("b", (0,)), Host("c", (5, 7))])
-    assert [[(place.rank, place.local_rank) for place in node] for node in found] == [
+    result = place_ranks([Host("a", (0, 1, 2)), Host("b", (0,)), Host("c", (5, 7))])
+    assert [[(place.rank, place.local_rank) for place in node] for node in result] == [
         [(0, 0), (1, 1), (2, 2)],
         [(3, 0)],
         [(4, 0), (5, 1)],

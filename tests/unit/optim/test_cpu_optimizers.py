@@ -116,7 +116,7 @@ def test_odd_lengths_are_within_1e_6_of_torch(cls: Any) -> None:
     """
     ours = make_native_cpu_equivalent(cls(parameters((1, 7, 333)), lr=0.1))
     if ours is None:
-        pytest.skip("the reference stands in for nobody")
+        pytest.skip("the reference path replaces no optimizer")
     theirs = cls(parameters((1, 7, 333)), lr=0.1, fused=True)
     torch.testing.assert_close(train(ours, 5), train(theirs, 5), rtol=1e-6, atol=1e-6)
 

@@ -66,15 +66,15 @@ def test_updating_spans_equals_updating_the_whole(
     size = data.draw(st.integers(1, 90))
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
     spans = [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
-    whole = step_all(cls, options, [slice(0, size)], size)
+    full = step_all(cls, options, [slice(0, size)], size)
     parted = step_all(cls, options, spans, size)
-    torch.testing.assert_close(parted, whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(parted, full, rtol=1e-6, atol=1e-7)
 
 
 def test_property_test_detects_an_optimizer_with_a_norm() -> None:
-    whole = step_all(Lamb, {}, [slice(0, 8)], 8)
+    full = step_all(Lamb, {}, [slice(0, 8)], 8)
     parted = step_all(Lamb, {}, [slice(0, 3), slice(3, 8)], 8)
-    assert (whole - parted).abs().max() > 1e-4
+    assert (full - parted).abs().max() > 1e-4
 
 
 def test_every_class_of_the_allowlist_is_in_the_property_test() -> None:
@@ -218,10 +218,10 @@ def test_predicted_state_bytes_equal_allocated_bytes(cls: Any, options: dict[str
     optimizer.register_step_pre_hook(lambda *arguments: calls.append(1))
     # Adagrad creates its state at construction
     before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    told = measure_state_bytes(optimizer, dtype)
+    results = measure_state_bytes(optimizer, dtype)
     assert not calls and list(optimizer.state) == [parameter] and bool((parameter == 1).all())
     assert all(torch.equal(value, optimizer.state[parameter][key]) for key, value in before.items())
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.dim()]
-    assert told * 1000 == sum(state.numel() * state.element_size() for state in states)
+    assert results * 1000 == sum(state.numel() * state.element_size() for state in states)

@@ -96,8 +96,8 @@ def test_lamb_ratio_is_one_where_a_norm_is_zero() -> None:
         (1.0, 2.0, 0.5),
         (1.0, 1e-9, 10.0),
     ):
-        found = trust_ratio(torch.full((3,), weight), torch.full((3,), update), least=0.01, most=10.0)
-        assert found.item() == pytest.approx(ratio)
+        result = trust_ratio(torch.full((3,), weight), torch.full((3,), update), least=0.01, most=10.0)
+        assert result.item() == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
@@ -139,8 +139,8 @@ def test_muon_splits_groups_and_gives_each_kind_its_rate() -> None:
         {"params": parameters[5:], "use_muon": False},
     ]
     optimizer = Muon(groups, lr=0.1, muon_lr=0.2, adam_lr=0.3)
-    told = [(g["use_muon"], g["lr"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups]
-    assert told == [
+    results = [(g["use_muon"], g["lr"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups]
+    assert results == [
         (True, 0.2, [(5, 7)]),
         (False, 0.3, [(7, 5), (6,)]),
         (True, 0.5, [(3, 2, 2)]),

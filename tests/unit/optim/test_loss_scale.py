@@ -83,12 +83,12 @@ def test_saving_and_loading_changes_nothing(before: list[bool], after: list[bool
 def test_recorded_histories() -> None:
     scaler = make_loss_scale(SimpleNamespace(**KNOBS))
     assert scaler.dynamic and scaler.scale == 65536
-    told = []
+    results = []
     for _ in range(3):
         scaler.update(True)
-        told.append(scaler.scale)
+        results.append(scaler.scale)
     # one overflow is tolerated, and lowering the scale does not restore the hysteresis
-    assert told == [65536, 32768, 16384]
+    assert results == [65536, 32768, 16384]
     for _ in range(1000):
         scaler.update(False)
     assert scaler.scale == 32768

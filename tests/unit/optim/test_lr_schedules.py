@@ -114,12 +114,12 @@ def test_one_cycle_stairs() -> None:
     params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 6, "cycle_second_step_size": 4,
               "cycle_first_stair_count": 3, "cycle_second_stair_count": 2}  # fmt: skip
     schedule = scheduler_factory.build_scheduler("OneCycle", params, optimizer)
-    told = [lrs(optimizer)[0]]
+    results = [lrs(optimizer)[0]]
     for _ in range(10):
         schedule.step()
-        told.append(lrs(optimizer)[0])
+        results.append(lrs(optimizer)[0])
     third = 1 / 3
-    assert told == pytest.approx([0, 0, third, third, 2 * third, 2 * third, 1, 0.5, 0.5, 0, 0])
+    assert results == pytest.approx([0, 0, third, third, 2 * third, 2 * third, 1, 0.5, 0.5, 0, 0])
 
 
 def test_one_cycle_leaves_an_optimizer_without_betas_its_momentum() -> None:

@@ -179,7 +179,7 @@ def test_defaults_equal_torch_except_the_documented_one() -> None:
         accepted = optimizer_factory.accepted_params(name)
         differing = {key for key, value in accepted.items() if key in signature and value != signature[key].default}
         assert differing == ({"weight_decay"} if name in ("Adam", "MuAdamW") else set())
-        group = optimizer_factory.build_optimizer(name, {}, [_sized(one) for one in parameters()]).param_groups[0]
+        group = optimizer_factory.build_optimizer(name, {}, [_sized(item) for item in parameters()]).param_groups[0]
         for key, value in accepted.items():
             if key in group and key != "foreach":
                 assert group[key] == value, (name, key)
@@ -197,10 +197,10 @@ def test_documented_table_equals_the_code() -> None:
         optimizer = optimizer_factory.build_optimizer(name, {}, [_sized(torch.zeros(3, 2, requires_grad=True))])
         assert documented.rpartition(".")[2] == type(optimizer).__name__
         accepted = optimizer_factory.accepted_params(name)
-        told = dict(pair.split("=") for pair in defaults.split("; "))
-        assert told == {key: str(accepted[key]) for key in told}, name
-        assert len(told) >= 3, name
+        results = dict(pair.split("=") for pair in defaults.split("; "))
+        assert results == {key: str(accepted[key]) for key in results}, name
+        assert len(results) >= 3, name
         if type(optimizer).__module__.startswith("windlass"):
-            assert set(told) == set(inspect.signature(type(optimizer)).parameters) - {"params"}
+            assert set(results) == set(inspect.signature(type(optimizer)).parameters) - {"params"}
         assert is_elementwise(optimizer) == (spans == "yes"), name
         assert enable_fused_step(optimizer) == (fused == "yes"), name

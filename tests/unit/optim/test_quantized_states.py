@@ -25,7 +25,7 @@ def saved_as(
 ) -> tuple[torch.Tensor, list[quantized_states.BlockScales]]:
     """Return a state of several spans, each with its own blocks: all codes, and the scales of each span."""
     parts = [state(stop - start, signed, seed + start) for start, stop in spans]
-    scales = [quantized_states.BlockScales(*span, 0, found) for span, (_, found) in zip(spans, parts, strict=True)]
+    scales = [quantized_states.BlockScales(*span, 0, result) for span, (_, result) in zip(spans, parts, strict=True)]
     return torch.cat([codes for codes, _ in parts]), scales
 
 
@@ -33,9 +33,9 @@ def recoded(
     codes: torch.Tensor, span: tuple[int, int], scales: list[quantized_states.BlockScales], signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     start, stop = span
-    into, found = torch.empty(stop - start, dtype=torch.uint8), torch.empty(count_scales(stop - start))
-    quantized_states.requantize_state(codes[start:stop], start, scales, signed, into, found)
-    return into, found
+    into, result = torch.empty(stop - start, dtype=torch.uint8), torch.empty(count_scales(stop - start))
+    quantized_states.requantize_state(codes[start:stop], start, scales, signed, into, result)
+    return into, result
 
 
 def decoded(
@@ -51,10 +51,10 @@ def test_same_sharding_restores_every_bit(cuts: list[int], signed: bool, seed: i
     ends = [0, *torch.tensor(cuts).cumsum(0).tolist()]
     spans = list(zip(ends, ends[1:], strict=False))
     codes, scales = saved_as(spans, signed, seed)
-    for one in scales:
-        into, found = recoded(codes, (one.start, one.stop), scales, signed)
-        assert torch.equal(into, codes[one.start : one.stop])
-        assert torch.equal(found, one.values)
+    for item in scales:
+        into, result = recoded(codes, (item.start, item.stop), scales, signed)
+        assert torch.equal(into, codes[item.start : item.stop])
+        assert torch.equal(result, item.values)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -67,9 +67,9 @@ def test_other_sharding_is_within_half_a_quantization_step(
     start = data.draw(st.integers(0, numel - 1))
     span = (start, data.draw(st.integers(start + 1, numel)))
     was = decoded(codes, span, scales, signed)
-    into, found = recoded(codes, span, scales, signed)
-    now = reference.dequantize_blockwise(into, found, signed)
-    blocks = found.repeat_interleave(SCALE_BLOCK)[: was.numel()]
+    into, result = recoded(codes, span, scales, signed)
+    now = reference.dequantize_blockwise(into, result, signed)
+    blocks = result.repeat_interleave(SCALE_BLOCK)[: was.numel()]
     least = (2.0**-15 if signed else 2.0**-31) * 1.125 * blocks  # magnitudes below it have one code besides 0
     assert bool(((now - was).abs() <= was.abs() / 16 * 1.0001 + least).all())
     if not signed:
@@ -78,21 +78,21 @@ def test_other_sharding_is_within_half_a_quantization_step(
 
 @given(numel=st.integers(1, 3000), data=st.data())
 def test_only_the_requested_scales_are_read(numel: int, data: st.DataObject) -> None:
-    codes, (whole,) = saved_as([(0, numel)], True, 5)
+    codes, (full,) = saved_as([(0, numel)], True, 5)
     begin = data.draw(st.integers(0, numel - 1))
     end = data.draw(st.integers(begin + 1, numel))
     first, last = quantized_states.blocks_between(0, numel, begin, end)
-    part = [quantized_states.BlockScales(0, numel, first, whole.values[first:last])]
-    assert torch.equal(decoded(codes, (begin, end), part, True), decoded(codes, (0, numel), [whole], True)[begin:end])
-    for one, other in zip(
-        recoded(codes, (begin, end), part, True), recoded(codes, (begin, end), [whole], True), strict=True
+    part = [quantized_states.BlockScales(0, numel, first, full.values[first:last])]
+    assert torch.equal(decoded(codes, (begin, end), part, True), decoded(codes, (0, numel), [full], True)[begin:end])
+    for item, other in zip(
+        recoded(codes, (begin, end), part, True), recoded(codes, (begin, end), [full], True), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(item, other)
 
 
 def test_long_state_is_quantized_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scales = saved_as([(0, 1000), (1000, 5000)], False, 3)
-    wanted = recoded(codes, (300, 4900), scales, False)
+    expected = recoded(codes, (300, 4900), scales, False)
     monkeypatch.setattr(quantized_states, "_CHUNK_ELEMENTS", 2 * SCALE_BLOCK)
-    for one, other in zip(recoded(codes, (300, 4900), scales, False), wanted, strict=True):
-        assert torch.equal(one, other)
+    for item, other in zip(recoded(codes, (300, 4900), scales, False), expected, strict=True):
+        assert torch.equal(item, other)

@@ -1,4 +1,4 @@
-"""`register_update` adds names to `optimizer.type`, which every reader of the configuration then knows."""
+"""Tests that `register_update` adds names to `optimizer.type`, which every reader of the configuration accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 
 
 class Halving(torch.optim.Optimizer):
-    """Moves a parameter by a part of its gradient."""
+    """Optimizer that moves a parameter by a fraction of its gradient."""
 
     def __init__(self, params: Any, lr: float = 0.5, heavy: bool = False) -> None:
         super().__init__(params, {"lr": lr, "heavy": heavy})
@@ -27,11 +27,11 @@ class Halving(torch.optim.Optimizer):
 
 
 class MoreHalving(Halving):
-    """A subclass that was not registered itself."""
+    """Subclass that is not registered itself."""
 
 
 class Marked(ElementwiseUpdate):
-    """An update class of a user's own."""
+    """User-defined update class."""
 
     reduces_itself: ClassVar[bool] = True
 
@@ -58,8 +58,8 @@ def test_a_registered_name_constructs_the_class_with_its_params() -> None:
 
 def test_params_of_a_registered_class_are_checked_by_its_signature() -> None:
     windlass.optim.register_update("Halving", Halving)
-    assert any("momentum" in said for said in check_optimizer("Halving", {"momentum": 0.9}))
-    assert any("heavy" in said for said in check_optimizer("Halving", {"heavy": "much"}))
+    assert any("momentum" in text for text in check_optimizer("Halving", {"momentum": 0.9}))
+    assert any("heavy" in text for text in check_optimizer("Halving", {"heavy": "much"}))
     assert not check_optimizer("Halving", {"heavy": True})
 
 

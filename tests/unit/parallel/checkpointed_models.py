@@ -177,17 +177,17 @@ def trained(name: str, through: Through, steps: int = 2, **more: Any) -> dict[st
     torch.manual_seed(7)
     model = NETS[name](through)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for step in range(steps):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=more.get("autocast", False)):
             loss = model(ids(step))
         loss.backward()
-        found[f"{step} loss"] = loss.detach()
+        results[f"{step} loss"] = loss.detach()
         grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-        found.update({f"{step} {key}": grad.clone() for key, grad in grads.items()})
+        results.update({f"{step} {key}": grad.clone() for key, grad in grads.items()})
         optimizer.step()
         optimizer.zero_grad()
-    return {**found, "generator": torch.get_rng_state()}
+    return {**results, "generator": torch.get_rng_state()}
 
 
 def differences(have: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:

@@ -35,11 +35,11 @@ def test_live_regions_never_overlap(moves: list[tuple[bool, int]], random: objec
 
 def rounds(buffer: ActivationBuffer, calls: int, nbytes: int) -> list[BufferRegion | None]:
     """Begin `calls` calls, as many as a forward has, and allocate in each."""
-    found = []
+    results = []
     for _ in range(calls):
         buffer.begin_call(nbytes, 0)
-        found.append(buffer.allocate(nbytes))
-    return found
+        results.append(buffer.allocate(nbytes))
+    return results
 
 
 def test_buffer_is_allocated_once_and_reused() -> None:
@@ -67,11 +67,11 @@ def test_tensor_mistaken_for_shared_gets_space_the_next_time() -> None:
     buffer = ActivationBuffer(CPU, 2)
 
     def once() -> int:
-        found: list[BufferRegion | None] = []
+        results: list[BufferRegion | None] = []
         for _ in range(2):
             buffer.begin_call(512, 512)
-            found += [buffer.allocate(512), buffer.allocate(512)]
-        return found.count(None)
+            results += [buffer.allocate(512), buffer.allocate(512)]
+        return results.count(None)
 
     assert (once(), once()) == (1, 0)
 
@@ -80,9 +80,9 @@ def test_checkpoints_beyond_the_configured_number_warn_once(caplog: pytest.LogCa
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.WARNING, "windlass"):
-            found = rounds(ActivationBuffer(CPU, 2), 4, 1000)
+            result = rounds(ActivationBuffer(CPU, 2), 4, 1000)
     finally:
         logger.removeHandler(caplog.handler)
-    assert [region is None for region in found] == [False, False, True, True]
+    assert [region is None for region in result] == [False, False, True, True]
     assert len(caplog.records) == 1
     assert "checkpoint 3" in caplog.text and "number_checkpoints" in caplog.text

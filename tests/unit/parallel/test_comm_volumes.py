@@ -79,7 +79,7 @@ def test_model_shape_is_parsed_from_text_or_a_file(tmp_path: Any) -> None:
         '"num_key_value_heads": 2, "intermediate_size": 160, "tie_word_embeddings": true}'
     )
     assert parse_model_shape(str(tmp_path)) == parse_model_shape(str(tmp_path / "config.json")) == words
-    for text, said in (
+    for text, reported in (
         ("nothing", "write 7b, 70b, 8x7b, a config.json"),
         ("hidden=64", "lacks layers, heads, vocabulary"),
         ("hidden=64,depth=3", "'depth=3'"),
@@ -87,7 +87,7 @@ def test_model_shape_is_parsed_from_text_or_a_file(tmp_path: Any) -> None:
         ("hidden=64,layers=0,heads=4,vocabulary=9", "layers is 0"),
         ("hidden=64,layers=1,heads=4,vocabulary=9,experts=2", "top_k = 0 of 2 experts"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=reported):
             parse_model_shape(text)
     with pytest.raises(ConfigError, match="none of hidden_size, n_embd, d_model"):
         from_transformers({})
@@ -116,12 +116,12 @@ def test_zero_volume_equals_the_paper(stage: int, multiple: int) -> None:
 
 
 def test_replicas_reduce_only_their_shards() -> None:
-    found = list(
+    results = list(
         compute_data_parallel_volumes(
             "data", 1024, 8, 2, StepWorkload(1, zero_stage=3, gradient_bytes=4, parameter_bytes=2)
         )
     )
-    assert [(one.operation, one.nbytes) for one in found] == [
+    assert [(item.operation, item.nbytes) for item in results] == [
         ("reduce", 1024 * 4 * 3 // 4),
         ("gather", 2 * 1024 * 2 * 3 // 4),
         ("replicate", 2 * (1024 // 4) * 4 * 1 // 2),
@@ -134,14 +134,14 @@ def test_replicas_reduce_only_their_shards() -> None:
 
 def test_ulysses_volume_is_4_n_h_over_p_per_forward() -> None:
     many = ModelShape(hidden=256, layers=1, heads=16, vocabulary=9)
-    (found, ring) = compute_sequence_parallel_volumes(many, 1, 16, 1, StepWorkload(tokens=4096))
-    assert found.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # two passes, two bytes, and nothing to itself
+    (result, ring) = compute_sequence_parallel_volumes(many, 1, 16, 1, StepWorkload(tokens=4096))
+    assert result.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # two passes, two bytes, and nothing to itself
     assert ring.nbytes == 0
     fewer = next(iter(compute_sequence_parallel_volumes(SHAPE, 1, 16, 1, StepWorkload(tokens=4096))))
-    assert fewer.nbytes == found.nbytes  # 8 key heads on 16 ranks: each head goes to two ranks
+    assert fewer.nbytes == result.nbytes  # 8 key heads on 16 ranks: each head goes to two ranks
     (four, _) = compute_sequence_parallel_volumes(SHAPE, 1, 4, 1, StepWorkload(tokens=4096))
-    (whole, _) = compute_sequence_parallel_volumes(many, 1, 4, 1, StepWorkload(tokens=4096))
-    assert four.nbytes * 4 == whole.nbytes * 3  # keys and values are half as large
+    (full, _) = compute_sequence_parallel_volumes(many, 1, 4, 1, StepWorkload(tokens=4096))
+    assert four.nbytes * 4 == full.nbytes * 3  # keys and values are half as large
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -149,7 +149,7 @@ def test_ulysses_volume_is_4_n_h_over_p_per_forward() -> None:
 def test_activations_and_gradients_cross_each_stage_boundary_once(stages: int, chunks: int) -> None:
     work = StepWorkload(1, micro_batches=4, virtual_stages=chunks)
     received = {
-        place: [one.nbytes for one in compute_pipeline_volumes(100, stages, work, place == 0, place == stages - 1)]
+        place: [item.nbytes for item in compute_pipeline_volumes(100, stages, work, place == 0, place == stages - 1)]
         for place in range(stages)
     }
     passed = {place: [0, 0] for place in range(stages)}
@@ -180,8 +180,8 @@ def test_sequence_parallel_norms_add_nothing_and_recomputation_half() -> None:
     plain, cut = (compute_step_volumes(SHAPE, grid, StepWorkload(64, tp_sequence_norms=cut)) for cut in (False, True))
     ends = 2 * 64 * SHAPE.hidden * 2 * 3 // 4  # gathered at the ends of layers, forward and backward
     assert told(plain, "tp") == told(cut, "tp") - ends
-    assert {one.operation for one in plain} == {"all_reduce"}
-    loss = next(one.nbytes for one in plain if "loss" in one.tensors)
+    assert {item.operation for item in plain} == {"all_reduce"}
+    loss = next(item.nbytes for item in plain if "loss" in item.tensors)
     again = compute_step_volumes(SHAPE, grid, StepWorkload(64, recompute=True))
     often = 4 * SHAPE.layers + 2
     assert (told(again, "tp") - loss) * often == (told(plain, "tp") - loss) * (often + 2 * SHAPE.layers)
@@ -192,7 +192,7 @@ def test_sequence_parallel_norms_add_nothing_and_recomputation_half() -> None:
 
 @contextmanager
 def world(rank: int, grid: MeshShape) -> Iterator[dict[str, MeshAxis]]:
-    """Yield the axes of one rank among 1,024, whose collectives are counted, end at once and move no data."""
+    """Yield the axes of one rank among 1,024. Collectives are counted, complete at once and move no data."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=fake.FakeStore())
 
@@ -332,14 +332,14 @@ def test_collectives_of_1024_ranks_equal_the_formulas(grid: MeshShape, model: Mo
         with world(rank, grid) as axes:
             step(model, grid, work, axes, pipe)
             counted = {name: axis.traffic.bytes_moved.total() for name, axis in axes.items()}
-        wanted = sum_bytes_by_axis(
-            one for one in compute_step_volumes(model, grid, work, pipe) if one.operation != "replicate"
+        expected = sum_bytes_by_axis(
+            item for item in compute_step_volumes(model, grid, work, pipe) if item.operation != "replicate"
         )
         replicas = sum_bytes_by_axis(
-            one for one in compute_step_volumes(model, grid, work, pipe) if one.operation == "replicate"
+            item for item in compute_step_volumes(model, grid, work, pipe) if item.operation == "replicate"
         )
-        wanted["dp_replicate"] = sum(replicas.values())
-        assert counted == {name: wanted.get(name, 0) for name in counted}, rank
+        expected["dp_replicate"] = sum(replicas.values())
+        assert counted == {name: expected.get(name, 0) for name in counted}, rank
 
 
 def test_hierarchical_ring_volume_equals_the_formula() -> None:

@@ -36,20 +36,20 @@ def test_placement_follows_the_rank(flag: str, dim: int, whole: tuple[int, int])
     for rank in range(3):
         model = flagged((4, 6), partition_dim=dim, **{flag: True})
         assert has_flagged_parameters(model) and place_flagged_parameters(model, axis(3, rank)) == 1
-        found = get_placement(model.weight)
-        assert found.global_shape == whole and found.sharded_axes == {"tp"} and not has_placement(model.norm)
+        result = get_placement(model.weight)
+        assert result.global_shape == whole and result.sharded_axes == {"tp"} and not has_placement(model.norm)
         numbers = torch.arange(whole[0] * whole[1]).view(whole)
-        assert torch.equal(select_local_shard(numbers, found), numbers.chunk(3, dim)[rank])
+        assert torch.equal(select_local_shard(numbers, result), numbers.chunk(3, dim)[rank])
 
 
 def test_strided_parameters_are_sharded_per_block() -> None:
     """A fused matrix is split as in Megatron: into stride x ranks pieces, dealt round-robin."""
-    whole, ranks, stride = torch.arange(24), 2, 3
+    full, ranks, stride = torch.arange(24), 2, 3
     for rank in range(ranks):
         model = flagged((12,), tensor_model_parallel=True, partition_stride=stride)
         place_flagged_parameters(model, axis(ranks, rank))
-        wanted = torch.cat(whole.chunk(stride * ranks)[rank::ranks])
-        assert torch.equal(select_local_shard(whole, get_placement(model.weight)), wanted)
+        expected = torch.cat(full.chunk(stride * ranks)[rank::ranks])
+        assert torch.equal(select_local_shard(full, get_placement(model.weight)), expected)
 
 
 def test_parameters_without_flags_are_not_placed() -> None:

@@ -153,8 +153,8 @@ def test_checkpoint_without_gradients_is_a_plain_call() -> None:
         return x * 2
 
     with torch.no_grad():
-        found = through(manner(place))(function, torch.ones(3))
-    assert seen == [False] and torch.equal(found, 2 * torch.ones(3)) and not place.put_there
+        result = through(manner(place))(function, torch.ones(3))
+    assert seen == [False] and torch.equal(result, 2 * torch.ones(3)) and not place.put_there
 
 
 def test_changes_of_argument_containers_are_visible_and_not_repeated() -> None:

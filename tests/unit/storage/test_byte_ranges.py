@@ -18,12 +18,12 @@ def test_spans_equal_a_set(operations: list[tuple[bool, int, int]], first: int, 
         (spans.add if adds else spans.remove)(low, high)
         model = model | set(range(low, high)) if adds else model - set(range(low, high))
     assert {at for at in range(25) if spans.overlaps(at, at + 1)} == model
-    asked = set(range(first, last))
-    assert spans.overlaps(first, last) == bool(asked & model)
+    requested = set(range(first, last))
+    assert spans.overlaps(first, last) == bool(requested & model)
     gap = spans.first_gap(first, last)
-    assert (gap is None) == (asked <= model)
+    assert (gap is None) == (requested <= model)
     if gap is not None:
         missing = set(range(*gap))
-        assert missing and missing <= asked - model
-        assert min(missing) == min(asked - model)
+        assert missing and missing <= requested - model
+        assert min(missing) == min(requested - model)
         assert gap[1] == last or gap[1] in model

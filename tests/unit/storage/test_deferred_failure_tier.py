@@ -24,8 +24,13 @@ def test_failed_read_gives_nan_and_is_recorded_once(dtype: torch.dtype, tmp_path
         while not reading.poll():
             pass
         assert bool(values.isnan().all())
-        told = tier.take_failure()
-        assert told is not None and "reading" in str(told) and "of values" in str(told) and "short read" in str(told)
+        results = tier.take_failure()
+        assert (
+            results is not None
+            and "reading" in str(results)
+            and "of values" in str(results)
+            and "short read" in str(results)
+        )
         assert tier.take_failure() is None
 
 

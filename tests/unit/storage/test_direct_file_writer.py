@@ -20,9 +20,9 @@ from windlass.storage.io_engine import ENGINES
 
 def pieces(nbytes: int, cuts: list[int], order: int) -> list[tuple[int, int]]:
     ends = sorted({0, nbytes, *(cut % (nbytes + 1) for cut in cuts)})
-    found = list(zip(ends, ends[1:], strict=False))
-    random.Random(order).shuffle(found)
-    return found
+    results = list(zip(ends, ends[1:], strict=False))
+    random.Random(order).shuffle(results)
+    return results
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -35,18 +35,18 @@ def pieces(nbytes: int, cuts: list[int], order: int) -> list[tuple[int, int]]:
 def test_pieces_in_any_order_form_the_file(
     tmp_path: Path, nbytes: int, cuts: list[int], order: int, shift: int
 ) -> None:
-    whole = torch.randint(0, 256, (shift + nbytes,), dtype=torch.uint8)[shift:]
+    full = torch.randint(0, 256, (shift + nbytes,), dtype=torch.uint8)[shift:]
     with DirectFileWriter(tmp_path / "file", nbytes) as file:
         for number, (first, last) in enumerate(pieces(nbytes, cuts, order)):
-            file.submit(first, whole[first:last])
+            file.submit(first, full[first:last])
             if number % 3 == 2:
                 file.wait()
-    assert (tmp_path / "file").read_bytes() == whole.numpy().tobytes()
+    assert (tmp_path / "file").read_bytes() == full.numpy().tobytes()
 
 
 def test_many_small_pieces_are_a_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, writes = torch.randint(0, 256, (500_000,), dtype=torch.uint8), 0
-    with DirectFileWriter(tmp_path / "file", whole.numel()) as file:
+    full, writes = torch.randint(0, 256, (500_000,), dtype=torch.uint8), 0
+    with DirectFileWriter(tmp_path / "file", full.numel()) as file:
         engine: Any = file._engine
 
         def counted(write: bool, spans: Any) -> Any:
@@ -55,10 +55,10 @@ def test_many_small_pieces_are_a_few_writes(tmp_path: Path, monkeypatch: pytest.
             return engine.submit(write, spans)
 
         monkeypatch.setattr(file, "_engine", SimpleNamespace(submit=counted, close=engine.close))
-        for first in range(0, whole.numel(), 1000):
-            file.submit(first, whole[first : first + 1000])
-    assert (tmp_path / "file").read_bytes() == whole.numpy().tobytes()
-    assert writes <= whole.numel() // (1 << 16) + 1
+        for first in range(0, full.numel(), 1000):
+            file.submit(first, full[first : first + 1000])
+    assert (tmp_path / "file").read_bytes() == full.numpy().tobytes()
+    assert writes <= full.numel() // (1 << 16) + 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -69,12 +69,12 @@ def test_every_engine_writes_with_and_without_the_page_cache(
     monkeypatch.setenv("WINDLASS_DISK_ENGINE", engine)
     if not direct:
         monkeypatch.setattr(direct_file_writer, "enable_direct_io", lambda descriptor: False)
-    whole = torch.randint(0, 256, ((3 << 20) + 77,), dtype=torch.uint8)
+    full = torch.randint(0, 256, ((3 << 20) + 77,), dtype=torch.uint8)
     (tmp_path / "file").write_bytes(b"something longer" * (1 << 18))  # the writer replaces an existing file
-    with DirectFileWriter(tmp_path / "file", whole.numel()) as file:
-        file.submit(5, whole[5:])
-        file.submit(0, whole[:5])
-    assert (tmp_path / "file").read_bytes() == whole.numpy().tobytes()
+    with DirectFileWriter(tmp_path / "file", full.numel()) as file:
+        file.submit(5, full[5:])
+        file.submit(0, full[:5])
+    assert (tmp_path / "file").read_bytes() == full.numpy().tobytes()
 
 
 class Gone:
@@ -93,8 +93,8 @@ class Gone:
 @pytest.mark.parametrize(("number", "told"), [(errno.ENOSPC, errno.ENOSPC), (errno.ENODATA, errno.EIO)])
 def test_failed_block_is_reported_with_its_path(tmp_path: Path, number: int, told: int) -> None:
     file = DirectFileWriter(tmp_path / "file", 8192)
-    whole: Any = file._engine
-    file._engine = type("Engine", (), {"submit": lambda *a: Gone(number), "close": whole.close})()
+    full: Any = file._engine
+    file._engine = type("Engine", (), {"submit": lambda *a: Gone(number), "close": full.close})()
     with pytest.raises(OSError, match="file") as raised, file:
         file.submit(0, torch.zeros(8192, dtype=torch.uint8))
     assert raised.value.errno == told

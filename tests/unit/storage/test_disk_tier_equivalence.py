@@ -74,8 +74,8 @@ def test_tier_equals_a_bytearray(
             size = min(long, len(model.bytes) - offset)
             if what == "write":
                 under_way.append(model.write(offset, size, shift))
-            elif what == "read" and (found := model.read(offset, size, shift)) is not None:
-                reads.append(found)
+            elif what == "read" and (actual := model.read(offset, size, shift)) is not None:
+                reads.append(actual)
             elif what == "wait" and under_way:
                 under_way.pop(at % len(under_way)).wait()
         for pending, into, expected in reads:
@@ -117,12 +117,12 @@ def test_requests_larger_than_the_queue_run_together(tier: DiskTier) -> None:
         while not pending.poll():
             pass
     assert all(torch.equal(a, b) for a, b in zip(parts, into, strict=True))
-    asked = tier.io_rates(reset=True)
-    assert (asked.read_bytes, asked.write_bytes) == (1_200_000, 1_200_000)
-    assert asked.disk_write_bytes == 6 * 200_704 == asked.disk_read_bytes
-    assert 0 < asked.read_seconds <= asked.busy_seconds
-    assert asked.busy_seconds == pytest.approx(asked.read_seconds + asked.write_seconds, abs=1e-3)
-    assert asked.rate > 0 and asked.read_rate > 0
+    requested = tier.io_rates(reset=True)
+    assert (requested.read_bytes, requested.write_bytes) == (1_200_000, 1_200_000)
+    assert requested.disk_write_bytes == 6 * 200_704 == requested.disk_read_bytes
+    assert 0 < requested.read_seconds <= requested.busy_seconds
+    assert requested.busy_seconds == pytest.approx(requested.read_seconds + requested.write_seconds, abs=1e-3)
+    assert requested.rate > 0 and requested.read_rate > 0
     assert tier.io_rates().disk_read_bytes == tier.io_rates().read_bytes == 0
 
 

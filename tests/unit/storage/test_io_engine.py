@@ -66,9 +66,9 @@ def test_a_file_that_ends_early_is_a_short_read(engine: str, tmp_path: Path) -> 
     memory, _ = aligned_buffer(8192)
     with path.open("rb") as file:
         running = _start(engine, file.fileno())
-        whole = running.submit(False, [(0, 0, memory.data_ptr(), 4096, 0)])
+        full = running.submit(False, [(0, 0, memory.data_ptr(), 4096, 0)])
         short = running.submit(False, [(0, 0, memory.data_ptr(), 8192, 0)])
-        assert whole.wait(60) and whole.failure() is None
+        assert full.wait(60) and full.failure() is None
         assert short.wait(60) and short.failure() == (errno.ENODATA, 0, 0, 5120)
         running.close()
 

@@ -131,9 +131,9 @@ def test_checksum_covers_the_submitted_data(make_tier: MakeTier, engine: str) ->
     extent = tier.allocate(3 * PAGE, "values")
     values = torch.randint(0, 256, (3 * PAGE + 1,), dtype=torch.uint8)[1:]
     tier.write(extent, 0, values).wait()
-    found = [value & 0xFFFFFFFF for value in extent.page_checksums.tolist()]
+    results = [value & 0xFFFFFFFF for value in extent.page_checksums.tolist()]
     kind = zlib.crc32 if engine == "python" else reference.crc32c
-    assert found == [kind(bytes(values[at : at + PAGE].numpy())) for at in range(0, 3 * PAGE, PAGE)]
+    assert results == [kind(bytes(values[at : at + PAGE].numpy())) for at in range(0, 3 * PAGE, PAGE)]
 
 
 @pytest.mark.skipif(native_module()[0] is None, reason="without the native module there are no native checksums")
@@ -147,8 +147,8 @@ def test_native_checksums_equal_the_reference() -> None:
         expected = [reference.crc32c(bytes(part[at : at + PAGE].numpy())) for at in range(0, 11 * PAGE, PAGE)]
         for path in module.checksum_paths():
             for count in (11, 4, 3, 0):
-                found = module.page_checksums(part.data_ptr(), count * PAGE, path)
-                assert found == expected[:count], path
+                actual = module.page_checksums(part.data_ptr(), count * PAGE, path)
+                assert actual == expected[:count], path
     for address, nbytes, path in ((pages.data_ptr(), 100, ""), (0, PAGE, ""), (pages.data_ptr(), PAGE, "MMX")):
         with pytest.raises(ValueError, match="4096|address 0|MMX"):
             module.page_checksums(address, nbytes, path)

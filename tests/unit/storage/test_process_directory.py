@@ -44,8 +44,8 @@ def test_vanished_device_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.EIO, "gone")
 
     ours = process_directory.ProcessDirectory(tmp_path, "x")
-    said: list[str] = []
-    monkeypatch.setattr(process_directory.logger, "warning", lambda text, *values: said.append(text % values))
+    reported: list[str] = []
+    monkeypatch.setattr(process_directory.logger, "warning", lambda text, *values: reported.append(text % values))
     monkeypatch.setattr(shutil, "rmtree", gone)
     ours.release()
-    assert len(said) == 1 and str(ours.path) in said[0] and "EIO" in said[0]
+    assert len(reported) == 1 and str(ours.path) in reported[0] and "EIO" in reported[0]

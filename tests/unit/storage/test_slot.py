@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    with DiskTier([tmp_path]) as found:
-        yield found
+    with DiskTier([tmp_path]) as result:
+        yield result
 
 
 def made(tier: DiskTier, numel: int = 1000) -> tuple[Slot, StagingPool]:

@@ -23,15 +23,15 @@ def test_buffer_count_is_the_request_or_a_share_of_free_memory(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging_memory, "free_memory", lambda: free)
         try:
-            found = staging_buffer_bytes(wanted, count, ranks=ranks, fraction=share)
+            actual = staging_buffer_bytes(wanted, count, ranks=ranks, fraction=share)
         except StorageError as error:
             assert "smaller buffer_count" in str(error)
             assert free * share < min(wanted, 1 << 20) * count * ranks + count * ranks
             return
-    assert found % 4096 == 0
-    assert found < wanted + 4096
-    assert (found - 4096) * count * ranks <= free * share
-    assert found >= wanted or found * count * ranks >= free * share - count * ranks * 4096
+    assert actual % 4096 == 0
+    assert actual < wanted + 4096
+    assert (actual - 4096) * count * ranks <= free * share
+    assert actual >= wanted or actual * count * ranks >= free * share - count * ranks * 4096
 
 
 def test_configured_buffer_count_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +42,8 @@ def test_configured_buffer_count_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_free_memory_is_at_most_that_of_the_host() -> None:
-    found = free_memory()
-    assert found is None or 0 < found <= (staging_memory._host() or 0) + (1 << 30)
+    result = free_memory()
+    assert result is None or 0 < result <= (staging_memory._host() or 0) + (1 << 30)
 
 
 def test_cgroup_free_memory_is_limit_minus_unreclaimable(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ KIB = 1 << 10
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    with DiskTier([tmp_path]) as found:
-        yield found
+    with DiskTier([tmp_path]) as result:
+        yield result
 
 
 class Under:

@@ -20,13 +20,13 @@ def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
 
 
 def test_difference_units_and_positions() -> None:
-    wanted = torch.tensor([[1.0, -2.0], [4.0, 0.0]])
-    found = wanted.clone()
-    found[1, 0] = torch.nextafter(torch.nextafter(found[1, 0], torch.tensor(9.0)), torch.tensor(9.0))
-    apart = measure_difference(found, wanted, 0.0, torch.float32)
+    expected = torch.tensor([[1.0, -2.0], [4.0, 0.0]])
+    actual = expected.clone()
+    actual[1, 0] = torch.nextafter(torch.nextafter(actual[1, 0], torch.tensor(9.0)), torch.tensor(9.0))
+    apart = measure_difference(actual, expected, 0.0, torch.float32)
     assert apart.ulps == 2 and apart.exceeding_count == 1 and apart.worst_index == 2 and apart.expected == 4.0
     assert apart.relative == pytest.approx(2 * 4 * 2.0**-23 / math.sqrt(21))
-    within = measure_difference(found, wanted, 1e-6, torch.float32)
+    within = measure_difference(actual, expected, 1e-6, torch.float32)
     assert within.exceeding_count == 0 and 0 < within.allowance_ratio < 1
 
 
@@ -44,8 +44,8 @@ def test_non_finite_values_equal_only_themselves() -> None:
 
 
 def test_tolerance_is_per_element() -> None:
-    wanted, found = torch.zeros(3), torch.tensor([1e-3, 1e-3, 2e-3])
-    apart = measure_difference(found, wanted, torch.tensor([1e-2, 1e-4, 1e-2]), torch.float32)
+    expected, actual = torch.zeros(3), torch.tensor([1e-3, 1e-3, 2e-3])
+    apart = measure_difference(actual, expected, torch.tensor([1e-2, 1e-4, 1e-2]), torch.float32)
     assert apart.exceeding_count == 1 and apart.worst_index == 1
 
 

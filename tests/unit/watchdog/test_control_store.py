@@ -21,8 +21,8 @@ def test_ranks_restarted_by_torchrun_find_an_empty_store(monkeypatch: pytest.Mon
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         monkeypatch.setattr(control_store, "_store_count", 0)
-        found = ControlStore.open()
-        assert found is not None
-        assert found.read_decision() == ""
-        found.post_decision(f"attempt {attempt} is over")
-        assert found.read_decision() == f"attempt {attempt} is over"
+        result = ControlStore.open()
+        assert result is not None
+        assert result.read_decision() == ""
+        result.post_decision(f"attempt {attempt} is over")
+        assert result.read_decision() == f"attempt {attempt} is over"

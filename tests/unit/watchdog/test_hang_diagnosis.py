@@ -31,9 +31,9 @@ def sight(
 
 
 def verdict(*sights: PeerStatus) -> HangDiagnosis:
-    found = diagnose(list(sights), LIMITS)
-    assert found is not None
-    return found
+    result = diagnose(list(sights), LIMITS)
+    assert result is not None
+    return result
 
 
 def test_working_ranks_are_not_reported() -> None:
@@ -41,9 +41,9 @@ def test_working_ranks_are_not_reported() -> None:
 
 
 def test_straggler_is_named_and_not_killed() -> None:
-    found = verdict(sight(0, "gather", 31), sight(1), sight(2, "gather", 31))
-    assert not found.fatal
-    assert found.headline.startswith(
+    result = verdict(sight(0, "gather", 31), sight(1), sight(2, "gather", 31))
+    assert not result.fatal
+    assert result.headline.startswith(
         "ranks 0, 2 wait for 31 s now, for rank 1, which is alive and not in the collective"
     )
 
@@ -56,17 +56,19 @@ def test_live_rank_is_awaited_until_the_timeout(state: PeerState) -> None:
 
 
 def test_unstarted_rank_is_not_fatal() -> None:
-    found = verdict(sight(0, "barrier", 40), PeerStatus(1, None, PeerState.NOT_STARTED))
-    assert not found.fatal and "rank 1, which is not started yet" in found.headline
+    result = verdict(sight(0, "barrier", 40), PeerStatus(1, None, PeerState.NOT_STARTED))
+    assert not result.fatal and "rank 1, which is not started yet" in result.headline
 
 
 def test_different_operations_are_fatal_once_no_rank_advances() -> None:
-    one, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
-    assert verdict(one, other).fatal
-    assert diagnose([one, sight(1, "agreement of the step", 14)], LIMITS) is None  # the rank may be about to move
-    assert diagnose([one, other, sight(2)], LIMITS) is None  # rank 2 is not waiting and may still join either operation
-    assert diagnose([one, other, sight(2, state=PeerState.STOPPED)], LIMITS) is None
-    assert verdict(one, sight(1, "gather", 15, names=("b.weight",))).fatal
+    item, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
+    assert verdict(item, other).fatal
+    assert diagnose([item, sight(1, "agreement of the step", 14)], LIMITS) is None  # the rank may be about to move
+    assert (
+        diagnose([item, other, sight(2)], LIMITS) is None
+    )  # rank 2 is not waiting and may still join either operation
+    assert diagnose([item, other, sight(2, state=PeerState.STOPPED)], LIMITS) is None
+    assert verdict(item, sight(1, "gather", 15, names=("b.weight",))).fatal
 
 
 def test_equal_operations_on_all_ranks_are_never_fatal() -> None:
@@ -78,8 +80,8 @@ def test_dead_process_is_fatal_once_a_rank_waits() -> None:
     dead = sight(1, state=PeerState.DEAD)
     assert diagnose([sight(0), dead], LIMITS) is None
     assert diagnose([sight(0, "gather", 4), dead], LIMITS) is None
-    found = verdict(sight(0, "gather", 5), dead, sight(2))
-    assert found.fatal and "the process of rank 1 is gone" in found.headline
+    result = verdict(sight(0, "gather", 5), dead, sight(2))
+    assert result.fatal and "the process of rank 1 is gone" in result.headline
     assert verdict(sight(0, "gather", end=ProgramEnd.FAILED_IN_WAIT), dead).fatal
 
 
@@ -101,7 +103,9 @@ def test_table_merges_equal_ranks() -> None:
     sights = [replace(sight(rank, "gather", 31, names=("l.0.w", "l.0.b"))) for rank in range(3)]
     place = ThreadLocation("forward", "gather", ("l.0.w", "l.0.b"), "train.py:7 in main: x")
     sights = [
-        replace(one, heartbeat=replace(one.heartbeat, location=place)) for one in sights if one.heartbeat is not None
+        replace(item, heartbeat=replace(item.heartbeat, location=place))
+        for item in sights
+        if item.heartbeat is not None
     ]
     failed = replace(sight(3, end=ProgramEnd.FAILED))
     assert failed.heartbeat is not None
@@ -127,7 +131,7 @@ def test_peer_monitor_distinguishes_dead_and_silent_ranks(monkeypatch: pytest.Mo
     gone = Heartbeat(1, "here", 2**22 + 1, 1, ThreadLocation())  # above Linux's largest process id
     far = Heartbeat(2, "there", 1, 1, ThreadLocation())
     lookout.update({0: here, 1: gone, 2: far})
-    assert [one.state for one in lookout.peer_statuses()] == [
+    assert [item.state for item in lookout.peer_statuses()] == [
         PeerState.ALIVE,
         PeerState.DEAD,
         PeerState.ALIVE,
@@ -135,7 +139,7 @@ def test_peer_monitor_distinguishes_dead_and_silent_ranks(monkeypatch: pytest.Mo
     ]
     now[0] += 10
     lookout.update({0: replace(here, beat=2)})
-    assert [one.state for one in lookout.peer_statuses()] == [
+    assert [item.state for item in lookout.peer_statuses()] == [
         PeerState.ALIVE,
         PeerState.DEAD,
         PeerState.SILENT,
@@ -164,8 +168,8 @@ def test_suspended_peer_monitor_reports_no_rank_silent(monkeypatch: pytest.Monke
 def test_lost_host_ends_the_run_in_time() -> None:
     """A lost host ends the run within 30 s.
 
-    The sum: wait until the first check, silence of the host, one beat to the diagnosis, its table, one beat until all
-    ranks have read it.
+    The time is the sum of: the wait until the first check, the host's silence, one heartbeat until the diagnosis,
+    printing its table, and one heartbeat until all ranks have read it.
     """
     assert LIMITS.check_peers_after + LIMITS.host_lost_after + (1 + 2.5 + 1) * LIMITS.beat_interval <= 30
 

@@ -45,9 +45,9 @@ def test_merged_sequence_has_common_entries_once_and_interleaves_the_rest() -> N
 def test_merged_sequence_contains_every_sequence_in_order(seed: int) -> None:
     random = Random(seed)
     lists = tuple(tuple(random.choices(range(9), k=random.randrange(12))) for _ in range(random.randrange(1, 5)))
-    whole = merge_sequences(lists)
-    assert all(contains(whole, one) for one in lists)
-    assert merge_sequences(lists) == whole
+    full = merge_sequences(lists)
+    assert all(contains(full, item) for item in lists)
+    assert merge_sequences(lists) == full
 
 
 def test_merge_keeps_equal_sequences_beside_an_empty_one() -> None:
@@ -57,8 +57,8 @@ def test_merge_keeps_equal_sequences_beside_an_empty_one() -> None:
 
 def test_hoisting_moves_gathers_one_ahead_and_keeps_reduction_order() -> None:
     codes = [f(unit) for unit in (3, 2, 1) for f in (gather, reduction)]
-    wanted = [gather(3), gather(2), reduction(3), gather(1), reduction(2), reduction(1)]
-    assert hoist_gathers(tuple(codes)) == tuple(wanted)
+    expected = [gather(3), gather(2), reduction(3), gather(1), reduction(2), reduction(1)]
+    assert hoist_gathers(tuple(codes)) == tuple(expected)
     forward = tuple(gather(unit) for unit in (1, 2, 3))
     assert hoist_gathers(forward) == forward
     assert hoist_gathers((reduction(2), reduction(1))) == (reduction(2), reduction(1))

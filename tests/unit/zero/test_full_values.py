@@ -21,5 +21,5 @@ def test_full_weight_is_on_the_device_of_the_model() -> None:
     unit = SimpleNamespace(layout=layout_of(shapes, 1), shapes=shapes, dp_group=dp_group)
     model = SimpleNamespace(device=torch.device("meta"))
     place: Any = SimpleNamespace(model=model, unit=unit, index=1)
-    whole = assemble(place, torch.ones(unit.layout.padded))
-    assert whole.device.type == "meta" and whole.shape == shapes[1]
+    full = assemble(place, torch.ones(unit.layout.padded))
+    assert full.device.type == "meta" and full.shape == shapes[1]

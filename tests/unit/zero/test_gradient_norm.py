@@ -37,12 +37,12 @@ def test_norm_counts_each_gradient_element_once_over_all_ranks(
 def test_clip_coefficient_equals_torch(norm: float, limit: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.full((1,), norm)
-    wanted = norm
+    expected = norm
     if limit > 0:
         torch.nn.utils.clip_grad_norm_([parameter], limit)
-        wanted = parameter.grad.item()
-    found = norm * clip_coefficient(norm, limit)
-    assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+        expected = parameter.grad.item()
+    actual = norm * clip_coefficient(norm, limit)
+    assert actual == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def test_nan_norm_is_not_clipped() -> None:

@@ -104,10 +104,10 @@ def test_describe_state_reads_nothing(tier: DiskTier) -> None:
         }
     read(residence, chunk)
     before = tier.io_rates().disk_read_bytes
-    found = residence.describe_state(chunk, chunk.state_keys[0])
+    result = residence.describe_state(chunk, chunk.state_keys[0])
     assert tier.io_rates().disk_read_bytes == before
-    assert (found["mean"].device.type, found["mean"].dtype, found["mean"].shape) == ("meta", torch.bfloat16, (N,))
-    assert found["step"].item() == 3
+    assert (result["mean"].device.type, result["mean"].dtype, result["mean"].shape) == ("meta", torch.bfloat16, (N,))
+    assert result["step"].item() == 3
     assert residence.describe_state(chunk, chunk.state_keys[1]) == {}
 
 

@@ -1,4 +1,4 @@
-"""Rules that re-lay states of single ranks keep what they say: the mean, the sum, or nothing."""
+"""Tests that the rules for states of single ranks keep their invariant in another layout: mean, sum, or none."""
 
 from __future__ import annotations
 

@@ -121,9 +121,9 @@ def test_deferred_tensor_supports_casts_views_and_joins(saved: tuple[Path, dict[
     for made in (first, second):
         joined = torch.cat([made["a"], made["a"].t().reshape(3, 4) * 2]).chunk(2, dim=0)[1]
         assert isinstance(joined, DeferredTensor) and joined.shape == (3, 4) and joined.source is None
-        wanted = state["a"].t().reshape(3, 4) * 2
+        expected = state["a"].t().reshape(3, 4) * 2
         assert (joined.computed is None) is (made is second)
-        assert joined.computed is None or torch.equal(joined.computed, wanted)
+        assert joined.computed is None or torch.equal(joined.computed, expected)
 
 
 def _patched(path: Path, text: bytes) -> Path:
@@ -152,11 +152,11 @@ def test_file_truncated_after_its_header_was_read_is_refused_by_name(
     saved: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
     path, _ = saved
-    found = header(path)
+    result = header(path)
     with path.open("r+b") as file:
         file.truncate(file.seek(0, 2) - 40)
     with pytest.raises(CheckpointError, match="ends inside"):
-        for shape, source in found.values():
+        for shape, source in result.values():
             source.read(0, torch.Size(shape).numel())
 
 
@@ -164,10 +164,10 @@ def test_file_truncated_after_its_header_was_read_is_refused_by_name(
 
 
 def test_init_accepts_deepspeed_arguments() -> None:
-    wanted = """module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path config
+    expected = """module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path config
     enabled dtype mpu zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights
     sequence_data_parallel_group param_swapper tensor_overrides"""
-    assert " ".join(inspect.signature(windlass.zero.Init).parameters) == " ".join(wanted.split())
+    assert " ".join(inspect.signature(windlass.zero.Init).parameters) == " ".join(expected.split())
 
 
 def test_patched_transformers_names_exist_and_are_restored() -> None:

@@ -102,17 +102,17 @@ FILLS = [
 def test_copy_in_another_dtype_can_be_initialized(cast: Any, fill: Any) -> None:
     """A copy in another dtype has the values, dtype and random numbers of plain PyTorch. The parameter is unchanged."""
     plain = nn.Parameter(torch.randn(3, 4, dtype=torch.float16 if cast is not CASTS["half"] else torch.float32))
-    parameter, found = nn.Parameter(plain.detach().clone()), []
+    parameter, result = nn.Parameter(plain.detach().clone()), []
     mark_sharded(parameter, unit := FakeUnit(parameter, answer=False))
-    for one in (plain, parameter):
+    for item in (plain, parameter):
         torch.manual_seed(3)
         with torch.no_grad():
-            copied = cast(one)
-            assert copied.dtype != one.dtype and copied.shape == one.shape and copied.is_floating_point()
+            copied = cast(item)
+            assert copied.dtype != item.dtype and copied.shape == item.shape and copied.is_floating_point()
             fill(copied)
-        found.append((copied, torch.rand(1)))
-    assert type(found[1][0]) is torch.Tensor and torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        result.append((copied, torch.rand(1)))
+    assert type(result[1][0]) is torch.Tensor and torch.equal(result[0][0], result[1][0])
+    assert torch.equal(result[0][1], result[1][1])
     assert isinstance(parameter, ShardedParameter) and handler_of(parameter) is unit
 
 
@@ -123,8 +123,8 @@ def test_weight_norm_can_be_initialized_and_not_read(norm: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own warning, for the older of the two
         convs = [norm(nn.Conv1d(4, 4, 3), name="weight", dim=2) for _ in range(2)]
-    parameters = [one for one in convs[1].parameters() if one.dim() > 1]
-    units = [FakeUnit(one, answer=False) for one in parameters]
+    parameters = [item for item in convs[1].parameters() if item.dim() > 1]
+    units = [FakeUnit(item, answer=False) for item in parameters]
     for parameter, unit in zip(parameters, units, strict=True):
         mark_sharded(parameter, unit)
     for conv in convs:

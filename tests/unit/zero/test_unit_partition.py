@@ -40,8 +40,8 @@ def test_transformer_block_is_one_block_with_all_its_parameters() -> None:
 def test_every_parameter_is_in_exactly_one_unit() -> None:
     model = Model(frozen=True)
     _, plans = plan_units(model, UnitRules(persistence_threshold=9))
-    found = [name for plan in plans for name in plan.names]
-    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+    results = [name for plan in plans for name in plan.names]
+    assert sorted(results) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_units_have_one_dtype_and_requires_grad() -> None:

@@ -63,8 +63,8 @@ def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
     loss = torch.zeros(())
     for step in range(work.steps):
         draw = torch.Generator().manual_seed(1000 * rank + step)
-        rows, wanted = (torch.randn(work.batch, work.width, generator=draw).to(device) for _ in range(2))
-        loss = functional.mse_loss(trainee.forward(rows), wanted)
+        rows, requested = (torch.randn(work.batch, work.width, generator=draw).to(device) for _ in range(2))
+        loss = functional.mse_loss(trainee.forward(rows), requested)
         trainee.backward(loss)
         if step == 0:
             peaks.append(watch.peak_bytes())

@@ -89,12 +89,12 @@ def measure_disk_rates(folder: str) -> tuple[float, float]:
     reads: list[float] = []
     writes: list[float] = []
     with DiskTier([folder]) as tier:
-        extent, whole = tier.allocate(_PROBE_BYTES, "a probe of the disk"), tier.allocate_buffer(_PROBE_BYTES)
-        whole.fill_(1)
+        extent, full = tier.allocate(_PROBE_BYTES, "a probe of the disk"), tier.allocate_buffer(_PROBE_BYTES)
+        full.fill_(1)
         for _ in range(4):  # the first round allocates the file's blocks and is not counted
             for seconds, move in ((writes, tier.write), (reads, tier.read)):
                 start = time.perf_counter()
-                move(extent, 0, whole).wait()
+                move(extent, 0, full).wait()
                 seconds.append(time.perf_counter() - start)
     return _PROBE_BYTES / min(reads[1:]), _PROBE_BYTES / min(writes[1:])
 

@@ -143,10 +143,10 @@ def _plan_new_run(options: TrainOptions) -> TrainingPlan:
 
 
 def _log_corpus(packed: PackedCorpus, seconds: float) -> None:
-    header, whole = packed.header, plural(packed.documents, "document")
+    header, full = packed.header, plural(packed.documents, "document")
     logger.info(
         "data: %s, %.1f MB of text; %s tokens to train on, %s held out (%s)",
-        whole if header.documents == packed.documents else f"{whole}, split into {plural(header.documents, 'piece')}",
+        full if header.documents == packed.documents else f"{full}, split into {plural(header.documents, 'piece')}",
         (header.train_bytes + header.eval_bytes) / 1e6,
         f"{header.train_tokens:,}",
         f"{header.eval_tokens:,}",

@@ -56,10 +56,10 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
         CheckpointError: the weights do not fit the model, or they cannot be written.
     """
     partial = temporary_path_beside(target)
-    whole = _model_with_weights(model, state)
+    full = _model_with_weights(model, state)
     try:
         partial.mkdir(parents=True)
-        whole.save_pretrained(partial)
+        full.save_pretrained(partial)
         for name in _TOKENIZER_FILES:
             if (tokenizer_dir / name).is_file():
                 shutil.copyfile(tokenizer_dir / name, partial / name)
@@ -74,17 +74,17 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
 
 def _model_with_weights(model: Any, state: Mapping[str, torch.Tensor]) -> Any:
     with torch.device("meta"):
-        whole = type(model)(model.config)
-    missing, unexpected = whole.load_state_dict(dict(state), strict=False, assign=True)
-    whole.tie_weights()
-    tied = {name for name, tensor in whole.state_dict().items() if not tensor.is_meta}
+        full = type(model)(model.config)
+    missing, unexpected = full.load_state_dict(dict(state), strict=False, assign=True)
+    full.tie_weights()
+    tied = {name for name, tensor in full.state_dict().items() if not tensor.is_meta}
     missing = [name for name in missing if name not in tied]
     if missing or unexpected:
         raise CheckpointError(
             f"the weights do not fit {type(model).__name__}: missing {missing[:4]}, unexpected {list(unexpected)[:4]}"
         )
-    whole.config.use_cache = True
-    return whole
+    full.config.use_cache = True
+    return full
 
 
 def run_rank(plan_path: Path, failure_path: Path) -> int:

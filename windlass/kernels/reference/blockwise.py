@@ -73,9 +73,9 @@ def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor, signed: bool
 
 
 def _block_maxima(sizes: torch.Tensor) -> torch.Tensor:
-    whole = sizes.new_zeros(count_scales(sizes.numel()) * SCALE_BLOCK)
-    whole[: sizes.numel()] = sizes
-    return whole.view(-1, SCALE_BLOCK).amax(1)
+    full = sizes.new_zeros(count_scales(sizes.numel()) * SCALE_BLOCK)
+    full[: sizes.numel()] = sizes
+    return full.view(-1, SCALE_BLOCK).amax(1)
 
 
 def _expand_blocks(of_blocks: torch.Tensor, count: int) -> torch.Tensor:

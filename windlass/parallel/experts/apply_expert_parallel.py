@@ -107,13 +107,13 @@ def get_requested_ep_size(model: nn.Module) -> int:
     Raises:
         ConfigError: layers request different sizes.
     """
-    asked = {module.ep_size for module in model.modules() if isinstance(module, MixtureOfExperts)}
-    if len(asked - {1}) > 1:
+    requested = {module.ep_size for module in model.modules() if isinstance(module, MixtureOfExperts)}
+    if len(requested - {1}) > 1:
         raise ConfigError(
-            f"MoE layers have different ep_size: {' and '.join(map(str, sorted(asked)))}; there is one "
+            f"MoE layers have different ep_size: {' and '.join(map(str, sorted(requested)))}; there is one "
             "expert-parallel axis: write the same value in all of them"
         )
-    return max(asked, default=1)
+    return max(requested, default=1)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -181,10 +181,10 @@ def _check_expert_counts(
         )
         if axis.size > 1 and spread_already:
             raise ModelError(f"the experts of {name} are distributed already; call apply_expert_parallel once")
-    asked = get_requested_ep_size(model)
-    if asked not in (1, axis.size):
+    requested = get_requested_ep_size(model)
+    if requested not in (1, axis.size):
         raise ConfigError(
-            f"MoE layers have ep_size = {asked}, and parallel.ep = {axis.size}; set parallel.ep to {asked}"
+            f"MoE layers have ep_size = {requested}, and parallel.ep = {axis.size}; set parallel.ep to {requested}"
         )
 
 

@@ -48,8 +48,8 @@ def drop_over_capacity(
     first = torch.cat(
         [order.tokens_per_expert.cumsum(0) - order.tokens_per_expert, order.tokens_per_expert.new_zeros(1)]
     )  # the last entry serves unused slots, whose value is not used
-    asked = index.reshape(-1)[before]
-    taken = order.slot_positions[:, 0] - first[asked.clamp(max=num_experts)] < capacity
-    kept = torch.empty_like(asked)
-    kept[before] = asked.masked_fill(~taken, num_experts)
+    requested = index.reshape(-1)[before]
+    taken = order.slot_positions[:, 0] - first[requested.clamp(max=num_experts)] < capacity
+    kept = torch.empty_like(requested)
+    kept[before] = requested.masked_fill(~taken, num_experts)
     return kept.view(tokens, k)

@@ -48,8 +48,12 @@ class RouterBias:
 
     def pop_counts(self) -> torch.Tensor:
         """Return the counts `[experts]` and reset them to zero."""
-        asked, self._token_counts = self._token_counts, None
-        return torch.zeros(self.num_experts, dtype=torch.int64, device=self.bias.device) if asked is None else asked
+        requested, self._token_counts = self._token_counts, None
+        return (
+            torch.zeros(self.num_experts, dtype=torch.int64, device=self.bias.device)
+            if requested is None
+            else requested
+        )
 
     @torch.no_grad()
     def update(self, token_counts: torch.Tensor) -> None:
@@ -123,10 +127,10 @@ def update_biases(biases: Sequence[RouterBias], axes: Sequence[MeshAxis]) -> Non
     """Update the given biases, as `update_router_biases` does for a model."""
     if not biases:
         return
-    asked = torch.cat([balance.pop_counts() for balance in biases])
+    requested = torch.cat([balance.pop_counts() for balance in biases])
     for axis in axes:
-        axis.all_reduce(asked)
-    for balance, part in zip(biases, asked.split([balance.num_experts for balance in biases]), strict=True):
+        axis.all_reduce(requested)
+    for balance, part in zip(biases, requested.split([balance.num_experts for balance in biases]), strict=True):
         balance.update(part)
 
 

@@ -86,12 +86,12 @@ def compute_layer_weights(
                 f"the partition gives {len(partition_method)} weights, and there are {len(class_names)} layers"
             )
         return [float(weight) for weight in partition_method]
-    asked = partition_method.lower()
-    if asked == "uniform":
+    requested = partition_method.lower()
+    if requested == "uniform":
         return [1.0] * len(class_names)
-    if asked in ("parameters", "best"):
+    if requested in ("parameters", "best"):
         return [float(count) for count in parameter_counts()]
-    if asked.startswith("type:"):
+    if requested.startswith("type:"):
         pattern = re.compile(partition_method[len("type:") :], re.IGNORECASE)
         found = [float(pattern.search(name) is not None) for name in class_names]
         if not any(found):
@@ -128,8 +128,8 @@ def _time_layer(layer: Callable[[Any], Any], given: Any) -> float:
     start = synchronized_time(device)
     made = [tensor for tensor in iterate_tensors(layer(replace_tensors(given, copies))) if tensor.requires_grad]
     if made:
-        wanted = [*leaves, *(p for p in _parameters(layer) if p.requires_grad)]
-        torch.autograd.grad(made, wanted, [torch.ones_like(tensor) for tensor in made], allow_unused=True)
+        requested = [*leaves, *(p for p in _parameters(layer) if p.requires_grad)]
+        torch.autograd.grad(made, requested, [torch.ones_like(tensor) for tensor in made], allow_unused=True)
     return synchronized_time(device) - start
 
 

@@ -112,11 +112,11 @@ class PipelineSequential(nn.Module):
                 "virtual_stages=...)"
             )
         self._partition(stage, stages, virtual_stages)
-        mine = self._local_layer_numbers()
+        local = self._local_layer_numbers()
         for number in range(len(self._layer_specs)):
-            if number not in mine:
+            if number not in local:
                 self._modules.pop(str(number), None)
-        for key in [key for key in self.tied_modules if key not in {self._tied_key(number) for number in mine}]:
+        for key in [key for key in self.tied_modules if key not in {self._tied_key(number) for number in local}]:
             del self.tied_modules[key]
         self._bind_stages()
 
@@ -187,37 +187,37 @@ class PipelineSequential(nn.Module):
     # Construction
 
     def _build(self) -> None:
-        mine = set(self._local_layer_numbers())
-        kept = {self._tied_key(number) for number in mine} - {None}
+        local = set(self._local_layer_numbers())
+        kept = {self._tied_key(number) for number in local} - {None}
         built: set[str] = set()
         if self.seed_layers:
             with torch.random.fork_rng():
-                self._build_layers(mine, kept, built)
+                self._build_layers(local, kept, built)
         else:
-            self._build_layers(mine, kept, built)
+            self._build_layers(local, kept, built)
         self._bind_stages()
 
     def _build_layers(self, mine: set[int], local_tied_keys: set[str | None], built: set[str]) -> None:
         for number, layer in enumerate(self._layer_specs):
             key = self._tied_key(number)
-            wanted = number in mine if key is None else key in local_tied_keys
+            requested = number in mine if key is None else key in local_tied_keys
             if isinstance(layer, nn.Module):
-                if wanted:
+                if requested:
                     self.add_module(str(number), layer)
-            elif isinstance(layer, LayerSpec) and key not in built and (wanted or not self.seed_layers):
+            elif isinstance(layer, LayerSpec) and key not in built and (requested or not self.seed_layers):
                 if self.seed_layers:
                     (self.seed_fn or torch.manual_seed)(self.base_seed + number)
                 module = layer.build()
                 if key is not None:
                     built.add(key)
-                if wanted:
+                if requested:
                     (self if key is None else self.tied_modules).add_module(str(number) if key is None else key, module)
 
     def _bind_stages(self) -> None:
         """Collect the functions of this rank's stages and its shared parameters, and drop modules of other ranks."""
-        mine = set(self._local_layer_numbers())
+        local = set(self._local_layer_numbers())
         for number, layer in enumerate(self._layer_specs):
-            if number not in mine and isinstance(layer, nn.Module):
+            if number not in local and isinstance(layer, nn.Module):
                 self._layer_specs[number] = nn.Identity()
         self._stage_functions = {
             s: [self._layer_function(n) for n in range(self.parts[s], self.parts[s + 1])] for s in self.stages

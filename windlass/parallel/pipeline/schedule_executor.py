@@ -133,8 +133,8 @@ def execute_schedule(
         # Free activations first: the drain allocates buffers, and the failure may be an out-of-memory error.
         runner.release_all()
         # An error of a peer is reported by that peer.
-        mine = None if isinstance(error, PeerStageFailed) else error
-        raise ScheduleFailed(mine, actions[at], partial(runner.drain, actions, at)) from mine
+        local = None if isinstance(error, PeerStageFailed) else error
+        raise ScheduleFailed(local, actions[at], partial(runner.drain, actions, at)) from local
     return [runner.results[micro] for micro in sorted(runner.results)]
 
 

@@ -138,11 +138,9 @@ def compute_bubble_fraction(
     number of micro-batches `m` (Narayanan et al. 2021b, section 2.2). In ZB-H1 only `(p-1)(F+I-W)` is idle, from `p`
     micro-batches on (Qi et al. 2024, table 1). Transfers cost nothing here.
     """
-    whole = costs.forward + costs.backward_input + costs.backward_weight
+    full = costs.forward + costs.backward_input + costs.backward_weight
     idle = (ranks - 1) * (
-        whole / virtual_stages
-        if name != "zero-bubble"
-        else costs.forward + costs.backward_input - costs.backward_weight
+        full / virtual_stages if name != "zero-bubble" else costs.forward + costs.backward_input - costs.backward_weight
     )
-    work = num_micro_batches * whole
+    work = num_micro_batches * full
     return idle / (work + idle)

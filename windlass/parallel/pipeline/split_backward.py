@@ -147,7 +147,7 @@ class _StageGraph:
     """Graph between a stage's outputs, its input leaves and its parameters."""
 
     def __init__(self, roots: list[Node], leaves: list[torch.Tensor]) -> None:
-        mine = {id(leaf) for leaf in leaves}
+        local = {id(leaf) for leaf in leaves}
         self._nodes = list(_postorder(roots))
         self._reaches_leaf: dict[Node, bool] = {}
         # for nodes that lead to no leaf: the AccumulateGrad nodes below them
@@ -156,7 +156,7 @@ class _StageGraph:
             below = [after for after, _ in node.next_functions if after is not None]
             variable = getattr(node, "variable", None)
             self._reaches_leaf[node] = (
-                id(variable) in mine if variable is not None else any(map(self.reaches_leaf, below))
+                id(variable) in local if variable is not None else any(map(self.reaches_leaf, below))
             )
             if not self._reaches_leaf[node]:
                 found = [node] if variable is not None else [p for after in below for p in self._parameters[after]]

@@ -321,8 +321,8 @@ class StageTransfers:
     ) -> None:
         mark = torch.tensor([ok], dtype=torch.uint8)
         # Sends need dense memory; the transfer keeps these copies alive until it ends.
-        whole = [tensor.contiguous() for tensor in tensors]
-        moving = _InFlightTransfer(whole, self._start([mark, *whole], to, _tag(kind, stage), sends=True), mark)
+        full = [tensor.contiguous() for tensor in tensors]
+        moving = _InFlightTransfer(full, self._start([mark, *full], to, _tag(kind, stage), sends=True), mark)
         self._sending.setdefault((kind, stage), {})[micro_batch] = moving
 
     def _receive(

@@ -170,9 +170,9 @@ class StagedModel:
             ranks.setdefault(id(parameter), set()).update(where)
             names.setdefault(id(parameter), []).append(name)
             here[name], parameters[id(parameter)] = self._rank in where, parameter
-        mine = [key for key in names if any(here[name] for name in names[key])]
-        self.shared_parameters = {names[key][0]: tuple(sorted(ranks[key])) for key in mine if len(ranks[key]) > 1}
-        return {name: parameters[key] for key in mine for name in names[key] if not here[name]}
+        local = [key for key in names if any(here[name] for name in names[key])]
+        self.shared_parameters = {names[key][0]: tuple(sorted(ranks[key])) for key in local if len(ranks[key]) > 1}
+        return {name: parameters[key] for key in local for name in names[key] if not here[name]}
 
     def check_stages(self) -> None:
         """Run the modules around the layers on each of this rank's stages, so that a model that needs a missing module

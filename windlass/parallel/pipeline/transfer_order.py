@@ -32,10 +32,10 @@ def add_transfers(schedule: Sequence[RankActions], costs: ActionCosts = ActionCo
         [] for _ in schedule
     ]  # of each rank: half of a transfer, and the compute action that it belongs to
     if ranks > 1:
-        for done, send, receive, wanted in _transfers(played, stages):
+        for done, send, receive, requested in _transfers(played, stages):
             halves[send.stage % ranks].append((send, done))
-            halves[receive.stage % ranks].append((receive, wanted))
-    return [_merge_transfers(order, mine) for order, mine in zip(schedule, halves, strict=True)]
+            halves[receive.stage % ranks].append((receive, requested))
+    return [_merge_transfers(order, local) for order, local in zip(schedule, halves, strict=True)]
 
 
 def _transfers(simulated: SimulatedSchedule, stages: int) -> list[tuple[Action, Action, Action, Action]]:

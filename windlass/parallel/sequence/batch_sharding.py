@@ -123,8 +123,8 @@ def mark_sharded_batch(
         mask = axis.all_gather(mask.contiguous(), 1, sizes)
         mask = None if bool((mask != 0).all()) else mask  # as without a mask: positions separate documents
     if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
-        whole = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
-        positions = None if bool((whole == positions).all()) else positions
+        full = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
+        positions = None if bool((full == positions).all()) else positions
     visibility = _attention_mask(positions, mask, ids.shape[0], sum(sizes))
     local[SHARD_KEY] = SequenceShard(
         make_sharding_from_sizes(sizes, ulysses_degree), visibility, axis, full_length=sum(sizes), gathers_outputs=False

@@ -110,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        whole = _MergedOutput(query, value.shape[-1])
+        full = _MergedOutput(query, value.shape[-1])
         for step, (k, v, tiles, _) in enumerate(_ring_blocks(context, key, value)):
             if not tiles:
                 continue
@@ -120,9 +120,9 @@ class _RingAttention(torch.autograd.Function):
             )
             for tile in tiles:
                 qkv = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
-                whole.add(tile, *kernels.kernel_for(tile).forward(qkv, tile, context.score_spec))
-        output = whole.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, whole.lse)
+                full.add(tile, *kernels.kernel_for(tile).forward(qkv, tile, context.score_spec))
+        output = full.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, full.lse)
         ctx.ring_context, ctx.kernels = context, kernels
         return output
 

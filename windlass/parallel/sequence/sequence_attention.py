@@ -128,9 +128,9 @@ def _group_attention(
     )
     longest = max(count_tokens(sharding.group_ranges(group)) for group in range(sharding.num_ring_groups))
     context = RingContext(shard.axis, sharding.ulysses_degree, seen, held, longest, key_head_of, score_spec)
-    whole = (0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])
+    full = (0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])
     plain = score_spec.softcap is None and score_spec.dropout is None
-    if len(seen) == 1 and sharding.num_ring_groups == 1 and plain and _is_single_tile(mask, whole):
+    if len(seen) == 1 and sharding.num_ring_groups == 1 and plain and _is_single_tile(mask, full):
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             context.repeat_kv_heads(key),

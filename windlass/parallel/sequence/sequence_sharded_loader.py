@@ -67,14 +67,14 @@ class SequenceShardedLoader:
             )
             if specs[0] is None:
                 return
-            whole = {}
+            full = {}
             for name, described in specs[0].items():
                 if not isinstance(described, _TensorMeta):
-                    whole[name] = described
+                    full[name] = described
                     continue
                 own = batch[name] if batch is not None else torch.empty(described.shape, dtype=described.dtype)
-                whole[name] = axis.broadcast(own.to(self._device or own.device).contiguous())
-            yield whole
+                full[name] = axis.broadcast(own.to(self._device or own.device).contiguous())
+            yield full
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the loader, if it has one."""

@@ -31,8 +31,8 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
     fixed = {"ulysses": axis.size, "ring": 1}
     if ulysses_degree is None:
         divisors = [n for n in range(1, axis.size + 1) if axis.size % n == 0]
-        wanted = [n for n in divisors if key_heads % n == 0]  # each key head goes to one rank
-        return fixed.get(sp_mode, max(wanted))
+        requested = [n for n in divisors if key_heads % n == 0]  # each key head goes to one rank
+        return fixed.get(sp_mode, max(requested))
     if ulysses_degree < 1 or axis.size % ulysses_degree:
         raise ConfigError(
             f"ulysses_degree = {ulysses_degree} does not divide the {axis.size} ranks along {axis.name}; "

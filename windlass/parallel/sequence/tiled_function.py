@@ -127,16 +127,16 @@ class _TiledFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tiling, inputs, parameters = ctx.tiling, ctx.saved_tensors, ctx.parameters
-        wanted = ctx.needs_input_grad[2:]
-        back = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
-        trained = [i for i in range(len(parameters)) if wanted[len(inputs) + i]]
+        expected = ctx.needs_input_grad[2:]
+        back = [torch.empty_like(x) if want else None for x, want in zip(inputs, expected, strict=False)]
+        trained = [i for i in range(len(parameters)) if expected[len(inputs) + i]]
         sums: dict[int, torch.Tensor] = {}
         done = 0
         with ctx.surroundings.replay():
             for start in tiling.tile_starts(inputs):
                 pieces = [
                     tiling.tile(x, start).detach().contiguous().requires_grad_(want)
-                    for x, want in zip(inputs, wanted, strict=False)
+                    for x, want in zip(inputs, expected, strict=False)
                 ]
                 with torch.enable_grad():
                     output = tiling.function(*pieces)
@@ -144,14 +144,14 @@ class _TiledFunction(torch.autograd.Function):
                 arriving = gradient if tiling.sums_outputs else gradient.narrow(tiling.out_dim, done, size)
                 done += size
                 sources = [(back[i], piece) for i, piece in enumerate(pieces) if piece.requires_grad]
-                asked = [*(piece for _, piece in sources), *(parameters[i] for i in trained)]
-                found = torch.autograd.grad(output, asked, arriving, allow_unused=True)
+                requested = [*(piece for _, piece in sources), *(parameters[i] for i in trained)]
+                found = torch.autograd.grad(output, requested, arriving, allow_unused=True)
                 for (into, _), one in zip(sources, found, strict=False):
                     assert into is not None
                     tiling.tile(into, start).copy_(one) if one is not None else tiling.tile(into, start).zero_()
                 for i, one in zip(trained, found[len(sources) :], strict=True):
                     _accumulate(sums, i, one)
-                del output, found, asked, sources, pieces
+                del output, found, requested, sources, pieces
         totals = [sums[i].to(one.dtype) if i in sums else None for i, one in enumerate(parameters)]
         return (None, None, *back, *totals)
 

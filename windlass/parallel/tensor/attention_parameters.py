@@ -77,12 +77,12 @@ def _shard_head_norm(
     own heads. Shard a norm that has weights for each head.
     """
     own = list(child.named_parameters(recurse=False))
-    chain, whole = layers[-1], [(layer, "replicated") for layer in layers]
+    chain, full = layers[-1], [(layer, "replicated") for layer in layers]
     if not _HEAD_NORM.fullmatch(leaf):
         return []  # it comes before the heads are formed, so its gradient is complete
     if len(own) != len(list(child.parameters())):
         raise make_cannot_shard_error(
-            name, "norms in a list belong to single heads, and each rank would use the first ones", *whole
+            name, "norms in a list belong to single heads, and each rank would use the first ones", *full
         )
     if all(parameter.dim() == 1 for _, parameter in own):
         sizes = {parameter.numel() for _, parameter in own}
@@ -91,7 +91,7 @@ def _shard_head_norm(
             raise make_cannot_shard_error(
                 name,
                 f"it normalizes {max(sizes)} features at once, over heads of {size} that are on several ranks",
-                *whole,
+                *full,
             )
         return [ModuleShard(name, ShardStyle.PARTIAL, chain=chain)]
     of_keys = _KEY_NORM.fullmatch(leaf) is not None and head_partition.num_key_heads != head_partition.num_query_heads
@@ -99,7 +99,7 @@ def _shard_head_norm(
     if (of_keys and head_partition.has_shared_keys) or any(parameter.shape[0] != count for _, parameter in own):
         shapes = ", ".join(str(tuple(parameter.shape)) for _, parameter in own)
         raise make_cannot_shard_error(
-            name, f"its weights of shape {shapes} can't be sharded for {count} heads over several ranks", *whole
+            name, f"its weights of shape {shapes} can't be sharded for {count} heads over several ranks", *full
         )
     spans = (
         [head_partition.key_range(rank) for rank in range(len(head_partition.query_ranges))]

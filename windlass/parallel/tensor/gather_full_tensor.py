@@ -29,10 +29,10 @@ def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxi
     for axis in axes:
         if axis.name in placement.sharded_axes:
             parts = _all_gather_parts(parts, axis)
-    whole = local.new_empty(placement.global_shape)
+    full = local.new_empty(placement.global_shape)
     for placed, flat in parts:
-        write_local_shard(flat.view(placed.local_shape), whole, placed)
-    return whole
+        write_local_shard(flat.view(placed.local_shape), full, placed)
+    return full
 
 
 def _all_gather_parts(

@@ -47,12 +47,12 @@ def join_sections(sections: Sequence[tuple[int, RankRanges]]) -> RankRanges:
     found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     offset = 0
     for size, shares in sections:
-        for mine, ranges in zip(found, shares, strict=True):
+        for local, ranges in zip(found, shares, strict=True):
             for start, stop in ranges:
-                if mine and mine[-1][1] == start + offset:
-                    mine[-1] = (mine[-1][0], stop + offset)
+                if local and local[-1][1] == start + offset:
+                    local[-1] = (local[-1][0], stop + offset)
                 else:
-                    mine.append((start + offset, stop + offset))
+                    local.append((start + offset, stop + offset))
         offset += size
     return tuple(tuple(ranges) for ranges in found)
 

@@ -104,8 +104,8 @@ class TensorParallelPlan:
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         lines = [f"tensor parallelism over {self.ranks} ranks, from {self.source}"]
         lines += [f"  {name:<{widths[0]}}  {style:<{widths[1]}}  {what}".rstrip() for name, style, what in rows]
-        whole = ", ".join(_merge_numbered_names(self.replicated))
-        return "\n".join([*lines, f"  replicated: {whole or 'norms and biases alone'}"])
+        full = ", ".join(_merge_numbered_names(self.replicated))
+        return "\n".join([*lines, f"  replicated: {full or 'norms and biases alone'}"])
 
 
 def make_cannot_shard_error(name: str, reason: str, *lines: tuple[str, str]) -> ModelError:

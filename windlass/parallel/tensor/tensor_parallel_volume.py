@@ -55,11 +55,11 @@ def count_step_bytes(
 
     start, stop = compute_shard_range(tokens, ranks, rank)
     own = batch * (stop - start) * hidden * itemsize
-    whole = rows * hidden * itemsize
+    full = rows * hidden * itemsize
     chains = {chain for stack in stacks or [] for chain in stack.chains}
     for shard in plan.shards:
         if shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and shard.chain in chains:
-            found["all_gather"] += 2 * (whole - own)
+            found["all_gather"] += 2 * (full - own)
             found["reduce_scatter"] += 2 * own * (ranks - 1)
         elif shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
             all_reduce(rows * hidden)
@@ -73,7 +73,7 @@ def count_step_bytes(
         if shard.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT):
             all_gather(shard.sharded_size, count_elements(shard.rank_ranges[rank]))
     for stack in stacks or []:
-        found["all_gather"] += (2 + 2 * len(stack.full_sequence_modules)) * (whole - own)
+        found["all_gather"] += (2 + 2 * len(stack.full_sequence_modules)) * (full - own)
     all_reduce(rows, 4)
     all_reduce((_LOSS - 1) * rows, 4)
     return found

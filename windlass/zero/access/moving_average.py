@@ -118,9 +118,9 @@ class ExponentialMovingAverage:
         """Start the averages of newly trainable `units` from their current values, if other units have averages."""
         if not self.updates:
             return
-        wanted = {unit.index for unit in units}
+        requested = {unit.index for unit in units}
         for unit, _ in self._units():
-            if unit.index in wanted:
+            if unit.index in requested:
                 self.take(unit, self._model.masters.read_span(unit))
 
     def rebind(self, model: ShardedModel) -> None:

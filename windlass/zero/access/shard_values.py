@@ -84,16 +84,16 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     # Reduce what is not reduced yet. Without a gradient in this group, another replica has one: reduce zeros here.
     if facts[0] > 0 or not slot.has_reduced:
-        wanted = [other is slot for other in model.slots]
-        model.reducer.reduce_units(wanted)
+        requested = [other is slot for other in model.slots]
+        model.reducer.reduce_units(requested)
     if model.reducer.keeps_local_gradients:  # their mean over ranks is the reduced gradient
         mean = place.unit.parameter_view(slot.read(), place.index) / group.size
         return group.all_reduce(mean).div_(model.callbacks.loss_scale())
     part = model.agreement.local_part(place.unit, slot.read())
-    whole = assemble(
+    full = assemble(
         place, model.agreement.sum_replicas(place.unit, part.clone()) if place.unit.extra_reduce_groups else part
     )
-    return whole.div_(model.callbacks.loss_scale())
+    return full.div_(model.callbacks.loss_scale())
 
 
 def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     place = _finished(parameter)
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
         kept = _coded(place)
-        mine = [(start, _checked_state(kept, state, wanted)) for start, _, state in _state(place)]
-    found = place.unit.dp_group.group.all_gather_object(mine)
+        local = [(start, _checked_state(kept, state, wanted)) for start, _, state in _state(place)]
+    found = place.unit.dp_group.group.all_gather_object(local)
     keys = dict.fromkeys(key for entry in found for _, values in entry for key in values)
     return {key: _assemble_state(place, key, found) for key in keys}
 
@@ -446,8 +446,8 @@ def assemble(place: ParameterLocation, span: torch.Tensor) -> torch.Tensor:
     model, unit = place.model, place.unit
     layout, group = unit.layout, unit.dp_group.group
     offset, numel = layout.offsets[place.index], layout.numels[place.index]
-    whole = torch.empty(unit.shapes[place.index], dtype=span.dtype, device=model.device)
-    flat = whole.view(-1)
+    full = torch.empty(unit.shapes[place.index], dtype=span.dtype, device=model.device)
+    flat = full.view(-1)
     is_sharded = span.numel() < layout.padded
     for rank in range(group.size) if is_sharded else [group.index]:
         first, last = layout.shard_range(rank, group.size) if is_sharded else (0, layout.padded)
@@ -459,7 +459,7 @@ def assemble(place: ParameterLocation, span: torch.Tensor) -> torch.Tensor:
             part.copy_(span[begin - first : end - first])
         if is_sharded:
             group.broadcast(part, rank)
-    return whole
+    return full
 
 
 def _set_frozen(place: ParameterLocation, value: torch.Tensor) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def can_unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> bool:
     """Return True if these parameters can become trainable without a new engine. Equal on all ranks."""
     assert model.update is not None
-    wanted = {id(parameter) for parameter in parameters}
-    units = (unit for unit in model.units if any(id(p) in wanted for p in unit.parameters))
+    requested = {id(parameter) for parameter in parameters}
+    units = (unit for unit in model.units if any(id(p) in requested for p in unit.parameters))
     return not any(
         unit.trainable is False
         and model.update.cannot_step(model.masters.step_dtype(unit.dtype), _unfrozen_tier(model))
@@ -47,16 +47,16 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     Raises:
         StorageError: some rank has too little disk space for master weights and states. The model is unchanged.
     """
-    wanted = {id(parameter): parameter for parameter in parameters}
+    requested = {id(parameter): parameter for parameter in parameters}
     model.scheduler.sync(SyncPoint.STATE_CHANGE)
     model.finish_update()
     model.reducer.finish()  # a step may have gradients in flight
     model.recapture_parameters()
     model.runtime.reshard_all()
-    units = [u for u in model.units if not u.trainable and any(id(p) in wanted for p in u.parameters)]
+    units = [u for u in model.units if not u.trainable and any(id(p) in requested for p in u.parameters)]
     slots = [GradientSlot(unit) for unit in units]
     chunks = _take_space(model, slots)
-    for parameter in wanted.values():
+    for parameter in requested.values():
         put_grad(parameter, None)  # left by an earlier backward that no hook handled
     _bring_buffers(model, slots)
     assert model.update is not None
@@ -73,7 +73,9 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         average.add_units(units)
     model.hook_gradients()
     elements = sum(unit.numel for unit in units)
-    logger.info(f"unfroze {plural(len(wanted), 'parameter')}; {plural(elements, 'element')} more have master weights")
+    logger.info(
+        f"unfroze {plural(len(requested), 'parameter')}; {plural(elements, 'element')} more have master weights"
+    )
 
 
 def _unfrozen_tier(model: ShardedModel) -> Tier:
@@ -117,17 +119,17 @@ def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
     held = 0
     for dp_group in model.dp_groups:
         units = [slot.unit for slot in slots if slot.unit.dp_group is dp_group]
-        whole = [unit for unit in units if not unit.reshards and model.policy.state]
+        full = [unit for unit in units if not unit.reshards and model.policy.state]
         needs = model.reducer.extra_buffer_requests(dp_group, units)
-        wanted = [*(unit.buffer_request() for unit in whole), *needs]
-        buffers = dp_group.transport.extend(wanted, model.device, lanes=len(slots))
+        requested = [*(unit.buffer_request() for unit in full), *needs]
+        buffers = dp_group.transport.extend(requested, model.device, lanes=len(slots))
         held += sum(need.numel * need.dtype.itemsize for need in needs)
-        for unit, buffer in zip(whole, buffers, strict=False):
+        for unit, buffer in zip(full, buffers, strict=False):
             unit.move_to(buffer)
         if needs and model.policy.grad:
-            model.reducer.replace_ring(dp_group, buffers[len(whole) :])
+            model.reducer.replace_ring(dp_group, buffers[len(full) :])
         elif needs:
-            own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(whole) :], strict=True)}
+            own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(full) :], strict=True)}
     if held:
         model.ledger.set_held_bytes(f"gradients of {slots[0].unit.names[0]} and the units unfrozen with it", held)
     model.reducer.add_slots(slots, [own[id(slot.unit)] for slot in slots] if own else [])

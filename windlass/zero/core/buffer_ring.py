@@ -43,10 +43,10 @@ class BufferRing:
             return None
         # The oldest returned buffer is the one that peers have most likely finished reading.
         place = self._free.popleft()
-        whole = self._buffers[place]
+        full = self._buffers[place]
         # Peers may still read the last reduction from it.
-        self._transport.wait_until_read(whole)
-        return place, whole.first(numel)
+        self._transport.wait_until_read(full)
+        return place, full.first(numel)
 
     def give_back(self, place: int) -> None:
         self._free.append(place)

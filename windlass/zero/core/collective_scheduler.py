@@ -165,10 +165,10 @@ class CollectiveScheduler:
         expected, what = self._without_unsharded(known), f"the start of a {kind}"
         self._phase = (kind, number)
         # The shift keeps the hash within the range of a signed 64-bit integer on the board.
-        mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self._callbacks.has_local_failure())]
+        local = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self._callbacks.has_local_failure())]
         # Only post here. The replies are read when they are first needed, to overlap the exchange with compute.
         self._pending_begin = _PendingBegin(
-            expected, what, mine, None if self.skips_agreement else self._board.post(mine, what)
+            expected, what, local, None if self.skips_agreement else self._board.post(local, what)
         )
 
     def _finish_begin(self) -> None:
@@ -427,13 +427,13 @@ class CollectiveScheduler:
         if _Message.SHARE_FAILURES in requests and any(post[3] for post in posts):
             self._callbacks.raise_failure()
         # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
-        wanted = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
-        for code in wanted:
+        requested = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
+        for code in requested:
             self._start(code, wanted=message is _Message.REQUEST and code == value)
         if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
             return True
         # Other ranks were not at the start of a phase or at a sync point yet: the caller repeats the round.
-        if wanted or _Message.SHARE_FAILURES in requests:
+        if requested or _Message.SHARE_FAILURES in requests:
             return False
         if _Message.BEGIN_PHASE in requests:
             self._adopt_sequence(posts, expected)

@@ -95,10 +95,10 @@ class DiskHealth:
         # Clear the failure now: after this exchange all ranks have received it.
         broken, self.update_error, self.update_changed_nothing = self.update_error, None, False
         error: Exception | None = torn or failed
-        mine = (str(error) if error is not None else "", torn is not None, "")
+        local = (str(error) if error is not None else "", torn is not None, "")
         if error is None and broken is not None:
-            error, mine = broken, ("", False, f"its optimizer raised {type(broken).__name__}: {broken}")
-        reports = group.all_gather_object(mine)
+            error, local = broken, ("", False, f"its optimizer raised {type(broken).__name__}: {broken}")
+        reports = group.all_gather_object(local)
         failures = "; ".join(
             f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(reports) if words
         )

@@ -68,9 +68,9 @@ class GradientOffload:
         if slot.storage is None:
             assert slot.shard is not None
             # Ranks with full gradients reduce only their own shard of it.
-            whole = slot.shard.numel() != own.numel()
+            full = slot.shard.numel() != own.numel()
             group = slot.unit.dp_group.group
-            return local_shard(slot.shard, group.index, group.size) if whole else slot.shard, slot.has_reduced
+            return local_shard(slot.shard, group.index, group.size) if full else slot.shard, slot.has_reduced
         # Wait for an offload rather than allocate more than `IN_FLIGHT` buffers.
         while not self._free and len(self._taken) >= self.IN_FLIGHT and self._in_flight:
             self._finish_one()
@@ -118,6 +118,6 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _add(storage: Slot, part: torch.Tensor) -> None:
-    whole = storage.read()
-    whole.add_(part)
-    storage.write(whole)
+    full = storage.read()
+    full.add_(part)
+    storage.write(full)

@@ -405,8 +405,8 @@ class GradientReducer:
         unit, group = slot.unit, slot.unit.dp_group.group
         # With full gradients on each rank, only this rank's shard was reduced, and peers may still read the other
         # shards.
-        whole = unit.layout.shard_range(group.index, group.size)
-        first, last = whole if self._keeps_full_gradient else (unit.state_start, unit.state_stop)
+        full = unit.layout.shard_range(group.index, group.size)
+        first, last = full if self._keeps_full_gradient else (unit.state_start, unit.state_stop)
         if self.keeps_local_gradients:
             first, last = 0, unit.layout.padded
         values = slot.read()

@@ -27,14 +27,14 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     """
     if data.size == 1:
         return
-    mine = _summary_of(model, optimizer)
+    local = _summary_of(model, optimizer)
     # Compare digests first: the full summaries of large models are sent only if they differ.
-    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    digest = hashlib.sha256(repr(local).encode()).hexdigest()
     with WaitScope("the comparison of models"):
         digests = data.all_gather_object(digest)
         if len(set(digests)) == 1:
             return
-        summaries = data.all_gather_object(mine)
+        summaries = data.all_gather_object(local)
     other = next(index for index, one in enumerate(digests) if one != digests[0])
     here, there = ({summary[0]: summary for summary in summaries[index]} for index in (0, other))
     name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "")
@@ -58,9 +58,9 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     Raises:
         ModelError: the units differ. Raised on all ranks.
     """
-    mine = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
+    local = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
     with WaitScope("the comparison of models"):
-        summaries = data.all_gather_object(mine)
+        summaries = data.all_gather_object(local)
     # Without `numel`, which may differ for experts.
     kinds = [[one[:4] for one in of_rank] for of_rank in summaries]
     if all(one == kinds[0] for one in kinds):

@@ -169,16 +169,16 @@ def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False  # legacy tensor types such as torch.cuda.FloatTensor, which name a device too
     # The arguments of `to` end with `non_blocking, copy`, so a second bool is `copy`.
     copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
-    asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
-    return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
+    requested = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
+    return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in requested)
 
 
 def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the dtype to which a call casts its first argument; None if the call is not a cast."""
     if name not in ("to", "type"):
         return _CAST_TO.get(name)
-    asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
-    return next((value if isinstance(value, torch.dtype) else value.dtype for value in asked), None)
+    requested = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
+    return next((value if isinstance(value, torch.dtype) else value.dtype for value in requested), None)
 
 
 def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

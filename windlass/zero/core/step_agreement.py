@@ -99,8 +99,8 @@ class StepAgreement:
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
         dropped_text = "; ".join(
-            f"rank {rank} dropped {f'{len(mine)} gradients, {mine[0]!r} first' if mine else 'none'}"
-            for rank, mine in zip(ranks, drops, strict=True)
+            f"rank {rank} dropped {f'{len(local)} gradients, {local[0]!r} first' if local else 'none'}"
+            for rank, local in zip(ranks, drops, strict=True)
         )
         raise ModelError(
             f"ranks dropped reduced gradients differently: {dropped_text}. Each rank has a shard of every gradient, so "

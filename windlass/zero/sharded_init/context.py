@@ -220,9 +220,9 @@ class Init:
     def _buffer_registered(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
         if not self._here() or not isinstance(buffer, DeferredTensor):
             return None
-        whole = buffer.full_value(self.group)
-        whole.__dict__.update(_marks(buffer))
-        return whole
+        full = buffer.full_value(self.group)
+        full.__dict__.update(_marks(buffer))
+        return full
 
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """Register the parameters of a module that was constructed outside, or copied: no hook was called for them."""

@@ -81,9 +81,9 @@ class InitRegistry:
         """Unshard a parameter that is used, without sharding the tensors in `together`. Return True. Collective."""
         size = init_shard.numel * init_shard.dtype.itemsize
         self._make_room(together, size)
-        whole = init_shard.full_value()
+        full = init_shard.full_value()
         initial_shard.finish_parameter(parameter)
-        parameter.data = whole
+        parameter.data = full
         self._note(parameter, init_shard.label)
         return True
 
@@ -121,16 +121,16 @@ class InitRegistry:
         Returns:
             True if more parameters may have to be sharded, because the message was full.
         """
-        told = torch.zeros(2 + 3 * _MESSAGE_ENTRIES, dtype=torch.int64)
+        received = torch.zeros(2 + 3 * _MESSAGE_ENTRIES, dtype=torch.int64)
         if self.group.index == 0:
             chosen, kept = self._choose(limit, {id(tensor) for tensor in together}, force=force)
-            told[0], told[1] = len(chosen), kept
+            received[0], received[1] = len(chosen), kept
             for place, (number, parameter) in enumerate(chosen):
-                told[2 + 3 * place] = number
-                told[3 + 3 * place], told[4 + 3 * place] = parameter.numel(), parameter.element_size()
-        told = told.to(self._device)
-        self.group.broadcast(told)
-        count, self._kept, *numbers = (int(x) for x in told.tolist())
+                received[2 + 3 * place] = number
+                received[3 + 3 * place], received[4 + 3 * place] = parameter.numel(), parameter.element_size()
+        received = received.to(self._device)
+        self.group.broadcast(received)
+        count, self._kept, *numbers = (int(x) for x in received.tolist())
         self._added = 0
         self._shard([(numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2]) for i in range(count)])
         return count == _MESSAGE_ENTRIES

@@ -161,9 +161,9 @@ def shard_parameter(parameter: nn.Parameter, init_shard: ShardedInit) -> None:
 
 def unshard_parameter(parameter: nn.Parameter, init_shard: ShardedInit) -> None:
     """Give `parameter` a private copy of its full values, and keep the shard. Collective."""
-    whole = init_shard.full_value()
+    full = init_shard.full_value()
     mark_unsharded(parameter)
-    parameter.data = whole
+    parameter.data = full
 
 
 def finish_parameter(parameter: nn.Parameter) -> None:

@@ -113,20 +113,20 @@ class MasterWeights:
         chunks = self.chunks_of(unit)
         if not chunks:
             return
-        whole = self._same_memory(unit)
-        if whole is None:
+        full = self._same_memory(unit)
+        if full is None:
             dtype = self._dtype_of(span.dtype)
             if unit.state_tier is Tier.DEVICE:
                 self._ledger.set_held_bytes(f"master weights of {unit.names[0]}", span.numel() * dtype.itemsize)
-                whole = span.to(dtype, copy=True)
+                full = span.to(dtype, copy=True)
             else:
-                whole = empty_host_tensor(span.numel(), dtype, pin=self._pin).copy_(span)
+                full = empty_host_tensor(span.numel(), dtype, pin=self._pin).copy_(span)
             if unit.state_tier is not Tier.NVME:
-                self._same_memory_views[unit.index] = whole
+                self._same_memory_views[unit.index] = full
         for chunk in chunks:
-            chunk.dtype = whole.dtype
-            chunk.state_dtype = self._state_dtype or whole.dtype
-            chunk.master = whole[chunk.start : chunk.stop]
+            chunk.dtype = full.dtype
+            chunk.state_dtype = self._state_dtype or full.dtype
+            chunk.master = full[chunk.start : chunk.stop]
             self.state_offload.store(chunk)
 
     @contextmanager
@@ -205,14 +205,14 @@ class MasterWeights:
         if all(chunk.tier is not Tier.NVME for chunk in chunks):
             with self.state_offload.resident(chunks):
                 parts = [chunk.values() for chunk in chunks]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            full = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
-            whole = torch.empty(unit.state_stop - unit.state_start, dtype=chunks[0].dtype)
+            full = torch.empty(unit.state_stop - unit.state_start, dtype=chunks[0].dtype)
             for chunk in chunks:
                 with self.state_offload.resident([chunk], changes=False):
-                    whole[chunk.start : chunk.stop].copy_(chunk.values())
+                    full[chunk.start : chunk.stop].copy_(chunk.values())
         self._health.check("master weights could not be read", among=among)
-        return whole
+        return full
 
     @contextmanager
     def opened(

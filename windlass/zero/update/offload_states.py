@@ -77,8 +77,8 @@ class StateOffloader:
             ConfigError: an unknown kind.
             ModelError: states are offloaded already.
         """
-        wanted = [str(getattr(kind, "value", kind)) for kind in kinds]
-        for kind in wanted:
+        requested = [str(getattr(kind, "value", kind)) for kind in kinds]
+        for kind in requested:
             if kind not in KINDS:
                 raise ConfigError(f"offload_states: there is no kind {kind!r}; use any of {', '.join(KINDS)}")
         if self._offloaded:
@@ -86,7 +86,7 @@ class StateOffloader:
         if not device_has_own_memory(self._device):
             return 0
         transfers: list[Pending] = []
-        for holder, tensors in [found for kind in wanted for found in self._of(kind)]:
+        for holder, tensors in [found for kind in requested for found in self._of(kind)]:
             copies = [empty_host_tensor(tensor.numel(), tensor.dtype, pin=pin) for tensor in tensors]
             flat = [tensor.reshape(-1) for tensor in tensors]
             transfers += [copy_to_host(copy, one) for copy, one in zip(copies, flat, strict=True)]
@@ -128,9 +128,9 @@ class StateOffloader:
                     yield shard_slot.name, [shard_slot.tensor]
         elif kind == "hp_params":
             for unit in self._units:
-                whole = self._masters.full_span(unit)
-                if whole is not None and unit.state_tier is Tier.DEVICE:
-                    yield f"master weights of {unit.names[0]}", [whole]
+                full = self._masters.full_span(unit)
+                if full is not None and unit.state_tier is Tier.DEVICE:
+                    yield f"master weights of {unit.names[0]}", [full]
         elif kind == "lp_grads":
             # With a buffer, the shard is a view of it and cannot be freed alone.
             for slot in self._slots:

@@ -277,10 +277,10 @@ class OptimizerStateOffload:
                 without memory. Other non-scalar states are dropped. Missing states are created with zeros.
             on_resident: as in `resident`.
         """
-        wanted = [(state_key, key, like) for state_key, state in states.items() for key, like in state.items()]
+        requested = [(state_key, key, like) for state_key, state in states.items() for key, like in state.items()]
         master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))
         # The staging buffer gets room for the new record, so that the states can be created in place.
-        with self.resident([chunk], on_resident=on_resident, room=_record_end(_lay_out([master, *wanted]))):
+        with self.resident([chunk], on_resident=on_resident, room=_record_end(_lay_out([master, *requested]))):
             for state_key in chunk.state_keys:
                 state, likes = self.states.setdefault(state_key, {}), states.get(state_key, {})
                 for key in [
@@ -357,8 +357,8 @@ class OptimizerStateOffload:
         if self._staging is None or any(chunk.tier is not Tier.NVME for chunk in batch):
             return False
         waiting = [chunk for chunk in batch if id(chunk) not in self._fetched]
-        wanted = sum(self._records[id(chunk)].nbytes for chunk in waiting)
-        return self._staging.has_room(wanted + int(spare * self._staging.limit))
+        requested = sum(self._records[id(chunk)].nbytes for chunk in waiting)
+        return self._staging.has_room(requested + int(spare * self._staging.limit))
 
     # From the tiers to memory
 
@@ -390,16 +390,16 @@ class OptimizerStateOffload:
 
         Does nothing if the unit has no gradient. A gradient that is there already is not copied.
         """
-        whole = chunk.slot.stepped
-        if whole is None:
+        full = chunk.slot.stepped
+        if full is None:
             return
         visit = self._fetched.setdefault(id(chunk), _FetchedChunk(chunk, None, DONE))
-        is_stored = isinstance(whole, Slot)
-        source = whole.tensor if isinstance(whole, Slot) else whole
+        is_stored = isinstance(full, Slot)
+        source = full.tensor if isinstance(full, Slot) else full
         if source is None:  # the gradient is on NVMe
-            assert isinstance(whole, Slot) and self._staging is not None
-            visit.gradient = visit.own = self._staging.acquire(chunk.numel, whole.dtype)
-            visit.gradient_pending = whole.load(visit.gradient, chunk.start)
+            assert isinstance(full, Slot) and self._staging is not None
+            visit.gradient = visit.own = self._staging.acquire(chunk.numel, full.dtype)
+            visit.gradient_pending = full.load(visit.gradient, chunk.start)
             return
         visit.gradient = source[chunk.start : chunk.stop]
         # Gradient on the device, update in host memory.

@@ -80,11 +80,11 @@ class OptimizerStepSession:
 
         Only int, float and str values are sent.
         """
-        mine = [
+        local = [
             {key: value for key, value in new.items() if isinstance(value, int | float | str)}
             for new in (*self._new_options, self._new)
         ]
-        return among.all_gather_object(mine)
+        return among.all_gather_object(local)
 
     def _attributes(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # An inner optimizer of another class has other attributes, so none are copied.

@@ -104,10 +104,10 @@ class WholeParameterUpdate:
         self._of_chunk: dict[int, list[OwnedParameter]] = defaultdict(list)
         self.add_chunks(chunks)
         for chunk in chunks:
-            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
+            local = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
             # A chunk on NVMe is stored again with the states that it gets here.
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
-                for owned in mine:
+                for owned in local:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
@@ -119,8 +119,8 @@ class WholeParameterUpdate:
         for owned in added:
             self._of_chunk[id(owned.chunk)].append(owned)
         for chunk in chunks:
-            mine = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
-            chunk.state_keys = [owned.tensor for owned in mine]
+            local = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
+            chunk.state_keys = [owned.tensor for owned in local]
         self._batches = batch_chunks(self.chunks, self._sub_group, self._size)
 
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
@@ -147,9 +147,9 @@ class WholeParameterUpdate:
         """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective."""
         session = OptimizerStepSession(self.optimizer, self._inner)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        wanted = self._wanted(used, group_of)
+        requested = self._wanted(used, group_of)
         for batch in self.state_offload.iterate_batches(self._batches):
-            todo = [owned for chunk in batch for owned in self._of_chunk[id(chunk)] if id(owned) in wanted]
+            todo = [owned for chunk in batch for owned in self._of_chunk[id(chunk)] if id(owned) in requested]
             for chunk in batch:
                 if chunk.gradient is None and any(owned.chunk is chunk for owned in todo):
                     chunk.gradient = torch.zeros_like(chunk.values())  # only ranks with another part have one
@@ -188,7 +188,7 @@ class WholeParameterUpdate:
 
         Collective if parameters are sharded over tp or ep.
         """
-        mine = [
+        local = [
             owned.chunk.slot.has_reduced
             and used[owned.chunk.unit.index][owned.index]
             and id(owned.parameter) in group_of
@@ -198,11 +198,11 @@ class WholeParameterUpdate:
         for name in sorted({axis for owned in self.owned for axis in owned.placement.sharded_axes}):
             sharded = [number for number, owned in enumerate(self.owned) if name in owned.placement.sharded_axes]
             device = self.chunks[0].unit.full.device
-            flags = torch.tensor([float(mine[number]) for number in sharded], device=device)
+            flags = torch.tensor([float(local[number]) for number in sharded], device=device)
             self._axes[name].all_reduce(flags)
             for number, flag in zip(sharded, flags.tolist(), strict=True):
-                mine[number] = flag > 0
-        return {id(owned) for owned, wants in zip(self.owned, mine, strict=True) if wants}
+                local[number] = flag > 0
+        return {id(owned) for owned, wants in zip(self.owned, local, strict=True) if wants}
 
     def _assemble(self, owned: OwnedParameter, part: torch.Tensor) -> torch.Tensor:
         """Return the full tensor, given this rank's part of it. Collective over the owners of the parts."""
@@ -290,16 +290,16 @@ class WholeParameterUpdate:
             source = owned.chunk.gradient if gradient else master
             assert source is not None
             dtype, numel = owned.chunk.state_dtype, owned.chunk.unit.layout.numels[owned.index]
-            whole = master.new_empty(numel, dtype=dtype) if owned.is_local else None
-            if whole is not None:
-                result[id(owned)] = whole
+            full = master.new_empty(numel, dtype=dtype) if owned.is_local else None
+            if full is not None:
+                result[id(owned)] = full
             for rank, start, stop, offset in self._spans(owned):
-                if rank == me and whole is not None:
-                    whole[start:stop].copy_(source.narrow(0, offset, stop - start))
+                if rank == me and full is not None:
+                    full[start:stop].copy_(source.narrow(0, offset, stop - start))
                 elif rank == me:
                     move.sends.append((owned.owner, source.narrow(0, offset, stop - start).to(dtype)))
-                elif whole is not None:
-                    move.receives.append((rank, whole[start:stop]))
+                elif full is not None:
+                    move.receives.append((rank, full[start:stop]))
         # All transfers of a group start at once: in sequence, ranks that send to each other would deadlock.
         for move in moves:
             move.make()
@@ -311,14 +311,14 @@ class WholeParameterUpdate:
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
             # Not from `values`: the optimizer may have replaced the tensor's data instead of writing to it.
-            whole = owned.tensor.detach().reshape(-1) if id(owned) in values else None
+            full = owned.tensor.detach().reshape(-1) if id(owned) in values else None
             for rank, start, stop, offset in self._spans(owned):
-                if rank == me and whole is not None:
-                    master.narrow(0, offset, stop - start).copy_(whole[start:stop])
+                if rank == me and full is not None:
+                    master.narrow(0, offset, stop - start).copy_(full[start:stop])
                 elif rank == me:
                     move.receives.append((owned.owner, master.narrow(0, offset, stop - start)))
-                elif whole is not None:
-                    move.sends.append((rank, whole[start:stop].to(master.dtype)))
+                elif full is not None:
+                    move.sends.append((rank, full[start:stop].to(master.dtype)))
         for move in moves:
             move.make()
 

@@ -23,7 +23,7 @@ class _Devices(type):
 class _Device(metaclass=_Devices):
     def __new__(cls, name: Any, index: int | None = None) -> Any:
         if index is None:
-            return _DEVICE(name)  # as torch itself asks, and as it has to be
+            return _DEVICE(name)  # torch itself calls this class with one argument
         return _DEVICE("cpu") if name == "cuda" else _DEVICE(name, index)
 
 

@@ -1,4 +1,4 @@
-"""Random pictures that carry their label in the first value."""
+"""Random pictures whose first value encodes their label."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils.data import Dataset
 
 
 class CIFAR10(Dataset[tuple[torch.Tensor, int]]):
-    """As many training pictures of 32 x 32 as PICTURES says, and 20 others."""
+    """`PICTURES` training pictures of 32 x 32 pixels, and 20 test pictures."""
 
     def __init__(self, root: str, train: bool = True, download: bool = False, transform: Any = None) -> None:
         generator = torch.Generator().manual_seed(1 if train else 2)
         count = int(os.environ["PICTURES"]) if train else 20
-        self.labels = torch.arange(count) % 10  # a script's test divides by the number of each
+        self.labels = torch.arange(count) % 10  # every label occurs: a script divides by the count of each
         pictures = torch.rand(count, 3, 32, 32, generator=generator)
         pictures[:, 0, 0, 0] = self.labels / 10
         self.pictures = (pictures - 0.5) / 0.5
@@ -28,7 +28,7 @@ class CIFAR10(Dataset[tuple[torch.Tensor, int]]):
 
 
 class FakeData(Dataset[tuple[torch.Tensor, int]]):
-    """As many as PICTURES says, of any size, without values outside [-1, 1]."""
+    """`PICTURES` pictures of any size, with values within [-1, 1]."""
 
     def __init__(self, image_size: tuple[int, ...], transform: Any) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -1,6 +1,6 @@
-"""A network with the parts of AlexNet, for pictures of 32 x 32.
+"""Network with the layers of AlexNet for pictures of 32 x 32 pixels.
 
-It drops nothing out: stages of a pipeline draw from generators of their own.
+It has no dropout, because each stage of a pipeline would draw its masks from its own generator.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class AlexNet(nn.Module):
-    """Convolutions with poolings, three linear layers."""
+    """Convolutions with pooling, followed by three linear layers."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Names of transforms: pictures are made as they are to be."""
+"""Names of torchvision's transforms, which do nothing: the datasets here return tensors of the final form."""
 
 from __future__ import annotations
 
 
 def Compose(*arguments: object, **named: object) -> None:
-    """Nothing."""
+    """Transform that does nothing."""
 
 
 ToTensor = Normalize = Resize = CenterCrop = Compose

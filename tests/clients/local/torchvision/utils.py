@@ -1,4 +1,4 @@
-"""Files of pictures, which are not written."""
+"""Stand-in for torchvision's picture files, which are not written."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from typing import Any
 
 
 def save_image(picture: Any, path: str, normalize: bool) -> None:
-    """Write nothing."""
+    """Do nothing."""

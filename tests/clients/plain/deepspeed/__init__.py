@@ -1,4 +1,4 @@
-"""The parts of `deepspeed` that DeepSpeedExamples imports, in plain PyTorch: the reference for its losses.
+"""Parts of `deepspeed` that DeepSpeedExamples imports, in plain PyTorch: the reference for its losses.
 
 Every rank has the whole model in the configuration's dtype, and master weights in float32. Gradients are averaged over
 ranks once in a step.
@@ -30,7 +30,7 @@ def low(config: dict[str, Any]) -> bool:
 
 
 class Engine(nn.Module):
-    """Trains a model by a torch optimizer."""
+    """Plain PyTorch engine: a model and a torch optimizer."""
 
     device = torch.device("cpu")
 
@@ -86,15 +86,15 @@ class Engine(nn.Module):
             parameter.detach().copy_(master)
 
     def save_checkpoint(self, save_dir: Any, client_state: Any = None) -> None:
-        """Save nothing."""
+        """Do nothing."""
 
 
 class Pipe(nn.Sequential):
-    """Layers one after the other, on one rank."""
+    """Layers that run one after the other on one rank."""
 
     def __init__(self, layers: Any, loss_fn: Any, **others: Any) -> None:
         super().__init__(*(layer if isinstance(layer, nn.Module) else _Call(layer) for layer in layers))
-        self.loss_fn = loss_fn.__call__  # which is no layer
+        self.loss_fn = loss_fn.__call__  # a bound method, so that it is not registered as a layer
 
 
 class _Call(nn.Module):
@@ -104,7 +104,7 @@ class _Call(nn.Module):
 
 
 class PipeEngine(Engine):
-    """Trains layers by micro-batches in the dataset's order."""
+    """Engine that trains layers on micro-batches, in the order of the dataset."""
 
     def __init__(self, model: Pipe, config: dict[str, Any], data: Any) -> None:
         super().__init__(model, config, None, None)
@@ -131,7 +131,7 @@ def initialize(
     dist_init_required: Any = None,
     config: Any = None,
 ) -> Any:
-    """One engine, its optimizer, the loader of its data, its schedule."""
+    """Return an engine, its optimizer, its data loader and its learning rate schedule."""
     init_distributed()
     if config is None:
         with open(args.deepspeed_config) as file:
@@ -147,21 +147,21 @@ def initialize(
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Start gloo, where it is not started."""
+    """Start gloo, unless a process group exists."""
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("gloo", **alone)
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """Add DeepSpeed's."""
+    """Add DeepSpeed's command-line arguments."""
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument("--deepspeed_config", type=str, default=None)
     return parser
 
 
 def get_accelerator() -> Any:
-    """The processor."""
+    """Return an accelerator object for the CPU."""
     return SimpleNamespace(
         set_device=lambda rank: None,
         manual_seed_all=torch.manual_seed,
@@ -177,11 +177,11 @@ def get_accelerator() -> Any:
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Send what one rank changed to the others: parameters are whole."""
+    """Context that broadcasts changes made on one rank. Parameters are never sharded here."""
     yield
     if enabled and modifier_rank is not None:
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            if isinstance(parameter, nn.Parameter):  # and no value of a state dict, as DeepSpeed too leaves them alone
+            if isinstance(parameter, nn.Parameter):  # DeepSpeed leaves values of a state dict alone too
                 dist.broadcast(parameter.detach(), modifier_rank)
 
 
@@ -207,13 +207,13 @@ def Init(config_dict_or_path: Any) -> Iterator[None]:
 
 
 class ZeroParamStatus(enum.Enum):
-    """Class of which no parameter here is an instance."""
+    """Placeholder class; no parameter is an instance of it."""
 
     NOT_AVAILABLE = 1
 
 
 class RepeatingLoader:
-    """Goes over the batches again and again."""
+    """Loader that repeats the batches endlessly."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -240,7 +240,7 @@ def _recursive_setattr(model: nn.Module, name: str, value: Any) -> None:
 
 
 def _module(name: str, **members: Any) -> ModuleType:
-    """Make `deepspeed.name` importable, and an attribute of its parent."""
+    """Make `deepspeed.name` importable and an attribute of its parent."""
     made = sys.modules.setdefault(f"{__name__}.{name}", ModuleType(f"{__name__}.{name}"))
     made.__dict__.update(members)
     parent, _, last = name.rpartition(".")

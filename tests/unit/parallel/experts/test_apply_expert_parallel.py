@@ -39,20 +39,20 @@ def layer(experts: int = 5, **words: Any) -> nn.Module:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_expert_of_a_tensor_lies_on_one_rank(family: str, ranks: int) -> None:
-    whole = FAMILIES[family].build()
-    names = {name for name, _ in expert_parameters(whole)}
+    full = FAMILIES[family].build()
+    names = {name for name, _ in expert_parameters(full)}
     assert names
     covered: dict[str, list[int]] = {name: [] for name in names}
     for index in range(ranks):
         model = FAMILIES[family].build()
         plan = apply_expert_parallel(model, axis(ranks, index))
         assert plan.ranks == ranks and len(plan.layers) == 2
-        assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in full.named_parameters()]
         for name, parameter in model.named_parameters():
             assert has_placement(parameter) == (name in names), name
             if name not in names:
                 continue
-            placement, values = get_placement(parameter), whole.get_parameter(name)
+            placement, values = get_placement(parameter), full.get_parameter(name)
             assert (
                 placement.is_expert
                 and placement.sharded_axes == {"ep"}
@@ -63,7 +63,7 @@ def test_each_expert_of_a_tensor_lies_on_one_rank(family: str, ranks: int) -> No
             assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
             covered[name] += range(start, stop)
     for name, rows in covered.items():
-        assert rows == list(range(whole.get_parameter(name).shape[0])), name
+        assert rows == list(range(full.get_parameter(name).shape[0])), name
 
 
 def test_experts_of_other_ranks_are_removed_and_names_keep_their_indices() -> None:
@@ -106,7 +106,7 @@ def test_on_one_rank_nothing_changes() -> None:
     model = FAMILIES["mixtral"].build()
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     plan = apply_expert_parallel(model, single_rank_axis("ep"))
-    assert [one.local_experts for one in plan.layers] == [(0, 4), (0, 4)]
+    assert [item.local_experts for item in plan.layers] == [(0, 4), (0, 4)]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert not any(has_placement(parameter) or "forward" in vars(model) for parameter in model.parameters())
 
@@ -121,9 +121,9 @@ def test_copy_of_a_sharded_model_runs_its_own_experts() -> None:
     mixture = layer()
     apply_expert_parallel(mixture, axis(2))
     twin = copy.deepcopy(mixture)
-    one, two = (model["moe"].deepspeed_moe["experts"] for model in (mixture, twin))
-    assert two.axis is one.axis and list(two.state_dict()) == list(one.state_dict())
-    assert two.deepspeed_experts[0].weight is not one.deepspeed_experts[0].weight
+    item, two = (model["moe"].deepspeed_moe["experts"] for model in (mixture, twin))
+    assert two.axis is item.axis and list(two.state_dict()) == list(item.state_dict())
+    assert two.deepspeed_experts[0].weight is not item.deepspeed_experts[0].weight
 
 
 def test_fewer_experts_than_ranks() -> None:
@@ -133,8 +133,8 @@ def test_fewer_experts_than_ranks() -> None:
     ):
         count = 3 if kind == "Experts" else 4
         before = [tuple(p.shape) for p in model.parameters()]
-        said = rf"{name} \({kind}\) has {count} experts, fewer than the parallel.ep = 5 .* at most {count}"
-        with pytest.raises(ConfigError, match=said):
+        text = rf"{name} \({kind}\) has {count} experts, fewer than the parallel.ep = 5 .* at most {count}"
+        with pytest.raises(ConfigError, match=text):
             apply_expert_parallel(model, axis(5))
         assert [tuple(p.shape) for p in model.parameters()] == before
 
@@ -168,7 +168,7 @@ def test_shared_experts_are_replicated() -> None:
     model = FAMILIES["deepseek_v3"].build()
     assert any("shared_experts" in name for name, _ in model.named_modules())
     plan = apply_expert_parallel(model, axis(2))
-    assert all(one.name.endswith("mlp.experts") for one in plan.layers)
+    assert all(item.name.endswith("mlp.experts") for item in plan.layers)
 
 
 class Bank(nn.Module):

@@ -24,19 +24,19 @@ COUNTS = [3, 0, 4, 2, 0, 0, 1, 0]  # rows per expert, for as many experts as a f
 def test_interface_description_equals_the_module(name: str) -> None:
     """The declared interface equals the module's own loop over experts."""
     model = FAMILIES[name].build(experts_implementation="eager")
-    module: Any = next(one for one in model.modules() if type(one).__name__.endswith("Experts"))
+    module: Any = next(entry for entry in model.modules() if type(entry).__name__.endswith("Experts"))
     family, counts = find_expert_spec(module), COUNTS[: module.num_experts]
     assert family is not None and family.run_rows is run_interface_rows
     rows = torch.randn(sum(counts), 16, requires_grad=True)
     groups = RowGroups(torch.tensor(counts))
-    found = family.run_rows(module, rows, groups)
+    actual = family.run_rows(module, rows, groups)
     index = groups.expert_of(rows)[:, None]
-    wanted = module(rows, index, torch.ones(index.shape))
+    expected = module(rows, index, torch.ones(index.shape))
     leaves = [rows, *module.parameters()]
-    have = torch.autograd.grad(found.square().sum(), leaves)
-    want = torch.autograd.grad(wanted.square().sum(), leaves)
-    for one, other in zip([found, *have], [wanted, *want], strict=True):
-        assert relative_error({"it": one.detach()}, {"it": other.detach()})[0] < 1e-5
+    have = torch.autograd.grad(actual.square().sum(), leaves)
+    want = torch.autograd.grad(expected.square().sum(), leaves)
+    for item, other in zip([actual, *have], [expected, *want], strict=True):
+        assert relative_error({"it": item.detach()}, {"it": other.detach()})[0] < 1e-5
 
 
 class ByName(nn.Module):
@@ -69,11 +69,11 @@ def _classes() -> list[tuple[str, str]]:
     """Return family and class name of every expert module of transformers that uses its expert interface."""
     import transformers
 
-    found = []
+    results = []
     for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in re.findall(r"^@use_experts_implementation.*\nclass (\w+)\(", file.read_text(), re.MULTILINE):
-            found.append((file.parent.name, name))
-    return found
+            results.append((file.parent.name, name))
+    return results
 
 
 @pytest.mark.slow

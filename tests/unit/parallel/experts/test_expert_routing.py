@@ -75,14 +75,14 @@ def test_routing_rules_equal_transformers(build: Any, rule: RoutingRule) -> None
     router = build()
     torch.nn.init.normal_(router.weight)
     tokens = torch.randn(64, HIDDEN)
-    logits, wanted, chosen = router(tokens)
+    logits, expected, chosen = router(tokens)
     scores = compute_router_scores(logits, rule)
     index = choose_experts(logits, scores, rule, bias=getattr(router, "e_score_correction_bias", None))
     weights = compute_expert_weights(scores, index, rule)
-    found = torch.zeros(64, EXPERTS).scatter(1, index, weights)
-    asked = torch.zeros(64, EXPERTS).scatter(1, chosen, wanted.float())
+    actual = torch.zeros(64, EXPERTS).scatter(1, index, weights)
+    requested = torch.zeros(64, EXPERTS).scatter(1, chosen, expected.float())
     assert torch.equal(index.sort(-1).values, chosen.sort(-1).values)
-    torch.testing.assert_close(found, asked)
+    torch.testing.assert_close(actual, requested)
 
 
 def test_gumbel_noise_samples_by_probability() -> None:
@@ -107,6 +107,6 @@ def test_second_expert_differs_from_the_first() -> None:
 
 def test_dropped_slot_has_zero_weight_and_the_others_are_renormalized() -> None:
     scores = torch.tensor([[0.5, 0.3, 0.2]])
-    found = compute_expert_weights(scores, torch.tensor([[0, 3]]), RoutingRule(3, 2))
-    assert found.tolist() == [[1.0, 0.0]]
+    result = compute_expert_weights(scores, torch.tensor([[0, 3]]), RoutingRule(3, 2))
+    assert result.tolist() == [[1.0, 0.0]]
     assert compute_expert_weights(scores, torch.tensor([[3, 3]]), RoutingRule(3, 2)).tolist() == [[0.0, 0.0]]

@@ -37,20 +37,20 @@ def test_a_grouped_product_equals_one_product_an_expert(
     counts: list[int], transposed: bool, bias: bool, inner: int, outer: int, dtype: torch.dtype, kernel: bool
 ) -> None:
     rows, weight, added = operands(counts, inner, outer, dtype, transposed, bias)
-    given = [one for one in (rows, weight, added) if one is not None]
+    given = [entry for entry in (rows, weight, added) if entry is not None]
     assert has_grouped_kernel(rows, weight) == kernel
-    found = grouped_linear(rows, weight, RowGroups(torch.tensor(counts)), added, transposed=transposed)
-    wanted = []
+    actual = grouped_linear(rows, weight, RowGroups(torch.tensor(counts)), added, transposed=transposed)
+    expected = []
     for expert, part in enumerate(rows.split(counts)):
         matrix = weight[expert] if transposed else weight[expert].T
-        wanted.append(part @ matrix if added is None else part @ matrix + added[expert])
-    pull = torch.randn_like(found)
-    have = torch.autograd.grad(found, given, pull)
-    want = torch.autograd.grad(torch.cat(wanted), given, pull)
+        expected.append(part @ matrix if added is None else part @ matrix + added[expert])
+    pull = torch.randn_like(actual)
+    have = torch.autograd.grad(actual, given, pull)
+    want = torch.autograd.grad(torch.cat(expected), given, pull)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for number, (one, other) in enumerate(zip([found, *have], [torch.cat(wanted), *want], strict=True)):
-        assert one.dtype == dtype
-        assert relative_error({"it": one.detach()}, {"it": other.detach()})[0] < bound, number
+    for number, (item, other) in enumerate(zip([actual, *have], [torch.cat(expected), *want], strict=True)):
+        assert item.dtype == dtype
+        assert relative_error({"it": item.detach()}, {"it": other.detach()})[0] < bound, number
 
 
 def test_unaligned_address_uses_the_loop() -> None:
@@ -59,19 +59,19 @@ def test_unaligned_address_uses_the_loop() -> None:
     weight = buffer[1:].view(2, 8, 8)
     rows, counts = torch.randn(5, 8), torch.tensor([2, 3])
     assert not has_grouped_kernel(rows, weight) and has_grouped_kernel(rows, weight.clone())
-    found = grouped_linear(rows, weight, RowGroups(counts))
-    torch.testing.assert_close(found, grouped_linear(rows, weight.clone(), RowGroups(counts)))
+    result = grouped_linear(rows, weight, RowGroups(counts))
+    torch.testing.assert_close(result, grouped_linear(rows, weight.clone(), RowGroups(counts)))
 
 
 def test_autocast_casts_as_for_a_linear_layer() -> None:
     rows, weight, bias = operands([2, 0, 3], 16, 24, torch.float32, False, True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = grouped_linear(rows, weight, RowGroups(torch.tensor([2, 0, 3])), bias)
-    assert found.dtype == torch.bfloat16
-    found.float().sum().backward()
+        actual = grouped_linear(rows, weight, RowGroups(torch.tensor([2, 0, 3])), bias)
+    assert actual.dtype == torch.bfloat16
+    actual.float().sum().backward()
     assert rows.grad is not None and rows.grad.dtype == torch.float32
-    wanted = grouped_linear(rows, weight, RowGroups(torch.tensor([2, 0, 3])), bias)
-    assert relative_error({"it": found.detach().float()}, {"it": wanted.detach()})[0] < 2e-2
+    expected = grouped_linear(rows, weight, RowGroups(torch.tensor([2, 0, 3])), bias)
+    assert relative_error({"it": actual.detach().float()}, {"it": expected.detach()})[0] < 2e-2
 
 
 def test_group_of_each_row() -> None:

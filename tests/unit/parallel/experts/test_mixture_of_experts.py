@@ -107,9 +107,9 @@ def slow(layer: MixtureOfExperts, tokens: Tensor, **more: Any) -> tuple[Tensor, 
 
 def gradients(layer: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """Return the gradients of all parameters and of the tokens, zeros for an expert that no token chose."""
-    found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in layer.named_parameters()}
+    results = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in layer.named_parameters()}
     assert tokens.grad is not None
-    return {**found, "tokens": tokens.grad}
+    return {**results, "tokens": tokens.grad}
 
 
 def hold(layer: MixtureOfExperts, tokens: Tensor, **more: Any) -> None:
@@ -121,13 +121,13 @@ def hold(layer: MixtureOfExperts, tokens: Tensor, **more: Any) -> None:
     flags = None if used is None else torch.tensor(used).float()
     output, loss, counts = layer(tokens, flags)
     torch.manual_seed(7)
-    wanted, wanted_loss, wanted_counts = slow(other, others, **more)
+    expected, wanted_loss, wanted_counts = slow(other, others, **more)
     pull = torch.randn_like(output)
     ((output * pull).sum() + loss).backward()
-    ((wanted * pull).sum() + wanted_loss).backward()
+    ((expected * pull).sum() + wanted_loss).backward()
     assert counts.tolist() == wanted_counts
     error, where = relative_error(
-        {"output": output.detach(), "loss": loss.detach()}, {"output": wanted.detach(), "loss": wanted_loss.detach()}
+        {"output": output.detach(), "loss": loss.detach()}, {"output": expected.detach(), "loss": wanted_loss.detach()}
     )
     assert error < 1e-5, (where, error)
     error, where = relative_error(gradients(layer, tokens), gradients(other, others))
@@ -176,10 +176,10 @@ def test_stacked_experts_equal_single_ones(words: dict[str, Any], gated: bool, b
     torch.manual_seed(7)
     output, _, _ = layer(given)
     torch.manual_seed(7)
-    wanted, _, _ = slow_moe(others, gate.wg.weight, singles, words_of(other))
+    expected, _, _ = slow_moe(others, gate.wg.weight, singles, words_of(other))
     output.square().sum().backward()
-    wanted.square().sum().backward()
-    assert relative_error({"output": output.detach()}, {"output": wanted.detach()})[0] < 1e-5
+    expected.square().sum().backward()
+    assert relative_error({"output": output.detach()}, {"output": expected.detach()})[0] < 1e-5
     error, where = relative_error(gradients(layer, given), gradients(other, others))
     assert error < 1e-5, (where, error)
 
@@ -199,8 +199,8 @@ def test_unchosen_experts_get_zero_gradients() -> None:
     output, _, counts = layer(torch.randn(1, HIDDEN))
     output.sum().backward()
     experts: Any = layer.deepspeed_moe["experts"]
-    for number, one in enumerate(experts.deepspeed_experts):
-        moved = any(bool(parameter.grad.any()) for parameter in one.parameters())
+    for number, item in enumerate(experts.deepspeed_experts):
+        moved = any(bool(parameter.grad.any()) for parameter in item.parameters())
         assert moved == bool(counts[number])
 
 
@@ -222,8 +222,8 @@ def test_residual_and_shared_experts() -> None:
     output, _, _ = layer(tokens)
     routed, _, _ = slow(layer, tokens.view(-1, HIDDEN))
     share = layer.coefficient(tokens).softmax(-1)
-    wanted = routed.view_as(tokens) * share[..., :1] + own(tokens) * share[..., 1:] + shared(tokens)
-    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
+    expected = routed.view_as(tokens) * share[..., :1] + own(tokens) * share[..., 1:] + shared(tokens)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
 class WithBias(nn.Module):
@@ -265,26 +265,26 @@ def test_evaluation_has_its_own_capacity() -> None:
 def test_bf16_is_close_to_fp32() -> None:
     layer = build(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     tokens = torch.randn(TOKENS, HIDDEN).bfloat16()
-    wanted, _, _ = layer(tokens.float())
+    expected, _, _ = layer(tokens.float())
     half = copy.deepcopy(layer).bfloat16()
     gate: Any = half.deepspeed_moe["gate"]
     gate.wg.weight.data = layer.deepspeed_moe["gate"].wg.weight.data.clone()  # type: ignore[union-attr]
-    found, loss, _ = half(tokens)
-    assert found.dtype == torch.bfloat16
-    error, _ = relative_error({"output": found.detach().float()}, {"output": wanted.detach()})
+    actual, loss, _ = half(tokens)
+    assert actual.dtype == torch.bfloat16
+    error, _ = relative_error({"output": actual.detach().float()}, {"output": expected.detach()})
     assert error < 2e-2
-    (found.float().sum() + loss).backward()
+    (actual.float().sum() + loss).backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in half.parameters())
 
 
 def test_under_autocast_the_router_stays_fp32() -> None:
     layer = build(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     tokens = torch.randn(TOKENS, HIDDEN)
-    wanted, wanted_loss, wanted_counts = layer(tokens)
+    expected, wanted_loss, wanted_counts = layer(tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        found, loss, counts = layer(tokens)
+        actual, loss, counts = layer(tokens)
     assert torch.equal(counts, wanted_counts) and torch.equal(loss, wanted_loss)
-    assert relative_error({"output": found.detach()}, {"output": wanted.detach()})[0] < 2e-2
+    assert relative_error({"output": actual.detach()}, {"output": expected.detach()})[0] < 2e-2
 
 
 def test_names_equal_deepspeed() -> None:

@@ -31,11 +31,11 @@ def test_bias_changes_against_the_load_by_its_rate() -> None:
     layer.eval()
     layer(torch.rand(30, 4))  # no training, not counted
     assert update_router_biases(layer, [single_rank_axis("data")]) == 1
-    wanted = [0.25 if count < 20 else -0.25 if count > 20 else 0.0 for count in counts.tolist()]
-    assert gate.balance_bias.tolist() == wanted
+    expected = [0.25 if count < 20 else -0.25 if count > 20 else 0.0 for count in counts.tolist()]
+    assert gate.balance_bias.tolist() == expected
     # no tokens since the last update: the bias stays
     assert update_router_biases(layer, [single_rank_axis("data")]) == 1
-    assert gate.balance_bias.tolist() == wanted
+    assert gate.balance_bias.tolist() == expected
 
 
 def test_a_second_rate_replaces_the_first() -> None:

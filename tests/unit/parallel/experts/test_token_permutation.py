@@ -45,16 +45,16 @@ def test_permute_and_unpermute_are_sums_over_slots(routing: tuple[torch.Tensor, 
     def through(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return rows * factors[groups.expert_of(rows)][:, None]
 
-    found = dispatch_and_combine(
+    actual = dispatch_and_combine(
         hidden, index, weights, num_experts=experts, axis=single_rank_axis("ep"), run_local_experts=through
     )
     scale = torch.cat([factors, factors.new_zeros(1)])[index]
-    wanted = hidden * (weights * scale).sum(-1, keepdim=True)
-    torch.testing.assert_close(found, wanted)
-    pull = torch.randn_like(found)
+    expected = hidden * (weights * scale).sum(-1, keepdim=True)
+    torch.testing.assert_close(actual, expected)
+    pull = torch.randn_like(actual)
     for have, want in zip(
-        torch.autograd.grad(found, (hidden, weights), pull),
-        torch.autograd.grad(wanted, (hidden, weights), pull),
+        torch.autograd.grad(actual, (hidden, weights), pull),
+        torch.autograd.grad(expected, (hidden, weights), pull),
         strict=True,
     ):
         torch.testing.assert_close(have, want)
@@ -82,21 +82,21 @@ def test_experts_keep_tokens_of_first_priority(
     torch.manual_seed(seed)
     scores = torch.rand(index.shape)
     torch.manual_seed(seed + 1)
-    found = drop_over_capacity(index, experts, room, priority, scores)
+    actual = drop_over_capacity(index, experts, room, priority, scores)
     torch.manual_seed(seed + 1)
     draws = torch.rand(index.numel()).view(index.shape) if priority == "random" else None
     slots = [(t, place) for place in range(index.shape[1]) for t in range(index.shape[0])]
     if priority != "position":
         rank = draws if draws is not None else -scores
         slots.sort(key=lambda slot: (rank[slot].item(), slot))
-    wanted, taken = index.clone(), [0] * (experts + 1)
+    expected, taken = index.clone(), [0] * (experts + 1)
     for slot in slots:
         expert = int(index[slot])
         if expert == experts or taken[expert] == room:
-            wanted[slot] = experts
+            expected[slot] = experts
         else:
             taken[expert] += 1
-    assert found.tolist() == wanted.tolist()
+    assert actual.tolist() == expected.tolist()
 
 
 def test_capacity_is_rounded_up() -> None:

@@ -14,12 +14,12 @@ from windlass.parallel.pipeline.layer_partition import compute_layer_weights, me
 
 
 def _by_trying(weights: list[float], parts: int) -> tuple[float, float]:
-    found = []
+    results = []
     for inner in combinations(range(1, len(weights)), parts - 1):
         sums = [sum(weights[a:b]) for a, b in pairwise([0, *inner, len(weights)])]
         if all(sums) or sum(weight > 0 for weight in weights) < parts:
-            found.append((max(sums), sum(s * s for s in sums)))
-    return min(found)
+            results.append((max(sums), sum(s * s for s in sums)))
+    return min(results)
 
 
 def test_partition_is_optimal() -> None:
@@ -79,6 +79,6 @@ def test_too_few_layers_are_refused() -> None:
 def test_measured_times_distinguish_heavy_and_light_layers() -> None:
     layers = [nn.Linear(8, 8), nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), nn.ReLU()]
     layers[1][0], layers[1][-1] = nn.Linear(8, 256), nn.Linear(256, 8)
-    found = measure_layer_times(layers, torch.randn(64, 8))
-    assert len(found) == 3 and found[1] > 2 * max(found[0], found[2])
+    result = measure_layer_times(layers, torch.randn(64, 8))
+    assert len(result) == 3 and result[1] > 2 * max(result[0], result[2])
     assert all(p.grad is None for layer in layers for p in layer.parameters())

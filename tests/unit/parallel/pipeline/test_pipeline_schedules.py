@@ -36,11 +36,11 @@ def cases(most_ranks: int = 5, most_micros: int = 9) -> Iterator[tuple[ScheduleN
 
 def test_every_micro_batch_passes_every_stage_once_and_in_order() -> None:
     for name, ranks, micros, each in cases():
-        found = build_schedule(name, ranks, micros, each)
+        result = build_schedule(name, ranks, micros, each)
         back = (
             (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if name == "zero-bubble" else (ActionKind.BACKWARD,)
         )
-        for rank, order in enumerate(found):
+        for rank, order in enumerate(result):
             assert len(order) == len(set(order)) == each * micros * (1 + len(back))
             assert {action.stage % ranks for action in order} == {rank}
             for kind in (ActionKind.FORWARD, *back):
@@ -68,15 +68,15 @@ def test_schedule_has_no_deadlock_with_blocking_transfers() -> None:
 def test_transfers_are_paired_in_order_and_sends_follow_their_computation() -> None:
     for name, ranks, micros, each in cases():
         made = add_transfers(build_schedule(name, ranks, micros, each))
-        moved = [one for order in made for one in order if not one.kind.is_compute]
-        sends = [one for one in moved if one.kind.is_send]
+        moved = [entry for order in made for entry in order if not entry.kind.is_compute]
+        sends = [entry for entry in moved if entry.kind.is_send]
         expected = 0 if ranks == 1 else 2 * micros * (ranks * each - 1)
         assert len(sends) == expected and len(set(moved)) == len(moved) == 2 * expected
         for order in made:
-            for index, one in enumerate(order):
-                if one.kind.is_send:
+            for index, item in enumerate(order):
+                if item.kind.is_send:
                     computed = next(before for before in reversed(order[:index]) if before.kind.is_compute)
-                    assert (computed.stage, computed.micro_batch) == (one.stage, one.micro_batch)
+                    assert (computed.stage, computed.micro_batch) == (item.stage, item.micro_batch)
 
 
 def test_circular_schedules_are_refused() -> None:
@@ -141,7 +141,7 @@ def test_orders_of_1f1b_and_interleaved_equal_torch() -> None:
     from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops as make
 
     for ranks, micros, each in ((2, 4, 2), (4, 8, 2), (3, 6, 3), (4, 12, 3)):
-        found = build_schedule("interleaved", ranks, micros, each)
+        result = build_schedule("interleaved", ranks, micros, each)
         for rank in range(ranks):
             ahead = min(2 * (ranks - 1 - rank) + (each - 1) * ranks, each * micros)
 
@@ -155,10 +155,10 @@ def test_orders_of_1f1b_and_interleaved_equal_torch() -> None:
 
             steady = each * micros - ahead
             theirs = make(each, ranks, ahead, steady, ahead, rank, forward_stage, backward_stage)
-            computed = [one for one in theirs if one is not None]
+            computed = [item for item in theirs if item is not None]
             kinds = {"FORWARD": ActionKind.FORWARD, "FULL_BACKWARD": ActionKind.BACKWARD}
-            assert found[rank] == [
-                Action(kinds[one.computation_type.name], one.stage_index, one.microbatch_index) for one in computed
+            assert result[rank] == [
+                Action(kinds[item.computation_type.name], item.stage_index, item.microbatch_index) for item in computed
             ]
 
 
@@ -202,9 +202,9 @@ def _rendezvous(made: list[RankActions], ranks: int) -> None:
             half = order[at[rank]]
             kind, by = partner[half.kind]
             other = (half.stage + by) % ranks
-            wanted = Action(kind, half.stage + by, half.micro_batch)
-            if at[other] < len(made[other]) and made[other][at[other]] == wanted:
-                arrived |= {half, wanted}
+            expected = Action(kind, half.stage + by, half.micro_batch)
+            if at[other] < len(made[other]) and made[other][at[other]] == expected:
+                arrived |= {half, expected}
                 at[rank], at[other] = at[rank] + 1, at[other] + 1
                 moved = True
     assert all(at[rank] == len(order) for rank, order in enumerate(made))

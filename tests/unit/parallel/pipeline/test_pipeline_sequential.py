@@ -72,22 +72,22 @@ def _layers(seen: list[int]) -> list[Any]:
 def test_stages_have_the_values_of_the_full_model(at: Any, world: int, seed_layers: bool, each: int) -> None:
     torch.manual_seed(5)
     if seed_layers:
-        wanted: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for number, (name, layer) in enumerate([("tied_modules.embed", nn.Embedding), ("1", nn.Linear)]):
             torch.manual_seed(40 + number)
             made = layer(7, WIDTH) if layer is nn.Embedding else layer(WIDTH, WIDTH)
-            wanted |= {f"{name}.{key}": value for key, value in made.state_dict().items()}
+            expected |= {f"{name}.{key}": value for key, value in made.state_dict().items()}
     else:
         plain = nn.Sequential(
             nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Noisy([]), nn.Dropout(), nn.Linear(WIDTH, WIDTH)
         )
         plain.append(Noisy([]))
-        wanted = {
+        expected = {
             key.replace("0.", "tied_modules.embed.", 1) if key.startswith("0.") else key: value
             for key, value in plain.state_dict().items()
         }
         after = torch.get_rng_state()
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for rank in range(world):
         at(rank, world)
         torch.manual_seed(5)
@@ -98,12 +98,12 @@ def test_stages_have_the_values_of_the_full_model(at: Any, world: int, seed_laye
         )  # fmt: skip
         assert (model.stage_id, model.num_stages, len(model.stages)) == (rank, world, each)
         for key, value in model.state_dict().items():
-            assert key not in found or torch.equal(found[key], value)
-            found[key] = value
+            assert key not in results or torch.equal(results[key], value)
+            results[key] = value
         assert torch.equal(torch.get_rng_state(), before if seed_layers else after)
-    assert all(torch.equal(found[key], value) for key, value in wanted.items())
+    assert all(torch.equal(results[key], value) for key, value in expected.items())
     names = {"tied_modules.embed.weight", "1.weight", "1.bias", "3.weight", "5.weight", "5.bias", "6.weight"}
-    assert found.keys() == names
+    assert results.keys() == names
 
 
 def test_seed_layers_builds_only_local_layers(at: Any) -> None:
@@ -116,7 +116,7 @@ def test_seed_layers_builds_only_local_layers(at: Any) -> None:
 
 def test_full_module_can_be_partitioned_later(at: Any) -> None:
     torch.manual_seed(1)
-    whole = PipelineSequential(_layers([]), partition_method="uniform").state_dict()
+    full = PipelineSequential(_layers([]), partition_method="uniform").state_dict()
     for rank in range(2):
         torch.manual_seed(1)
         late = PipelineSequential(_layers([]), partition_method="uniform")
@@ -126,7 +126,7 @@ def test_full_module_can_be_partitioned_later(at: Any) -> None:
         early = PipelineSequential(_layers([]), num_stages=2, partition_method="uniform")
         late.keep_stages(rank, 2)  # no further layers to build
         assert list(late.state_dict()) == list(early.state_dict())
-        assert all(torch.equal(late.state_dict()[key], whole[key]) for key in early.state_dict())
+        assert all(torch.equal(late.state_dict()[key], full[key]) for key in early.state_dict())
         assert late.shared_parameters == early.shared_parameters == {"tied_modules.embed.weight": (0, 1)}
         with pytest.raises(ConfigError, match="built as stage . of 2 with 1 parts on each rank; .* 2 of 3 with 1"):
             late.keep_stages(2, 3)

@@ -98,33 +98,33 @@ def _batches(count: int) -> list[Any]:
 def test_one_rank_with_all_stages_gives_the_gradients_of_a_plain_backward(name: ScheduleName) -> None:
     model, plain, batches = _module(), _module(), _batches(3)
     ended = _run(model, name, batches, loss_factor=lambda: 1 / 3)
-    for (x, y), one in zip(batches, ended, strict=True):
+    for (x, y), item in zip(batches, ended, strict=True):
         loss = F.mse_loss(plain(x), y)
         (loss / 3).backward()
-        assert torch.equal(one.loss, loss.detach()) and one.output is None and not one.loss.requires_grad
+        assert torch.equal(item.loss, loss.detach()) and item.output is None and not item.loss.requires_grad
     for have, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(have.grad, want.grad, atol=1e-7)
 
 
 def test_callbacks_are_called_in_order() -> None:
-    said: list[Any] = []
+    text: list[Any] = []
 
     @contextmanager
     def hold() -> Iterator[None]:
-        said.append("hold")
+        text.append("hold")
         yield
-        said.append("go")
+        text.append("go")
 
     def backward(run: Any, last: bool) -> None:
-        said.append(last)
+        text.append(last)
         run()
 
     def moved(batch: Any) -> Any:
-        said.append("moved")
+        text.append("moved")
         return batch
 
     _run(_module(2), "gpipe", _batches(2), keep_unsharded=hold, run_backward=backward, to_device=moved)
-    assert said == ["hold", "moved", "moved", False, False, False, True, "go"]
+    assert text == ["hold", "moved", "moved", False, False, False, True, "go"]
 
 
 def test_stage_output_is_freed_after_it_is_sent() -> None:
@@ -141,7 +141,7 @@ def test_stage_output_is_freed_after_it_is_sent() -> None:
             held = [
                 o.untyped_storage() for o in gc.get_objects() if isinstance(o, Tensor) and o.layout is torch.strided
             ]
-            alive.append(len({one.data_ptr() for one in held if one.nbytes() == 1 << 22}))
+            alive.append(len({item.data_ptr() for item in held if item.nbytes() == 1 << 22}))
             return x + self.weight
 
     model = PipelineSequential([Counts() for _ in range(4)], loss_fn=lambda out, _: out.sum(), virtual_stages=4)
@@ -169,8 +169,8 @@ def test_without_gradients_outputs_can_be_kept() -> None:
             ExecutorCallbacks(call_module=model),
             compute_loss=False,
         )
-    assert all(torch.equal(one.output, model(x)) for one, (x, _) in zip(kept, batches, strict=True))
-    assert [one.loss for one in plain] == [None, None] and [one.output for one in plain] == [None, None]
+    assert all(torch.equal(item.output, model(x)) for item, (x, _) in zip(kept, batches, strict=True))
+    assert [item.loss for item in plain] == [None, None] and [item.output for item in plain] == [None, None]
 
 
 def test_loss_must_be_a_scalar() -> None:

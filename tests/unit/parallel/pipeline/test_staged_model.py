@@ -107,20 +107,20 @@ def _in_stages(model: nn.Module, ranks: int, each: int, batch: Any) -> tuple[lis
         cuts.append(split_into_stages(part, rank, ranks, virtual_stages=each))
     given: Any = None
     for stage in range(ranks * each):
-        found = cuts[stage % ranks]
-        given = found.run_stage(found.model, stage, given, batch)
+        result = cuts[stage % ranks]
+        given = result.run_stage(result.model, stage, given, batch)
     return cuts, given
 
 
 def test_batch_may_request_the_router_loss() -> None:
     model = _model("qwen3_moe", router_aux_loss_coef=0.9)
     without = model(**_batch()).loss
-    wanted = model(**_batch(), output_router_logits=True)
-    assert wanted.loss > 1.1 * without
-    for batch, expected in ((_batch(), without), ({**_batch(), "output_router_logits": True}, wanted.loss)):
+    requested = model(**_batch(), output_router_logits=True)
+    assert requested.loss > 1.1 * without
+    for batch, expected in ((_batch(), without), ({**_batch(), "output_router_logits": True}, requested.loss)):
         _, ended = _in_stages(model, 2, 1, batch)
         assert torch.allclose(ended.loss, expected, rtol=1e-6)
-    assert torch.allclose(ended.output.aux_loss, wanted.aux_loss, rtol=1e-6)
+    assert torch.allclose(ended.output.aux_loss, requested.aux_loss, rtol=1e-6)
 
 
 def test_subclass_has_the_loss_of_its_base() -> None:
@@ -131,9 +131,9 @@ def test_subclass_has_the_loss_of_its_base() -> None:
 
     torch.manual_seed(0)
     model = Mine(_config("mixtral"))
-    wanted = model(**_batch()).loss
+    expected = model(**_batch()).loss
     _, ended = _in_stages(model, 2, 1, _batch())
-    assert torch.allclose(ended.loss, wanted, rtol=1e-6)
+    assert torch.allclose(ended.loss, expected, rtol=1e-6)
 
 
 def test_router_loss_over_some_routers_is_none() -> None:
@@ -151,13 +151,13 @@ def test_stages_give_loss_and_gradients_of_the_full_model(family: str) -> None:
     for ranks, each, padded in ((2, 1, True), (4, 1, False), (2, 2, True)):
         batch = _batch(padded)
         model.zero_grad()
-        wanted = model(**batch).loss
-        wanted.backward()
+        expected = model(**batch).loss
+        expected.backward()
         cuts, ended = _in_stages(model, ranks, each, batch)
-        assert ended.loss is not None and torch.allclose(ended.loss, wanted, rtol=1e-6)
+        assert ended.loss is not None and torch.allclose(ended.loss, expected, rtol=1e-6)
         ended.loss.backward()
-        found = {name for cut in cuts for name, _ in cut.model.named_parameters(remove_duplicate=False)}
-        assert found == names
+        results = {name for cut in cuts for name, _ in cut.model.named_parameters(remove_duplicate=False)}
+        assert results == names
         sums: dict[str, Tensor] = {}
         for cut in cuts:
             for name, parameter in cut.model.named_parameters():
@@ -198,8 +198,8 @@ def test_tied_embedding_is_on_first_and_last_stage() -> None:
     names = {"transformer.wte.weight", "lm_head.weight"}
     for rank in range(3):
         model = _model("gpt2")
-        found = split_into_stages(model, rank, 3)
-        assert found.shared_parameters == ({} if rank == 1 else {"transformer.wte.weight": (0, 2)})
+        result = split_into_stages(model, rank, 3)
+        assert result.shared_parameters == ({} if rank == 1 else {"transformer.wte.weight": (0, 2)})
         assert names & set(model.state_dict()) == (set() if rank == 1 else names)
         assert len({id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names}) == (
             rank != 1
@@ -239,9 +239,9 @@ def test_layers_with_values_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer, seconds in zip(model.model.layers, (1.0, 1.0, 6.0, 1.0), strict=True):
         layer.register_forward_pre_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
     hooks = [len(layer._forward_hooks) for layer in model.model.layers]
-    found = measure_model_layer_times(model, repeats=3)
-    assert found == [1.0, 1.0, 6.0, 1.0]
-    assert split_into_stages(model, 0, 2, partition_method=found).stage_bounds == [0, 2, 4]
+    result = measure_model_layer_times(model, repeats=3)
+    assert result == [1.0, 1.0, 6.0, 1.0]
+    assert split_into_stages(model, 0, 2, partition_method=result).stage_bounds == [0, 2, 4]
     assert torch.equal(state, torch.get_rng_state())
     assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
     with pytest.raises(ConfigError, match='"time" measures layers, and this model is on the meta device'):
@@ -303,11 +303,11 @@ class Layer(nn.Module):
     ],
 )
 def test_modules_lost_by_partition_are_refused(what: str, said: str) -> None:
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as results:
         split_into_stages(Crossing(what), 0, 2)
-    assert said in str(told.value)
-    assert "Crossing can't be split into stages, which need a list of layers" in str(told.value)
-    assert "first (2 of Linear): its layers are called in the order []" in str(told.value)
+    assert said in str(results.value)
+    assert "Crossing can't be split into stages, which need a list of layers" in str(results.value)
+    assert "first (2 of Linear): its layers are called in the order []" in str(results.value)
 
 
 def test_unpartitionable_models_are_refused_with_a_reason() -> None:

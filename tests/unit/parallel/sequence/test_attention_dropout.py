@@ -36,13 +36,13 @@ def test_masks_differ_by_layer_head_sample_and_row() -> None:
     other = (AttentionDropout(0.5, combine_seeds(7, 2)).weight_factors(2, whole(), CPU) == 0).double() - 0.5
     pairs = [(dropped, other), (dropped[:, 0], dropped[:, 1]), (dropped[0], dropped[1])]
     pairs += [(dropped[..., 1:, :], dropped[..., :-1, :]), (dropped[..., 1:], dropped[..., :-1]), (dropped, dropped.mT)]
-    for one, two in pairs:
-        assert abs(float((one * two).mean()) / 0.25) < 0.05
+    for item, two in pairs:
+        assert abs(float((item * two).mean()) / 0.25) < 0.05
 
 
 def test_tile_mask_equals_the_full_mask() -> None:
-    found = AttentionDropout(0.3, 11).weight_factors(6, whole(), CPU)
+    result = AttentionDropout(0.3, 11).weight_factors(6, whole(), CPU)
     part = AttentionDropout(0.3, 11, first_head=2).weight_factors(
         3, Tile((1, 3), (4, 9), (2, 20), "full", 40 - 12, 40), CPU
     )
-    assert torch.equal(part, found[1:3, 2:5, 40:45, 12:30])
+    assert torch.equal(part, result[1:3, 2:5, 40:45, 12:30])

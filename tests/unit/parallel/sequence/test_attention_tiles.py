@@ -29,7 +29,7 @@ def packed(ends: list[set[int]], length: int) -> torch.Tensor:
 
 @st.composite
 def sights(draw: st.DrawFn, length: int) -> tuple[BatchMask, torch.Tensor]:
-    """Draw the mask of a batch of two samples, and the same as a dense mask [samples, queries, keys]."""
+    """Draw the mask description of a batch of two samples, and the dense mask `[samples, queries, keys]`."""
     kind = draw(st.sampled_from(["all", "packed", "padded"]))
     if kind == "all":
         return make_full_mask(2, length), torch.ones(2, length, length, dtype=torch.bool)
@@ -67,33 +67,33 @@ def test_tiles_cover_exactly_the_visible_pairs(data: st.DataObject) -> None:
     largest = data.draw(st.sampled_from([None, 1, 3, 8]))
     cut = SequenceShardPattern(ring, 1, data.draw(st.booleans())).shard(length)
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    wanted = mask & band.allows(distance)
-    for mine in range(ring):
+    expected = mask & band.allows(distance)
+    for local in range(ring):
         for other in range(ring):
-            q = [t for a, b in cut.group_ranges(mine) for t in range(a, b)]
+            q = [t for a, b in cut.group_ranges(local) for t in range(a, b)]
             k = [t for a, b in cut.group_ranges(other) for t in range(a, b)]
-            found = make_visible_tiles(sight, band, cut.group_ranges(mine), cut.group_ranges(other), largest)
-            part = wanted[:, q][:, :, k].int()
-            assert torch.equal(drawn(found, band, len(q), len(k)), part)
+            actual = make_visible_tiles(sight, band, cut.group_ranges(local), cut.group_ranges(other), largest)
+            part = expected[:, q][:, :, k].int()
+            assert torch.equal(drawn(actual, band, len(q), len(k)), part)
             if part.any():
-                assert is_any_visible(sight, band, cut.group_ranges(mine), cut.group_ranges(other))
+                assert is_any_visible(sight, band, cut.group_ranges(local), cut.group_ranges(other))
             if largest is not None:
-                assert all(t.queries[1] - t.queries[0] <= largest for t in found)
-                assert all(t.keys[1] - t.keys[0] <= largest for t in found)
+                assert all(t.queries[1] - t.queries[0] <= largest for t in actual)
+                assert all(t.keys[1] - t.keys[0] <= largest for t in actual)
 
 
 def test_causal_sequence_is_one_tile_without_later_tokens() -> None:
-    whole = make_full_mask(3, 10)
-    assert make_visible_tiles(whole, CAUSAL, ((0, 10),), ((0, 10),)) == [Tile((0, 3), (0, 10), (0, 10), "causal", 0, 0)]
-    assert make_visible_tiles(whole, CAUSAL, ((0, 5),), ((5, 10),)) == []
-    assert make_visible_tiles(whole, CAUSAL, ((5, 10),), ((0, 5),)) == [Tile((0, 3), (0, 5), (0, 5), "full", 5, 5)]
+    full = make_full_mask(3, 10)
+    assert make_visible_tiles(full, CAUSAL, ((0, 10),), ((0, 10),)) == [Tile((0, 3), (0, 10), (0, 10), "causal", 0, 0)]
+    assert make_visible_tiles(full, CAUSAL, ((0, 5),), ((5, 10),)) == []
+    assert make_visible_tiles(full, CAUSAL, ((5, 10),), ((0, 5),)) == [Tile((0, 3), (0, 5), (0, 5), "full", 5, 5)]
 
 
 def test_long_window_is_mostly_full_rectangles() -> None:
     """Only the edges of a window of 4096 in 65536 tokens use masked tiles; the rest are full rectangles."""
-    found = make_visible_tiles(make_full_mask(1, 65536), MaskBand(0, 4095), ((0, 65536),), ((0, 65536),))
+    result = make_visible_tiles(make_full_mask(1, 65536), MaskBand(0, 4095), ((0, 65536),), ((0, 65536),))
     area = {kind: 0 for kind in ("full", "causal", "band")}
-    for tile in found:
+    for tile in result:
         area[tile.kind] += (tile.queries[1] - tile.queries[0]) * (tile.keys[1] - tile.keys[0])
     assert area["band"] + area["causal"] < 0.3 * area["full"]
     assert sum(area.values()) < 1.2 * 65536 * 4096

@@ -37,10 +37,10 @@ def test_every_token_is_on_one_rank_and_every_rank_has_tokens(case: tuple[Sequen
 def test_shard_and_restore_round_trip(case: tuple[SequenceShardPattern, int]) -> None:
     pattern, length = case
     cut = pattern.shard(length)
-    whole = torch.arange(2 * length).view(2, length)
-    parts = [cut.local_shard(whole, rank) for rank in range(pattern.ranks)]
+    full = torch.arange(2 * length).view(2, length)
+    parts = [cut.local_shard(full, rank) for rank in range(pattern.ranks)]
     assert [part.shape[1] for part in parts] == cut.sizes
-    assert torch.equal(cut.restore_order(torch.cat(parts, dim=1)), whole)
+    assert torch.equal(cut.restore_order(torch.cat(parts, dim=1)), full)
 
 
 @given(patterns())

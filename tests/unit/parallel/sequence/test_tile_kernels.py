@@ -34,7 +34,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: 
 
 
 def sight_and_mask(kind: str) -> tuple[BatchMask, Tensor]:
-    """Return the batch mask of that kind without the band, and the same as a dense mask."""
+    """Return the batch's mask description of that kind without the band, and the dense mask."""
     if kind == "packed":
         number = (POSITIONS == 0).cumsum(1).expand(SAMPLES, -1)
         return make_document_mask(POSITIONS, SAMPLES), number[:, :, None] == number[:, None, :]
@@ -67,16 +67,16 @@ def test_merged_tiles_equal_attention(kernels: str, band: MaskBand, kind: str, c
         monkeypatch.setattr("windlass.parallel.sequence.tile_kernels._supports_flash", lambda *_: False)
         monkeypatch.setattr(MatmulTileKernel, "max_tile_size", 7)
     sight, mask = sight_and_mask(kind)
-    found, wanted = inputs(torch.float64), inputs(torch.float64)
+    actual, requested = inputs(torch.float64), inputs(torch.float64)
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-    output = sequence_attention(*found, mask_of(sight, band), scale=0.3, softcap=cap)
-    expected = reference(*wanted, mask & band.allows(distance), 0.3, cap)
+    output = sequence_attention(*actual, mask_of(sight, band), scale=0.3, softcap=cap)
+    expected = reference(*requested, mask & band.allows(distance), 0.3, cap)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-10)
     gradient = torch.randn_like(output)
     output.backward(gradient)
     expected.backward(gradient)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-9)
+    for item, other in zip(actual, requested, strict=True):
+        torch.testing.assert_close(item.grad, other.grad, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

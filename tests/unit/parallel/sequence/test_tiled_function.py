@@ -36,17 +36,17 @@ def trained(mlp: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, T
 def test_tiled_mlp_equals_the_mlp(tokens: int | None, shape: tuple[int, ...]) -> None:
     plain, parts = pair(tokens)
     hidden, gradient = torch.randn(shape), torch.randn(shape)
-    wanted, found = trained(plain, hidden, gradient), trained(parts, hidden, gradient)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    expected, actual = trained(plain, hidden, gradient), trained(parts, hidden, gradient)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parameter_hooks_run_once() -> None:
     _, parts = pair(2)
-    heard: list[str] = []
+    received: list[str] = []
     for name, parameter in parts.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: received.append(name))
     trained(parts, torch.randn(9, 8), torch.randn(9, 8))
-    assert sorted(heard) == sorted(name for name, _ in parts.named_parameters())
+    assert sorted(received) == sorted(name for name, _ in parts.named_parameters())
 
 
 def test_a_frozen_parameter_and_a_frozen_input() -> None:
@@ -67,10 +67,10 @@ def test_16_bit_gradients_are_added_up_in_32() -> None:
     plain, parts = pair(1, dtype=torch.bfloat16)
     hidden, gradient = torch.rand(200, 8, dtype=torch.bfloat16), torch.rand(200, 8, dtype=torch.bfloat16)
     exact = trained(copy.deepcopy(plain).float(), hidden.float(), gradient.float())[2]
-    found = trained(parts, hidden, gradient)[2]
-    for name, one in found.items():
-        assert one.dtype == torch.bfloat16
-        assert float((one.float() - exact[name]).abs().max() / exact[name].abs().max()) < 6e-3, name
+    result = trained(parts, hidden, gradient)[2]
+    for name, item in result.items():
+        assert item.dtype == torch.bfloat16
+        assert float((item.float() - exact[name]).abs().max() / exact[name].abs().max()) < 6e-3, name
 
 
 def test_dropout_is_the_same_in_the_backward() -> None:
@@ -145,9 +145,9 @@ def test_sums_over_tiles() -> None:
         return ((states @ weight) * numbers).sum()
 
     total = run_tiled(Tiling(function, 2, sums_outputs=True), [hidden, labels], [weight])
-    found = torch.autograd.grad(3 * total, [hidden, weight])
-    wanted = torch.autograd.grad(3 * function(hidden, labels), [hidden, weight])
-    torch.testing.assert_close(found, wanted)
+    actual = torch.autograd.grad(3 * total, [hidden, weight])
+    expected = torch.autograd.grad(3 * function(hidden, labels), [hidden, weight])
+    torch.testing.assert_close(actual, expected)
 
 
 def test_mlps_are_recognized_by_structure() -> None:

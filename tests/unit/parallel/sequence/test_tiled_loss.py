@@ -32,10 +32,10 @@ def test_tiled_loss_equals_the_loss(chunk: int | None, with_bias: bool) -> None:
     labels = torch.randint(0, 11, (2, 9))
     labels[0, :5] = -100
     given = [hidden, weight] + ([bias] if bias is not None else [])
-    found = tiled_loss(hidden, weight, labels, chunk, bias=bias)
-    wanted = plain_loss(hidden, weight, labels, bias)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(torch.autograd.grad(found, given), torch.autograd.grad(wanted, given))
+    actual = tiled_loss(hidden, weight, labels, chunk, bias=bias)
+    expected = plain_loss(hidden, weight, labels, bias)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, given), torch.autograd.grad(expected, given))
 
 
 def test_mean_may_use_another_count() -> None:
@@ -125,8 +125,8 @@ def test_unmodified_model_trains_equally(name: str, changes: dict[str, Any]) -> 
     model = build(name, **changes)
     long = copy.deepcopy(model)
     apply_long_context(long, tiled_mlp=5, tiled_loss=4)
-    wanted, found = trained(model, a_batch()), trained(long, a_batch())
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    expected, actual = trained(model, a_batch()), trained(long, a_batch())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         assert long(**a_batch()).logits is not None  # without gradients the logits are not deferred
     long.eval()
@@ -207,7 +207,7 @@ def test_loss_function_accepts_the_arguments_of_transformers() -> None:
     labels[0, :3] = -100
     counts = [{}, {"num_items_in_batch": 50}, {"num_items_in_batch": torch.tensor(50)}]
     for more in (*counts, {"shift_labels": shift_targets(labels)}):
-        wanted = ForCausalLMLoss(logits, labels, vocab_size=11, **more)
-        torch.testing.assert_close(loss(logits, labels, vocab_size=11, **more), wanted)
+        expected = ForCausalLMLoss(logits, labels, vocab_size=11, **more)
+        torch.testing.assert_close(loss(logits, labels, vocab_size=11, **more), expected)
     with pytest.raises(ModelError, match="needs labels"):
         loss(logits)

@@ -18,9 +18,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, Tensor):
-                self.elements = max(self.elements, one.untyped_storage().nbytes() // one.element_size())
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, Tensor):
+                self.elements = max(self.elements, item.untyped_storage().nbytes() // item.element_size())
         return out
 
 

@@ -33,7 +33,7 @@ def test_range_sizes_differ_by_at_most_one(ranks: int, grains: int) -> None:
     assert max(each) - min(each) <= compute_shard_grain(size, ranks)
     if size >= 64 * ranks:
         assert max(each) <= 1.125 * size / ranks
-        assert size % ranks == 0 or all(one % 8 == 0 for one in each)
+        assert size % ranks == 0 or all(item % 8 == 0 for item in each)
 
 
 def test_sections_are_sharded_separately() -> None:
@@ -62,8 +62,8 @@ def test_query_heads_have_their_key_heads(key: int, group: int, ranks: int) -> N
         assert len(order) == seen_key
         for local in range(seen_query):  # this rank pairs heads as the whole attention does
             assert first + order[local // (seen_query // seen_key)] == (start + local) // group
-        for one in range(first, last):
-            owners[one] += 1
+        for item in range(first, last):
+            owners[item] += 1
     assert min(owners) >= 1
     assert heads.has_shared_keys == (max(owners) > 1)
     if key % ranks == 0 or group == 1:
