@@ -105,7 +105,7 @@ class WeightStream:
         self._order = list(range(len(self._sizes)))
         self._used: list[int] = []
         self._next = 0  # place in the order of the next unit to read
-        self._reads = True
+        self._reads, self._failed = True, False
         # reads in flight end before their memory is freed
         self._finish = weakref.finalize(self, _finish_reads, self._staged, self._buffer)
         self.stats = StreamStats()
@@ -115,6 +115,9 @@ class WeightStream:
         if not self._reads:
             return
         used, self._used = self._used, []
+        if self._failed:  # read everything again
+            self._drop_unused()
+            self._failed, self._next = False, 0
         if used and not _is_part(used, self._order):
             self._drop_unused()
             self._order, self._next = used, 0
@@ -146,6 +149,9 @@ class WeightStream:
             began = time.perf_counter()
             try:
                 staged.read.wait()
+            except BaseException:
+                self._failed = True
+                raise
             finally:
                 self.stats.waited_seconds += time.perf_counter() - began
             yield staged.memory
@@ -153,7 +159,8 @@ class WeightStream:
             staged.released = True
             while self._staged and self._staged[0].released:
                 self._staged.popleft()
-            self._fill()
+            if not self._failed:
+                self._fill()
 
     def close(self) -> None:
         """Wait for reads in flight and free the staging memory."""
