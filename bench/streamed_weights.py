@@ -10,6 +10,7 @@ python bench/streamed_weights.py --path /mnt/nvme
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from windlass.cli.benches.bench_results import write_result
 
 _RESULTS = Path(__file__).parent / "results"
 _VOCABULARY = 2048
-_PROMPT = 16  # tokens
+_PROMPT, _ANSWER = 3, 40  # tokens
 _LEAST_RATIO = 3.0
 _READ_BYTES = 2 << 30
 _SIDE = 1024  # of the matrices whose product is timed
@@ -99,7 +100,8 @@ def main(
 def _run_child(folder: Path, work: dict[str, Any]) -> dict[str, Any]:
     """Run this script in a process of its own, which has its own limit; return what it measured."""
     (folder / "work.json").write_text(json.dumps(work))
-    done = subprocess.run([sys.executable, __file__, "--measure", str(folder)], check=False)
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "WINDLASS_KEEP_FREED_MEMORY": "0"}
+    done = subprocess.run([sys.executable, __file__, "--measure", str(folder)], check=False, env=environment)
     if done.returncode:
         raise typer.Exit(done.returncode)
     return dict(json.loads((folder / "told.json").read_text()))
@@ -164,7 +166,7 @@ def _measure(folder: Path) -> None:
         weights=work["weights"],
         weights_tier=work["tier"],
         max_sequences=max(work["batches"]),
-        max_tokens_per_step=max(work["batches"]),
+        max_tokens_per_step=_PROMPT * max(work["batches"]),
         kv_cache_tokens=max(work["batches"]) * 64,
         max_model_len=64,
     )
@@ -211,18 +213,20 @@ def _decode(llm: Any, batch: int, steps: int) -> float:
     from windlass import SamplingParams
 
     engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=steps + 4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=_ANSWER, ignore_eos=True)
     for number in range(batch):
-        engine.add_request(f"{number}", [(7 * number + place) % _VOCABULARY for place in range(3)], params)
-    while not all(sequence.has_sampled for sequence in engine._running.values()) or engine._waiting:
+        engine.add_request(f"{number}", [(7 * number + place) % _VOCABULARY for place in range(_PROMPT)], params)
+    while engine.stats().num_waiting or not all(sequence.has_sampled for sequence in engine._running.values()):
         engine.step()
     engine.step()  # the first one of this batch size
-    began = time.perf_counter()
+    before, began = engine.stats().step_tokens, time.perf_counter()
     for _ in range(steps):
         engine.step()
     found = (time.perf_counter() - began) / steps
-    while engine.has_requests():
-        engine.step()
+    if engine.stats().step_tokens - before != batch * steps:
+        raise SystemExit("a timed step had another number of tokens; raise _ANSWER")
+    for number in range(batch):
+        engine.cancel(f"{number}")
     engine.clear_prefix_cache()
     return found
 
