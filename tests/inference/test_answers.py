@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
-from windlass.base.errors import RequestError
+from windlass.base.errors import ModelError, RequestError
 from windlass.inference.detokenizer import Detokenizer
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
@@ -244,3 +244,76 @@ def test_a_request_without_a_token_ends_alone() -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
     assert "exclude all tokens" in str(outputs[1].error)
     assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("prompt", [[1.7, 2], ["3", "4"], b"abc", [True, False], [None], "a\udcff"])
+def test_prompts_that_are_no_text_and_no_tokens_are_refused(prompt: Any) -> None:
+    """None of them becomes other tokens by a conversion."""
+    tokenizer = byte_level_tokenizer()
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm, pytest.raises(RequestError) as raised:
+        llm.engine.add_request("one", prompt, GREEDY)
+    assert raised.value.parameter == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5])
+def test_what_is_no_list_of_prompts_is_refused(prompt: Any) -> None:
+    with serve(llama()) as llm, pytest.raises(RequestError, match="give a text"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_prompts_of_arrays_and_tensors() -> None:
+    import numpy as np
+
+    with serve(llama()) as llm:
+        wanted = llm.generate([[3, 4, 5]], GREEDY)[0].outputs[0].token_ids
+        tokens = np.array([3, 4, 5])
+        for prompts in (tokens, tokens[None], list(tokens), [tokens], torch.tensor(tokens), (3, 4, 5)):
+            assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == [wanted]
+
+
+@pytest.mark.parametrize("change", [{"logit_bias": {3: 1e308}}, {"repetition_penalty": 1e-320}])
+def test_parameters_that_break_the_logits_are_errors_of_the_request(change: dict[str, Any]) -> None:
+    with serve(llama()) as llm:
+        outputs = llm.generate([[3, 4]] * 2, [GREEDY.replace(**change), GREEDY])
+    assert outputs[0].is_request_error and "logit_bias and penalties" in str(outputs[0].error)
+    assert outputs[1].error is None
+
+
+def test_logits_that_are_no_numbers_end_a_beam_search_and_are_no_error_of_the_request() -> None:
+    model = llama()
+    with serve(model) as llm:
+        with torch.no_grad():
+            model.lm_head.weight.fill_(torch.nan)
+        with pytest.raises(ModelError, match="highest logit of the model is nan"):
+            llm.beam_search([[3, 4]], BeamSearchParams(beam_width=2, max_tokens=3))
+        (output,) = llm.generate([[3, 4]], GREEDY)
+        assert output.error is not None and not output.is_request_error
+        assert llm.stats().kv_cache_usage == 0
+
+
+def test_an_interrupted_beam_search_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(llama()) as llm:
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.beam_search([[3, 4]], BeamSearchParams(beam_width=2, max_tokens=3))
+        monkeypatch.setattr(llm.engine, "step", step)
+        assert not llm.engine.has_requests()
+        assert len(llm.beam_search([[3, 4]], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences) == 2
+
+
+def test_only_computed_prompts_are_counted() -> None:
+    with serve(llama()) as llm:
+        llm.engine.add_request("one", [3, 4, 5], GREEDY)
+        llm.engine.cancel("one")
+        assert llm.stats().prompt_tokens == 0
+        llm.generate([[3, 4, 5]] * 2, GREEDY.replace(temperature=1.0, n=3))
+        assert llm.stats().prompt_tokens == 6
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+@pytest.mark.parametrize("texts", [["a" * 1001], [""], [3], [str(number) for number in range(2000)]])
+def test_texts_that_each_token_is_compared_with_are_bounded(name: str, texts: list[Any]) -> None:
+    with pytest.raises(RequestError) as raised:
+        SamplingParams(**{name: texts})
+    assert raised.value.parameter == name

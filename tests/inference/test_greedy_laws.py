@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.causal_models import CAUSAL, VOCABULARY, build
+from tests.causal_models import CAUSAL, VOCABULARY, build, model_of
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.attention import attention
 from windlass.inference.llm import LLM
@@ -35,6 +35,57 @@ def test_families_generate_what_the_plain_model_does(name: str) -> None:
         kind = OwnCacheModelRunner if name in OWN_CACHE else PagedModelRunner
         assert isinstance(llm.engine.runner, kind)
     assert_greedy(model, outputs)
+
+
+RECURRENT = {
+    "MambaForCausalLM": {"state_size": 4, "time_step_rank": 4},
+    "FalconMambaForCausalLM": {"state_size": 4, "time_step_rank": 4},
+    "Mamba2ForCausalLM": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "RwkvForCausalLM": {"attention_hidden_size": 32, "intermediate_size": 48},
+    "JambaForCausalLM": {
+        **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "use_mamba_kernels": False},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    },
+}
+
+
+def recurrent(kind: str) -> Any:
+    torch.manual_seed(0)
+    return model_of(
+        kind, **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, **RECURRENT[kind]}
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> None:
+    model = recurrent(kind)
+    with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner) and llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "forgets"])
+def test_a_cache_that_fails_at_load_is_not_used(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = recurrent("MambaForCausalLM")
+    update = model._update_model_kwargs_for_generation
+
+    def broken(outputs: Any, kwargs: Any, **others: Any) -> Any:
+        if wrong == "raises":
+            raise ValueError("no such cache")
+        found = update(outputs, kwargs, **others)
+        found["cache_params"].reset()
+        return found
+
+    monkeypatch.setattr(model, "_update_model_kwargs_for_generation", broken)
+    with caplog.at_level("WARNING"), LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
+        assert not llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+    assert ("no such cache" if wrong == "raises" else "its first logits differ") in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["splitfuse", "prefill-first", "orca"])

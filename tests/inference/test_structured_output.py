@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
 from tests.inference.text_models import byte_level_tokenizer, sentencepiece_tokenizer, text_model
 from windlass.base.errors import RequestError
+from windlass.inference.async_engine import AsyncLLMEngine
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -131,3 +134,43 @@ def test_structures_that_cannot_be_compiled_are_refused(wrong: StructuredOutputs
         assert llm.generate("a", SamplingParams(max_tokens=2, temperature=0))[0].finished
     with LLM(text_model(tokenizer), check_at_load=False) as llm, pytest.raises(RequestError, match="needs a tokenizer"):
         llm.generate([3], SamplingParams(structured_outputs=KINDS[0]))
+
+
+def test_a_large_schema_is_compiled_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests get all their tokens while one waits for its schema."""
+    tokenizer = byte_level_tokenizer()
+
+    async def main() -> None:
+        engine = AsyncLLMEngine.from_model(
+            text_model(tokenizer), tokenizer=tokenizer, check_at_load=False, kv_cache_tokens=512
+        )
+        await engine.start()
+        compiles, may_end = asyncio.Event(), threading.Event()
+        loop, constraints = asyncio.get_running_loop(), engine._engine.constraints
+        compile_now = constraints.compile
+
+        def compile_slowly(params: Any) -> Any:
+            loop.call_soon_threadsafe(compiles.set)
+            assert may_end.wait(240)
+            return compile_now(params)
+
+        monkeypatch.setattr(constraints, "compile", compile_slowly)
+        yes = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+        slow = asyncio.ensure_future(anext(engine.stream("a", yes.replace(ignore_eos=True))))
+        await compiles.wait()
+        other = [output async for output in engine.stream("b", SamplingParams(max_tokens=5, ignore_eos=True))]
+        assert other[-1].finished and not slow.done()
+        may_end.set()
+        assert "yes".startswith((await slow).outputs[0].text)
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_expression_that_grows_without_bound_fails_its_request_alone() -> None:
+    tokenizer = byte_level_tokenizer()
+    with LLM(text_model(tokenizer), tokenizer=tokenizer, check_at_load=False, kv_cache_tokens=512) as llm:
+        huge = SamplingParams(max_tokens=5, structured_outputs=StructuredOutputsParams(regex="a{999999999}"))
+        first, second = llm.generate(["x", "x"], [huge, SamplingParams(max_tokens=5, ignore_eos=True)])
+    assert first.is_request_error and "structured_outputs" in str(first.error)
+    assert len(second.outputs[0].token_ids) == 5

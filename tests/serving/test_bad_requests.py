@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import select
+import socket
 from typing import Any
 
 import pytest
@@ -49,6 +53,8 @@ def refused(client: TestClient, path: str, body: Any, status: int = 400) -> dict
         (b'{"prompt": ' + b"[" * 99_000, "nested"),
         (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "nested"),
         (b'{"prompt": ' + b"1" * 5000 + b"}", "digits"),
+        (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 300}', "'max_tokens' is given twice"),
+        (b'{"prompt": "a", "stream_options": {"include_usage": true, "include_usage": false}}', "given twice"),
     ],
 )
 def test_a_body_that_is_no_json_object(client: TestClient, body: bytes, part: str) -> None:
@@ -275,3 +281,85 @@ def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
     answer = client.post(TEXT, json={"prompt": "a"}, headers={"origin": "https://example.org"})
     assert answer.headers["access-control-allow-origin"] == "https://example.org"
     assert client.options(TEXT, headers={**preflight, "origin": "https://other.org"}).status_code == 400
+
+
+def test_parameters_that_exclude_all_tokens_are_an_error_of_the_request() -> None:
+    engine = FakeEngine()
+    original = engine._state
+
+    def fail(*arguments: Any) -> Any:
+        return dataclasses.replace(original(*arguments), error="no token can be generated", is_request_error=True)
+
+    engine._state = fail  # type: ignore[method-assign]
+    error = refused(client_of(engine), TEXT, {"prompt": "a"})
+    assert "no token can be generated" in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_a_surrogate_inside_the_arguments_of_a_call_is_refused() -> None:
+    class Strict(CharacterTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            text.encode()  # as the tokenizers of Hugging Face
+            return super().encode(text, add_special_tokens)
+
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
+    messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}]
+    error = refused(client_of(FakeEngine(tokenizer=Strict())), CHAT, {"messages": messages, "tools": [WEATHER]})
+    assert "no valid Unicode" in error["message"]
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends a byte of its head now and then; one that waits for its answer is not."""
+    monkeypatch.setattr("windlass.serving.http_protocol.HEAD_SECONDS", 0.2)
+    engine = FakeEngine(answer="abcdefgh", step_seconds=0.2)
+    with server_on_thread(engine) as address, contextlib.ExitStack() as opened:
+        port = int(address.rpartition(":")[2])
+        silent, slow, used, busy = (
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=240)) for _ in range(4)
+        )
+        body = json.dumps({"prompt": "a"}).encode()
+        head = (
+            f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        busy.sendall(head.encode() + body)
+        used.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert used.recv(9) == b"HTTP/1.1 "
+        used.sendall(b"GET /he")  # the next request begins, which ends uvicorn's own timeout
+        slow.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        with contextlib.suppress(OSError):
+            while not select.select([slow], [], [], 0.05)[0]:
+                slow.sendall(b"a")
+        for connection in (silent, slow, used):
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+        answer = b""
+        while b'"finish_reason"' not in answer:
+            piece = busy.recv(4096)
+            assert piece, answer
+            answer += piece
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_huge_head_is_refused_and_the_server_goes_on() -> None:
+    with server_on_thread(FakeEngine(answer="ab")) as address:
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        with socket.create_connection(place, timeout=240) as connection:
+            answer = b""
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET /health HTTP/1.1\r\n")
+                for _ in range(1000):
+                    connection.sendall(b"X: " + b"a" * 8000 + b"\r\n")
+                raise AssertionError("eight megabytes of headers were read")
+            with contextlib.suppress(OSError):
+                while piece := connection.recv(65536):
+                    answer += piece
+        assert not answer or answer.startswith(b"HTTP/1.1 431 ")  # a reset may overtake the answer
+        body = json.dumps({"prompt": "a" * 300}).encode()
+        with socket.create_connection(place, timeout=240) as connection:
+            for number in range(3):  # heads are counted one by one
+                head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX: {'a' * 60_000}\r\nContent-Type: application/json\r\n"
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                answer = b""
+                while b'"finish_reason"' not in answer:
+                    answer += connection.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 200 "), number

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
-from windlass.cli.chat import Conversation, talk
+from windlass.cli.chat import Conversation, _read_line, talk
 from windlass.cli.main import main
 from windlass.inference.sampling_params import SamplingParams
 
@@ -147,3 +147,18 @@ def test_a_model_without_a_chat_template_continues_the_text() -> None:
     engine = FakeEngine(answer="yes", tokenizer=CharacterTokenizer(chat_template=None))
     _, conversation = converse(engine, "one")
     assert conversation.messages[-1]["content"] == "yes"
+
+
+def test_a_template_that_refuses_the_messages_is_an_error_of_that_message() -> None:
+    template = "{% for message in messages %}{% if 'bad' in message.content %}{{ raise_exception('no bad words') }}"
+    template += "{% endif %}{{ message.content }}{% endfor %}"
+    engine = FakeEngine(answer="yes", tokenizer=CharacterTokenizer(chat_template=template))
+    output, conversation = converse(engine, "bad", "good")
+    assert "no bad words" in output and "yes" in output
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "good", "yes"]
+
+
+def test_typed_bytes_that_are_no_text_become_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), "utf-8", "surrogateescape")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert _read_line() == "a\N{REPLACEMENT CHARACTER}b"

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.inference.text_models import byte_level_tokenizer
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.harness import client_of, events_of
+from windlass.inference.sampling_params import StructuredOutputsParams
+from windlass.inference.structured_output import StructuredOutputCompiler
+from windlass.serving.chat_prompt import ChatTool, forced_call_schema
 from windlass.serving.tool_calls import ForcedFunction, OptionalCalls, RequiredCalls, ToolCallParser
 
 CHAT = "/v1/chat/completions"
@@ -81,9 +85,11 @@ def test_forced_calls_are_found_however_the_text_is_cut(cuts: list[int]) -> None
         assert parse(parser, pieces) == ("", calls)
 
 
-def ask(answer: str, **fields: Any) -> tuple[dict[str, Any], list[Any], FakeEngine]:
+def ask(
+    answer: str, *, engine_options: dict[str, Any] | None = None, **fields: Any
+) -> tuple[dict[str, Any], list[Any], FakeEngine]:
     """Return the choice of an answer, the deltas of its stream, and the engine."""
-    engine = FakeEngine(answer=answer)
+    engine = FakeEngine(answer=answer, **engine_options or {})
     client = client_of(engine)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
     whole = client.post(CHAT, json=body)
@@ -178,3 +184,50 @@ def test_a_conversation_with_calls_reaches_the_template_with_objects() -> None:
     assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
     text = engine.tokenizer.decode(engine.seen[0][0])
     assert text == "<user>a\nb<assistant>(weather:Łódź)<tool>rain<assistant>"
+
+
+def test_definitions_of_one_name_stay_those_of_their_tool() -> None:
+    """Each reference in the schema of all calls points to the definition of the tool that has it."""
+    tools = []
+    for name, kind in (("first", "string"), ("second", "integer")):
+        item = {"type": kind}
+        parameters = {"type": "object", "properties": {"item": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": item}}
+        tools.append(ChatTool(name, parameters, {}))
+    schema = forced_call_schema(tools, None)
+    for call, kind in zip(schema["items"]["anyOf"], ("string", "integer"), strict=True):
+        found: Any = schema
+        for part in call["properties"]["parameters"]["properties"]["item"]["$ref"].removeprefix("#/").split("/"):
+            found = found[int(part)] if isinstance(found, list) else found[part]
+        assert found == {"type": kind}
+
+
+def test_the_schema_of_all_calls_can_be_compiled() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
+    item = {"type": "object", "properties": {"item": {"$ref": "#/$defs/I"}}, "$defs": {"I": {"const": 3}}}
+    schema = forced_call_schema([ChatTool("tree", tree, {}), ChatTool("item", item, {})], None)
+    tokenizer = byte_level_tokenizer()
+    compiler = StructuredOutputCompiler(tokenizer, len(tokenizer))
+    for text, allowed in (
+        ('[{"name": "tree", "parameters": {"left": {"left": {}}}}]', True),
+        ('[{"name": "item", "parameters": {"item": 3}}]', True),
+        ('[{"name": "item", "parameters": {"item": 4}}]', False),
+        ('[{"name": "tree", "parameters": {"left": {"name": "tree"}}}]', False),
+    ):
+        constraint = compiler.compile(StructuredOutputsParams(json=schema))
+        accepted = True
+        for token in tokenizer(text, add_special_tokens=False).input_ids:
+            accepted = accepted and bool(constraint.allowed()[token])
+            if accepted:
+                constraint.accept(token)
+        assert accepted == allowed, text
+
+
+def test_numbers_beyond_every_type_are_passed_on_as_they_are_written() -> None:
+    huge = "9" * 5000
+    choice, deltas, _ = ask(
+        '[{"name": "time", "parameters": {"a": 1e999, "b": ' + huge + "}}]",
+        tool_choice="required",
+        max_tokens=6000,
+        engine_options={"max_model_len": 9000},
+    )
+    assert called(choice) == joined_calls(deltas) == [("time", '{"a": 1e999, "b": ' + huge + "}")]

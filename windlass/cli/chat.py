@@ -87,14 +87,15 @@ class Conversation:
         """Yield the answer to a message as it grows. A cancelled answer stays in the conversation as far as it came.
 
         Raises:
-            RequestError: the conversation is longer than the model can hold.
+            RequestError: the conversation is longer than the model can hold, or the chat template refuses it.
         """
         self.messages.append({"role": "user", "content": text})
         shown = ""
         self.tokens, self.seconds = 0, 0.0
-        stream = self._engine.stream(self._prompt(), self._params)
+        stream: Any = None
         first = None
         try:
+            stream = self._engine.stream(self._prompt(), self._params)
             async for output in stream:
                 answer = output.outputs[0]
                 now = time.monotonic()
@@ -114,10 +115,15 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": shown})
 
     def _prompt(self) -> str | list[int]:
+        from jinja2.exceptions import TemplateError
+
         tokenizer = self._engine.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in self.messages)
-        text = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the chat template refuses the messages: {error}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))  # templates write special tokens themselves
 
 
@@ -159,7 +165,8 @@ def _read_line() -> str | None:
     """Return the next line of the user; None at the end of input. Ctrl-C empties the line."""
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "")
+            line = input("> " if sys.stdin.isatty() else "")
+            return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         except EOFError:
             return None
         except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import EngineStats, RequestOutput
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import ServiceLevel
+from windlass.inference.structured_output import OutputConstraint
 
 
 class EngineStoppedError(WindlassError, RuntimeError):
@@ -134,10 +136,22 @@ class AsyncLLMEngine:
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         loop = asyncio.get_running_loop()
         subscriber = _Subscriber(loop, asyncio.Queue())
+        constraint: OutputConstraint | None = None
+        if params.structured_outputs is not None:
+            # a schema can take seconds, during which other requests get their tokens
+            await self._call(self._engine.constraints.load)
+            constraint = await asyncio.to_thread(self._engine.constraints.compile, params.structured_outputs)
 
         def add() -> None:
             self._engine.add_request(
-                request_id, prompt, params, lora_name=lora_name, priority=priority, level=sla, streams=True
+                request_id,
+                prompt,
+                params,
+                lora_name=lora_name,
+                priority=priority,
+                level=sla,
+                streams=True,
+                constraint=constraint,
             )
             self._subscribers[request_id] = subscriber
 
@@ -228,7 +242,9 @@ class AsyncLLMEngine:
         Raises:
             RequestError: the model cannot embed, or a prompt is too long.
         """
-        found: list[list[float]] = await self._call(lambda: embed_prompts(self._engine, prompts))
+        found: list[list[float]] = []
+        for prompt in prompts:  # one at a time, so that requests get their tokens in between
+            found += await self._call(partial(embed_prompts, self._engine, [prompt]))
         return found
 
     async def _call(self, function: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from windlass.base.errors import ModelError
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import TokenLogprobs
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
@@ -44,6 +45,7 @@ def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSea
 
     Raises:
         RequestError: the prompt cannot be served.
+        ModelError: the logits of the model are no numbers.
     """
     _, ids = engine.encode(prompt)
     width, length = params.beam_width, len(ids)
@@ -83,11 +85,19 @@ def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSea
 def _next_logprobs(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> list[TokenLogprobs]:
-    for number, tokens in enumerate(prompts):
-        engine.add_request(f"beam-{number}", tokens, sampling)
+    ids = [f"beam-{number}" for number in range(len(prompts))]
     found: dict[str, TokenLogprobs] = {}
-    while len(found) < len(prompts):
-        for output in engine.step():
-            if output.outputs[0].logprobs:
-                found[output.request_id] = output.outputs[0].logprobs[0]
-    return [found[f"beam-{number}"] for number in range(len(prompts))]
+    try:
+        for request_id, tokens in zip(ids, prompts, strict=True):
+            engine.add_request(request_id, tokens, sampling)
+        while len(found) < len(prompts):
+            for output in engine.step():
+                if output.error is not None:
+                    raise ModelError(f"the beam search cannot go on: {output.error}")
+                if output.outputs[0].logprobs:
+                    found[output.request_id] = output.outputs[0].logprobs[0]
+    except BaseException:
+        for request_id in ids:
+            engine.cancel(request_id)
+        raise
+    return [found[request_id] for request_id in ids]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from windlass.base.errors import ModelError, RequestError
 from windlass.inference.block_manager import BlockKey, hash_block
 from windlass.inference.detokenizer import Detokenizer
 from windlass.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
@@ -107,7 +108,7 @@ class GenerationRequest:
     cache_salt: bytes = b""
     sequences: list[GenerationSequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    error: str | None = None
+    error: RequestError | ModelError | None = None
 
     @property
     def finished(self) -> bool:
@@ -131,7 +132,8 @@ class GenerationRequest:
             finished,
             self.metrics,
             self.lora_name,
-            self.error,
+            None if self.error is None else str(self.error),
+            isinstance(self.error, RequestError),
         )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import nn
@@ -236,10 +236,15 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    single = isinstance(prompts, (str, Mapping)) or (
-        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
-    )
-    return [prompts] if single else list(prompts)
+    if hasattr(prompts, "tolist"):  # an array or a tensor of tokens
+        prompts = prompts.tolist()
+    if not isinstance(prompts, (str, Mapping, Iterable)):
+        raise RequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of them", parameter="prompt")
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [cast(Prompt, prompts)]
+    listed = list(prompts)
+    single = bool(listed) and isinstance(listed[0], SupportsIndex) and not hasattr(listed[0], "__len__")
+    return [listed] if single else listed
 
 
 def _prompt_of(prompt: Prompt) -> str | Sequence[int]:

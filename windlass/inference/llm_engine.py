@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ import torch
 from windlass.base.errors import EngineOverloadedError, ModelError, RequestError
 from windlass.base.log import logger
 from windlass.base.model_updates import count_updates
+from windlass.base.text import one_line
 from windlass.inference.block_manager import BlockManager
 from windlass.inference.detokenizer import Detokenizer, find_stop, held_back
 from windlass.inference.engine_options import EngineOptions
@@ -36,7 +38,7 @@ from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, Serv
 from windlass.inference.speculation import DraftProposer
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
-from windlass.inference.structured_output import StructuredOutputCompiler
+from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 
 
 class LLMEngine:
@@ -88,12 +90,13 @@ class LLMEngine:
         self._waiting: dict[int, GenerationSequence] = {}
         self._numbers = itertools.count()
         self._seeds = random.Random(options.seed)
-        self._compiler = StructuredOutputCompiler(tokenizer, runner.vocab_size, self.eos_ids)
+        self.constraints = StructuredOutputCompiler(tokenizer, runner.vocab_size, self.eos_ids)
         self._preempted = PreemptedBlocks(runner, options, self.cost)
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
         self._finished_counts: dict[str, int] = {}
         self._updates = count_updates(runner.model)
         self._changed: dict[str, GenerationRequest] = {}
+        self._token_texts: dict[int, str] = {}  # at most one for each token of the vocabulary
 
     # requests
 
@@ -108,6 +111,7 @@ class LLMEngine:
         lora_name: str | None = None,
         arrival: float | None = None,
         streams: bool = False,
+        constraint: OutputConstraint | None = None,
     ) -> None:
         """Queue a request.
 
@@ -118,6 +122,7 @@ class LLMEngine:
             lora_name: name of the adapter.
             arrival: time of the engine's clock; None: now.
             streams: `step` reports the request at every token, not at its end alone.
+            constraint: that of `params`, compiled by `constraints`; None: it is compiled here.
 
         Raises:
             RequestError: the request cannot be served. Others go on.
@@ -152,10 +157,9 @@ class LLMEngine:
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        sequence = self._make_sequence(request)
+        sequence = self._make_sequence(request, constraint=constraint)
         request.sequences.append(sequence)
         self._requests[request_id] = request
-        self._stats.prompt_tokens += len(ids)
         self._waiting[sequence.sequence_id] = sequence
 
     def cancel(self, request_id: str) -> RequestOutput | None:
@@ -180,7 +184,7 @@ class LLMEngine:
             RequestError: the prompt is neither, or a text without a tokenizer.
         """
         if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
+            ids = _token_ids(prompt)
             wrong = next((token for token in ids if not 0 <= token < self.runner.vocab_size), None)
             if wrong is not None:
                 raise RequestError(
@@ -190,7 +194,10 @@ class LLMEngine:
             return None, ids
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer; give the prompt as token ids", parameter="prompt")
-        return prompt, list(self.tokenizer(prompt).input_ids)
+        try:
+            return prompt, list(self.tokenizer(prompt).input_ids)
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are no UTF-8
+            raise RequestError(f"the prompt is no valid Unicode text: {error}", parameter="prompt") from error
 
     @property
     def lora_names(self) -> list[str]:
@@ -523,7 +530,10 @@ class LLMEngine:
         """Return the sequence itself, or all candidates of its request if its prompt was just computed."""
         request = sequence.request
         count = request.params.num_candidates
-        if sequence.has_sampled or count == 1:
+        if sequence.has_sampled:
+            return [sequence]
+        self._stats.prompt_tokens += len(request.prompt_ids)
+        if count == 1:
             return [sequence]
         self._register_blocks(sequence)
         others = []
@@ -558,7 +568,7 @@ class LLMEngine:
             try:
                 sequence.constraint.accept(token)
             except RequestError as error:
-                self._end(request, "error", str(error))
+                self._end(request, "error", error)
                 return True
         reason = self._finish_reason(sequence, token)
         if reason is not None:
@@ -616,7 +626,9 @@ class LLMEngine:
         self._waiting.pop(sequence.sequence_id, None)
         self._changed[sequence.request.request_id] = sequence.request
 
-    def _end(self, request: GenerationRequest, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self, request: GenerationRequest, reason: FinishReason, error: RequestError | ModelError | None = None
+    ) -> None:
         request.error = error
         for sequence in request.sequences:
             if not sequence.output.finished():
@@ -663,7 +675,9 @@ class LLMEngine:
 
     # parts of requests
 
-    def _make_sequence(self, request: GenerationRequest, index: int = 0) -> GenerationSequence:
+    def _make_sequence(
+        self, request: GenerationRequest, index: int = 0, constraint: OutputConstraint | None = None
+    ) -> GenerationSequence:
         params = request.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
         output = CompletionOutput(
@@ -673,10 +687,9 @@ class LLMEngine:
             0.0 if wants_logprobs else None,
             [] if wants_logprobs else None,
         )
-        constraint = None
-        if params.structured_outputs is not None:
+        if params.structured_outputs is not None and constraint is None:
             first = request.sequences[0].constraint if request.sequences else None
-            constraint = first.copy() if first is not None else self._compiler.compile(params.structured_outputs)
+            constraint = first.copy() if first is not None else self.constraints.compile(params.structured_outputs)
         if index == 0:
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         else:
@@ -748,10 +761,13 @@ class LLMEngine:
     def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
         if self.tokenizer is None:
             return entry
-        return {
-            token: Logprob(found.logprob, found.rank, str(self.tokenizer.decode([token])))
-            for token, found in entry.items()
-        }
+        return {token: Logprob(found.logprob, found.rank, self._text_of(token)) for token, found in entry.items()}
+
+    def _text_of(self, token: int) -> str:
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return text
 
     def _count_lookup(self, sequence: GenerationSequence, blocks: int) -> None:
         size = self._blocks.block_size
@@ -765,3 +781,18 @@ class LLMEngine:
         self._stats.step_tokens += tokens
         self._stats.step_seconds += seconds
         logger.debug("step of %d tokens in %.1f ms", tokens, seconds * 1e3)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Return the tokens of a prompt: Python integers, or those of an array.
+
+    Raises:
+        RequestError: it has something else, which would become a wrong token.
+    """
+    try:
+        if isinstance(prompt, (bytes, bytearray)) or any(isinstance(token, (bool, str)) for token in prompt):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        shown = one_line(repr(prompt), 80)
+        raise RequestError(f"the prompt is {shown}; give a text or a list of token ids", parameter="prompt") from None

@@ -82,6 +82,7 @@ class RequestOutput:
         prompt_logprobs: one entry for each token of the prompt, the first None; None if the request asked for none.
         outputs: the answers, `n` of them once the request has finished.
         error: message of the error that ended the request.
+        is_request_error: the error is due to the request's own parameters, not to the model.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class RequestOutput:
     metrics: RequestMetrics
     lora_name: str | None = None
     error: str | None = None
+    is_request_error: bool = False
 
     @property
     def num_cached_tokens(self) -> int:

@@ -44,23 +44,36 @@ class OwnCacheModelRunner:
     Args:
         block_size, num_blocks: for the accounting of tokens alone.
         packed: packed weights, which are used inside of `run`.
+        uses_cache: use the model's cache, if it has one.
+
+    Attributes:
+        keeps_cache: the model's cache is used.
     """
 
     computes_drafts = False
     block_nbytes = 0
 
     def __init__(
-        self, model: nn.Module, *, block_size: int, num_blocks: int, packed: PackedModules | None = None
+        self,
+        model: nn.Module,
+        *,
+        block_size: int,
+        num_blocks: int,
+        packed: PackedModules | None = None,
+        uses_cache: bool = True,
     ) -> None:
         self._packed = packed
         self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, num_blocks
         self.model: Any = model
         self._forward = CausalForward(model)
-        self._keeps_cache = _has_generation_cache(model)
+        self.keeps_cache = uses_cache and _has_generation_cache(model)
+        parameters = inspect.signature(model.forward).parameters
+        only_mamba = "cache_params" in parameters and "past_key_values" not in parameters
+        self._cache_name = "cache_params" if only_mamba else "past_key_values"
         self._states: dict[int, OwnCacheState] = {}
         self.device = find_device(model)
-        kept = "the model's own cache" if self._keeps_cache else "all tokens computed again in each step"
+        kept = "the model's own cache" if self.keeps_cache else "all tokens computed again in each step"
         self.description = f"{kept}, one sequence at a time"
         ids = torch.zeros(2, dtype=torch.long, device=self.device)
         with torch.inference_mode(), nullcontext() if packed is None else packed.without_values():
@@ -117,14 +130,18 @@ class OwnCacheModelRunner:
 
     def close(self) -> None:
         """Free all caches and packed weights."""
-        self._states.clear()
+        self.free_cache()
         if self._packed is not None:
             self._packed.close()
+
+    def free_cache(self) -> None:
+        """Free all caches; another runner may use the weights."""
+        self._states.clear()
 
     def _advance(self, state: OwnCacheState, wanted: list[int]) -> list[torch.Tensor]:
         """Compute all pending tokens; return the logits at the positions `wanted`."""
         ids = torch.tensor(state.token_ids, device=self.device)
-        if not self._keeps_cache:
+        if not self.keeps_cache:
             return list(self._recompute(ids, torch.tensor(wanted, device=self.device)))
         found: dict[int, torch.Tensor] = {}
         while state.num_computed < len(ids):
@@ -144,7 +161,7 @@ class OwnCacheModelRunner:
             if self.model._supports_default_dynamic_cache():
                 from transformers import DynamicCache
 
-                kwargs["past_key_values"] = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+                kwargs[self._cache_name] = DynamicCache(config=self.model.config.get_text_config(decoder=True))
             inputs = self.model.prepare_inputs_for_generation(ids[None], is_first_iteration=True, **kwargs)
         else:
             inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)

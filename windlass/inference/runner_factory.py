@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
-from windlass.base.errors import CommunicationError, ConfigError, ModelError
+from windlass.base.errors import CommunicationError, ConfigError, ModelError, StorageError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device
@@ -76,7 +77,7 @@ def make_runner(
             kv_dtype=options.kv_torch_dtype,
             packed=packed,
         )
-    except (ConfigError, CommunicationError):
+    except (ConfigError, CommunicationError, StorageError):
         raise
     except Exception as error:  # code of any model runs here; its own cache is tried next
         reason = str(error).split("\n")[0]
@@ -92,13 +93,35 @@ def make_runner(
         runner.free_cache()
         reason = problem
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
-    own = OwnCacheModelRunner(
-        model, block_size=options.block_size, num_blocks=-(-tokens // options.block_size), packed=packed
+    make = partial(
+        OwnCacheModelRunner,
+        model,
+        block_size=options.block_size,
+        num_blocks=-(-tokens // options.block_size),
+        packed=packed,
     )
+    own = make()
+    problem = None if plain is None or not own.keeps_cache else _find_problem(own, plain, options)
+    if ranks is not None and not ranks.minimum(problem is None):
+        problem = problem or "another rank found a problem"
+    if problem is not None:
+        own, reason = make(uses_cache=False), f"{reason}; nor can its own cache: {problem}"
     logger.warning(
         "%s runs with %s, because a paged KV cache cannot be used: %s", type(model).__name__, own.description, reason
     )
     return own
+
+
+def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
+    """Return the reason for which the model's own cache cannot be used."""
+    try:
+        return plain.find_difference(own, options)
+    except (CommunicationError, StorageError):
+        raise
+    except Exception as error:  # code of any model runs here; it can compute without a cache
+        return str(error).split("\n")[0] or type(error).__name__
+    finally:
+        own.free_cache()
 
 
 def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:

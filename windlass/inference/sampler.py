@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from windlass.base.errors import RequestError
+from windlass.base.errors import ModelError, RequestError
 from windlass.inference.outputs import Logprob, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.token_draw import draw_tokens
@@ -46,7 +46,10 @@ class SequenceSampler:
     allowed: Callable[[], torch.Tensor] | None = None
     _random: random.Random = field(init=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False)
+    # made once, since a request may have one for each token of the vocabulary
     _prompt_ids: torch.Tensor | None = field(default=None, init=False)
+    _allowed_ids: torch.Tensor | None = field(default=None, init=False)
+    _biases: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"{self.seed}/{self.index}")
@@ -78,7 +81,10 @@ class SequenceSampler:
         """Apply masks, biases and penalties to `logits` `[vocabulary]` in place."""
         params, size = self.params, logits.shape[0]
         if params.allowed_token_ids is not None:
-            _keep(logits, [token for token in params.allowed_token_ids if token < size])
+            if self._allowed_ids is None:
+                allowed = sorted({token for token in params.allowed_token_ids if token < size})
+                self._allowed_ids = torch.tensor(allowed, dtype=torch.long, device=logits.device)
+            _keep(logits, self._allowed_ids)
         if self.allowed is not None:
             mask = self.allowed().to(logits.device)
             logits[: len(mask)].masked_fill_(~mask[:size], _LOWEST)
@@ -92,9 +98,14 @@ class SequenceSampler:
             logits[stop_ids] = _LOWEST
             if self.allowed is not None and logits.max() == _LOWEST:
                 logits[stop_ids] = ends  # the structure is complete, and nothing else may follow
-        for token, bias in (params.logit_bias or {}).items():
-            if token < size:
-                logits[token] += bias
+        if params.logit_bias:
+            if self._biases is None:
+                given = [(token, bias) for token, bias in params.logit_bias.items() if token < size]
+                tokens = torch.tensor([token for token, _ in given], dtype=torch.long, device=logits.device)
+                biases = torch.tensor([bias for _, bias in given], dtype=torch.float64)
+                self._biases = tokens, biases.to(logits)
+            tokens, biases = self._biases
+            logits[tokens] += biases
         self._penalize(logits)
 
     def _penalize(self, logits: torch.Tensor) -> None:
@@ -119,12 +130,13 @@ class SampledToken:
     """Token of a sequence, with the log-probabilities that it asked for.
 
     Attributes:
-        error: reason for which no token could be drawn; the token is undefined then.
+        error: reason for which no token could be drawn: the request's own parameters, or the model. The token is
+            undefined then.
     """
 
     token: int
     logprobs: TokenLogprobs | None = None
-    error: str | None = None
+    error: RequestError | ModelError | None = None
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken]:
@@ -157,27 +169,37 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
     return [SampledToken(ids[row], logprobs[row], errors.get(row)) for row in range(len(samplers))]
 
 
-def _change_rows(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> tuple[torch.Tensor, dict[int, str]]:
+def _change_rows(
+    logits: torch.Tensor, samplers: Sequence[SequenceSampler]
+) -> tuple[torch.Tensor, dict[int, RequestError | ModelError]]:
     """Return logits with masks and penalties, and the errors of rows."""
     changed = [row for row, sampler in enumerate(samplers) if sampler.changes_logits]
     if not changed:
         return logits, {}
-    scores, errors = logits.clone(), {}
+    scores = logits.clone()
+    errors: dict[int, RequestError | ModelError] = {}
     for row in changed:
         try:
             samplers[row].change_logits(scores[row])
         except RequestError as error:
-            errors[row] = str(error)
+            errors[row] = error
     return scores, errors
 
 
-def _explain(best: float, logits: torch.Tensor) -> str:
+def _explain(best: float, logits: torch.Tensor) -> RequestError | ModelError:
     if best == _LOWEST and logits.max() > _LOWEST:
-        return (
+        return RequestError(
             "no token can be generated: allowed_token_ids, bad_words, min_tokens, logit_bias and structured_outputs "
             "together exclude all tokens; relax one of them"
         )
-    return f"the highest logit of the model is {best}; load the model in a wider dtype, or check its weights"
+    if logits.max().isfinite():
+        return RequestError(
+            f"the highest logit is {best} after logit_bias and penalties; write smaller biases, and a "
+            "repetition_penalty nearer to 1"
+        )
+    return ModelError(
+        f"the highest logit of the model is {best}; load the model in a wider dtype, or check its weights"
+    )
 
 
 def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -203,7 +225,7 @@ def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[
     return results
 
 
-def _keep(logits: torch.Tensor, ids: Sequence[int]) -> None:
-    kept = logits[list(ids)].clone()
+def _keep(logits: torch.Tensor, ids: torch.Tensor) -> None:
+    kept = logits[ids]
     logits.fill_(_LOWEST)
-    logits[list(ids)] = kept
+    logits[ids] = kept

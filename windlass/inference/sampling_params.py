@@ -16,6 +16,8 @@ MAX_LOGPROBS = 64
 """Largest number of alternatives that a request can ask logprobs of."""
 
 _MAX_STOPS = 64
+_MAX_BAD_WORDS = 1024
+_MAX_TEXT = 1000  # characters of a stop text or a bad word; each token is compared with all of them
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,7 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         stops = self.stops
-        if not all(isinstance(text, str) and text for text in stops) or len(stops) > _MAX_STOPS:
-            raise RequestError(f"stop needs at most {_MAX_STOPS} non-empty texts", parameter="stop")
+        _check_texts("stop", stops, _MAX_STOPS)
         if stops and not self.detokenize:
             raise RequestError("stop texts need detokenize=True; use stop_token_ids", parameter="stop")
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -183,8 +184,7 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check_integer("logit_bias", token, 0, None)
             _check_number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
-        if not all(isinstance(word, str) and word for word in self.bad_words or ()):
-            raise RequestError("bad_words needs non-empty texts", parameter="bad_words")
+        _check_texts("bad_words", self.bad_words or (), _MAX_BAD_WORDS)
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,14 @@ class BeamSearchParams:
         _check_integer("max_tokens", self.max_tokens, 1, None)
         _check_number("temperature", self.temperature, 0, math.inf)
         _check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
+
+
+def _check_texts(name: str, texts: Sequence[Any], most: int) -> None:
+    if len(texts) > most or not all(isinstance(text, str) and 0 < len(text) <= _MAX_TEXT for text in texts):
+        raise RequestError(
+            f"{name} has {len(texts)} entries; give at most {most} non-empty texts of at most {_MAX_TEXT} characters",
+            parameter=name,
+        )
 
 
 def _check_integer(name: str, value: Any, lowest: int | None, highest: int | None) -> None:

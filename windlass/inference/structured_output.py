@@ -28,20 +28,17 @@ class StructuredOutputCompiler:
         self._vocabulary: Any = None
 
     def compile(self, params: StructuredOutputsParams) -> OutputConstraint:
-        """Return the constraint of one answer.
+        """Return the constraint of one answer. After `load`, any thread may call this; others can run meanwhile.
 
         Raises:
             RequestError: llguidance is missing, the tokenizer cannot be used, or the constraint cannot be compiled.
         """
-        if self._vocabulary is None:
-            self._load()
+        self.load()
         library = self._llguidance.LLMatcher
         try:
-            grammar = _make_grammar(library, params)
-            problem = library.validate_grammar(grammar, self._vocabulary)
-            matcher = None if problem else library(self._vocabulary, grammar)
-            if matcher is not None and matcher.is_error():
-                problem = matcher.get_error()
+            matcher = library(self._vocabulary, _make_grammar(library, params))
+            matcher.compute_bitmask()  # a large constraint takes its time here, not in a step of all requests
+            problem = matcher.get_error() if matcher.is_error() else None
         except (ValueError, TypeError, RecursionError) as error:
             problem = str(error)
         if problem:
@@ -50,7 +47,14 @@ class StructuredOutputCompiler:
             )
         return OutputConstraint(matcher, self._vocab_size)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Load the library and read the tokenizer, once. The tokenizer must not be in use by another thread.
+
+        Raises:
+            RequestError: llguidance is missing, or the tokenizer cannot be used.
+        """
+        if self._vocabulary is not None:
+            return
         try:
             import llguidance
             import llguidance.hf
@@ -61,7 +65,7 @@ class StructuredOutputCompiler:
         if self._tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer", parameter="structured_outputs")
         try:
-            self._vocabulary = llguidance.hf.from_tokenizer(
+            vocabulary = llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids or None
             )
         except (ValueError, TypeError, AttributeError) as error:
@@ -69,7 +73,7 @@ class StructuredOutputCompiler:
                 f"structured_outputs cannot use the tokenizer {type(self._tokenizer).__name__}: {error}",
                 parameter="structured_outputs",
             ) from error
-        self._llguidance = llguidance
+        self._llguidance, self._vocabulary = llguidance, vocabulary
 
 
 class OutputConstraint:

@@ -195,19 +195,30 @@ def forced_call_schema(tools: list[ChatTool], name: str | None) -> dict[str, Any
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, "parameters": dict(tool.parameters)},
+            "properties": {
+                "name": {"const": tool.name},
+                "parameters": _moved(tool.parameters, f"#/items/anyOf/{index}/properties/parameters"),
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for index, tool in enumerate(tools)
     ]
-    # definitions are referred to from the root of the whole schema
-    definitions: dict[str, Any] = {}
-    for call in calls:
-        parameters: Any = call["properties"]
-        definitions |= parameters["parameters"].pop("$defs", {})
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return {**schema, "$defs": definitions} if definitions else schema
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema whose references point to its parts below `root`: two tools may have definitions of one name."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: root + value[1:]
+        if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        else _moved(value, root)
+        for name, value in schema.items()
+    }
 
 
 def arguments_text(arguments: Any) -> str:

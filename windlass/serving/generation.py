@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from windlass.base.errors import EngineOverloadedError
+from windlass.base.errors import EngineOverloadedError, RequestError
 from windlass.base.log import logger
 from windlass.inference.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
@@ -85,12 +85,14 @@ class Generation:
 
         Raises:
             ApiError: the engine ended a request with an error.
-            RequestError, EngineOverloadedError: the engine refuses a prompt.
+            RequestError, EngineOverloadedError: the engine refuses a prompt, or its parameters exclude all tokens.
         """
         async with contextlib.aclosing(merge([self._start(index) for index in range(len(self.prompts))])) as states:
             try:
                 async for index, output in states:
                     self.outputs[index] = output
+                    if output.error is not None and output.is_request_error:
+                        raise RequestError(output.error)
                     if output.error is not None:
                         logger.error("request %s failed in the engine: %s", self.request_id, output.error)
                         raise ApiError(
@@ -208,14 +210,18 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
     """Return the tokens of a text.
 
     Raises:
-        ApiError: the model has no tokenizer.
+        ApiError: the model has no tokenizer, or the text is no valid Unicode.
     """
     tokenizer = context.engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, f"{NO_TOKENIZER}; send token ids", code="no_tokenizer")
-    return list(
-        await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    )
+    try:
+        return list(
+            await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        )
+    except (TypeError, UnicodeError) as error:
+        # a lone surrogate that a template made, e.g. of an escape in an escape
+        raise ApiError(400, f"the text of the prompt is no valid Unicode: {error}", code="invalid_text") from error
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.base.text import plural
+from windlass.serving.http_protocol import TimedHttpProtocol
 from windlass.serving.request_counter import RequestCounter, ServerPhase
 
 EXIT_ENGINE_FAILED = 3
@@ -101,7 +102,14 @@ class HttpServer:
         self._listener = listener
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         config = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=2
+            app,
+            http=TimedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
         )
         self._server = _SignalFreeServer(config)
         self._stop_requested = asyncio.Event()

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from windlass.base.bounded_json import JsonError, parse_json
+from windlass.base.text import one_line
 from windlass.serving.api_errors import ApiError
 
 _MAX_DEPTH = 64
@@ -94,14 +95,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object in UTF-8.
 
     Raises:
-        ApiError: the body is something else. NaN, infinite numbers and lone surrogates are refused.
+        ApiError: the body is something else. NaN, infinite numbers, lone surrogates and keys that are given twice are
+            refused.
     """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8 at byte {error.start}") from error
     try:
-        data = parse_json(text, max_depth=_MAX_DEPTH, finite_numbers=True)
+        data = parse_json(text, _unique_keys, max_depth=_MAX_DEPTH, finite_numbers=True)
     except JsonError as error:
         raise _invalid(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
@@ -109,6 +111,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if "\\ud" in text or "\\uD" in text:
         _check_surrogates(data)
     return data
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise JsonError(f"the key {one_line(repr(twice), 80)} is given twice")
+    return found
 
 
 def _check_surrogates(data: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from windlass.serving.chat_prompt import arguments_text
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+_NUMBERS_AS_TEXT = json.JSONDecoder(parse_float=str, parse_int=str)
+_CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"parameters"\s*:')
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,13 @@ class RequiredCalls:
             if start < 0:
                 return found
             try:
-                call, self._position = json.JSONDecoder().raw_decode(self._text, start)
+                call, self._position = _NUMBERS_AS_TEXT.raw_decode(self._text, start)
             except (ValueError, RecursionError):  # the call is not complete
                 return found
-            found.calls.append(
-                ToolCallDelta(
-                    self._count, arguments_text(call.get("parameters", {})), str(call.get("name")), new_call_id()
-                )
-            )
+            # the text itself: a number such as 1e999 has no value that JSON could hold
+            head = _CALL_HEAD.match(self._text, start)
+            arguments = self._text[head.end() : self._position - 1].strip() if head else "{}"
+            found.calls.append(ToolCallDelta(self._count, arguments, str(call.get("name")), new_call_id()))
             self._count += 1
 
 
@@ -205,7 +207,7 @@ class OptionalCalls:
 
 def _parse_or_none(text: str) -> Any:
     try:
-        return parse_json(text.strip())
+        return parse_json(text.strip(), finite_numbers=True)
     except JsonError:
         return None
 

@@ -51,8 +51,15 @@ def generate_continuation(
     from windlass.inference.sampling_params import SamplingParams
 
     with LLM(directory, device=device, trust_remote_code=trust_remote_code, max_sequences=1, **options) as llm:
-        ids = llm.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
-        ids = ids or [llm.tokenizer.eos_token_id]
+        try:
+            ids = llm.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
+        except (TypeError, UnicodeError) as error:
+            raise ConfigError(f"prompt (--prompt) is {prompt!r}, which is no valid UTF-8; write text") from error
+        if not ids:
+            starts = (llm.tokenizer.eos_token_id, llm.tokenizer.bos_token_id, *sorted(llm.engine.eos_ids))
+            ids = [token for token in starts if token is not None][:1]
+        if not ids:
+            raise ConfigError("prompt (--prompt) is empty, and the tokenizer has no token for a beginning; write text")
         # the last part of the prompt, with room for the answer
         ids = ids[-max(llm.max_model_len - max_new_tokens, 1) :]
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
