@@ -261,13 +261,15 @@ def _memory_reader() -> Callable[[], float]:
     from windlass.kernels.inference_path import get_inference_path
 
     path = get_inference_path()
+    assert path.module is not None  # streamed weights need it too
+    native = path.module
     memory = empty_on_huge_pages((_READ_BYTES,), torch.uint8).fill_(1)
 
     def read() -> float:
         times = []
         for _ in range(3):
             began = time.perf_counter()
-            path.module.read_memory(path.number, memory.data_ptr(), _READ_BYTES, torch.get_num_threads())
+            native.read_memory(path.number, memory.data_ptr(), _READ_BYTES, torch.get_num_threads())
             times.append(time.perf_counter() - began)
         return _READ_BYTES / min(times)
 
