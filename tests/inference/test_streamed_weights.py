@@ -21,7 +21,7 @@ from windlass.inference.weight_stream import WeightStream
 from windlass.storage.extent_allocator import page_up
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 320, "max_model_len": 48}
+SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 320, "max_model_len": 32}
 
 
 def saved(name: str, directory: Path, **changes: Any) -> Any:
@@ -109,12 +109,14 @@ def test_weights_pass_through_the_stated_memory(tmp_path: Path) -> None:
         parts = modules_of(llm)
         sizes = [unit.nbytes for unit in parts.index.units]
         total = parts.index.streamed_bytes
-        assert total > 4 * parts.staging_bytes
+        assert total > 3 * parts.staging_bytes
         assert parts.staging_bytes <= max(3 * max(sizes), page_up(total // 4))
         resident = sum(p.nbytes for p in llm.engine.runner.model.parameters() if not p.is_meta)
         rest = sum(p.nbytes for n, p in model.named_parameters() if "proj" not in n and n != "lm_head.weight")
         assert resident == rest
         before, steps = parts.stats.bytes_read, llm.stats().steps
+        cost = llm.engine.cost
+        assert 0 < cost.token_seconds < 1 and cost.weight_seconds > 0
         outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
         read, forwards = parts.stats.bytes_read - before, llm.stats().steps - steps
         # each forward reads each weight once; steps without logits leave out the head

@@ -235,7 +235,7 @@ def measure_step_cost(
         batch = _flat_batch([[0] * count], [0], table, runner.block_size, device)
         times = []
         for _ in range(2):
-            began = time.perf_counter() + (waited() if computing else 0.0)
+            began = time.perf_counter() - (waited() if computing else 0.0)
             runner.run(batch)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
