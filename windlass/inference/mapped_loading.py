@@ -138,14 +138,14 @@ def _parameters_in_files(directory: Path) -> Iterator[None]:
     """Keep no large parameter that a module gets inside the `with` block in memory."""
     register = nn.Module.register_parameter
 
-    def replaced(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def replaced(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type == "cpu":
             value = _without_memory(param.detach(), directory)
             if value is not None:
                 kept = nn.Parameter(value, requires_grad=False)
                 kept.__dict__.update(param.__dict__)  # transformers' mark of a loaded parameter
                 param = kept
-        register(module, name, param)
+        register(self, name, param)
 
     nn.Module.register_parameter = replaced  # type: ignore[method-assign]
     try:
@@ -173,7 +173,7 @@ def write_to_temporary_file(tensor: torch.Tensor, directory: Path) -> torch.Tens
     """
     try:
         with tempfile.NamedTemporaryFile(prefix="windlass-weights-", dir=directory) as file:
-            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             file.flush()
             return MappedFile(Path(file.name)).bytes.view(tensor.dtype).view(tensor.shape)
     except OSError as error:

@@ -134,7 +134,7 @@ class WeightFileWriter:
     def _write(self, offset: int, tensor: torch.Tensor) -> int:
         if not tensor.numel():
             return 0
-        data = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(data):
             done += os.pwrite(self._file, data[done : done + _WRITTEN_AT_ONCE], offset + done)

@@ -150,7 +150,7 @@ def _open(path: Path) -> tuple[int, bool]:
 def _accepts_direct_reads(file: int) -> bool:
     probe, _ = aligned_buffer(PAGE)  # some file systems accept the flag and refuse the I/O
     try:
-        os.preadv(file, [probe.numpy()], 0)
+        os.preadv(file, [probe.numpy().data], 0)
     except OSError as error:
         return error.errno != errno.EINVAL
     return True
