@@ -131,7 +131,8 @@ def _write_model(folder: Path, hidden: int, layers: int) -> int:
     for key in model.state_dict():
         parts = key.split(".")
         files.setdefault(f"{parts[2]}" if "layers" in key else "rest", []).append(key)
-    generator, index = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    index: dict[str, str] = {}
     for label, keys in files.items():
         file = f"model-{label}.safetensors"
         tensors = {}
@@ -240,7 +241,8 @@ def _disk_reader(file: Path, nbytes: int) -> Callable[[], float]:
     buffer = reader.allocate_buffer(2 * part)
 
     def read() -> float:
-        began, flying = time.perf_counter(), []
+        began = time.perf_counter()
+        flying: list[Any] = []
         for number in range(nbytes // part):
             if len(flying) == 2:
                 flying.pop(0).wait()
