@@ -40,7 +40,7 @@ _TARGETS = {"disk": 0.90, "host": 0.95}
 
 def main(
     hidden: Annotated[int, typer.Option(min=64, help="Width of the Llama, a multiple of 64.")] = 2048,
-    layers: Annotated[int, typer.Option(min=1, help="Number of blocks; 12.25 x hidden^2 parameters each.")] = 18,
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks; 10.5 x hidden^2 parameters each.")] = 23,
     cap: Annotated[str, typer.Option(help="Memory limit of the process that reads from disk.")] = "1.2G",
     weights: Annotated[str, typer.Option(help="Format: fp32, bf16 or int8.")] = "fp32",
     batches: Annotated[str, typer.Option(help="Sequences that decode at the same time.")] = "1,8,32",
@@ -119,7 +119,7 @@ def _write_model(folder: Path, hidden: int, layers: int) -> int:
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
+        num_key_value_heads=max(hidden // 512, 1),
         max_position_embeddings=256,
         dtype="float32",
     )
