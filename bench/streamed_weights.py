@@ -30,6 +30,13 @@ from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 
 _RESULTS = Path(__file__).parent / "results"
+# Freed blocks return to the system, because memory is scarce here.
+_MALLOC_ENVIRONMENT = {
+    "WINDLASS_KEEP_FREED_MEMORY": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
+}
 _VOCABULARY = 2048
 _PROMPT, _ANSWER = 3, 40  # tokens
 _LEAST_RATIO = 3.0
@@ -100,7 +107,7 @@ def main(
 def _run_child(folder: Path, work: dict[str, Any]) -> dict[str, Any]:
     """Run this script in a process of its own, which has its own limit; return what it measured."""
     (folder / "work.json").write_text(json.dumps(work))
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "WINDLASS_KEEP_FREED_MEMORY": "0"}
+    environment = {**os.environ, **_MALLOC_ENVIRONMENT}
     done = subprocess.run([sys.executable, __file__, "--measure", str(folder)], check=False, env=environment)
     if done.returncode:
         raise typer.Exit(done.returncode)
