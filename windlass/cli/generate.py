@@ -20,6 +20,13 @@ def generate(
         float, typer.Option(help="Sample from the most probable tokens that together have this probability.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the sampling; the same seed gives the same text.")] = 0,
+    weights_tier: Annotated[
+        str,
+        typer.Option(help="device: weights in memory; disk: read ahead of each layer, for models larger than memory."),
+    ] = "device",
+    weights_directory: Annotated[
+        Path | None, typer.Option(help="Directory of the weight file. [windlass-weights in DIRECTORY]")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
@@ -39,6 +46,8 @@ def generate(
         seed=seed,
         device=str(local_device()),
         trust_remote_code=trust_remote_code,
+        weights_tier=weights_tier,
+        weights_directory=weights_directory,
     )
     written = prompt + text
     print(escape_unprintable(written) if sys.stdout.isatty() else written)

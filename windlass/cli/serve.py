@@ -43,7 +43,10 @@ def serve(
         int | None, typer.Option(help="Tokens of a prompt and its answer together. [the model's]")
     ] = None,
     max_tokens_per_step: Annotated[int, typer.Option(help="Tokens of one forward.")] = 512,
-    max_sequences: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 64,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(help="Sequences that run at the same time. [64; 256 with --weights-tier disk]"),
+    ] = None,
     max_queued: Annotated[int, typer.Option(help="Waiting requests, beyond which new ones get 429.")] = 1024,
     policy: Annotated[str, typer.Option(help="Scheduling: splitfuse, prefill-first or orca.")] = "splitfuse",
     max_gap_ms: Annotated[
@@ -65,6 +68,19 @@ def serve(
     activations: Annotated[
         str, typer.Option(help="Inputs of packed layers: float, int8, or auto (int8 for weights below 8 bits).")
     ] = "auto",
+    weights_tier: Annotated[
+        str,
+        typer.Option(
+            help="device: weights in memory; disk: read ahead of each layer, for models larger than memory; host: "
+            "mapped from the same file, whose pages all replicas share."
+        ),
+    ] = "device",
+    weights_directory: Annotated[
+        Path | None, typer.Option(help="Directory of that file. [windlass-weights in the model's directory]")
+    ] = None,
+    weights_buffer_bytes: Annotated[
+        int | None, typer.Option(help="Memory through which weights are read. [three of the largest products]")
+    ] = None,
     deterministic: Annotated[
         bool | None,
         typer.Option("--deterministic/--no-deterministic", help="The same bits whatever else runs. [where free]"),
@@ -127,7 +143,6 @@ def serve(
         "kv_cache_tokens": kv_cache_tokens,
         "max_model_len": max_model_len,
         "max_tokens_per_step": max_tokens_per_step,
-        "max_sequences": max_sequences,
         "max_queued": max_queued,
         "policy": policy,
         "max_gap_ms": max_gap_ms,
@@ -137,6 +152,9 @@ def serve(
         "swap_directory": None if swap_directory is None else str(swap_directory),
         "weights": weights,
         "activations": activations,
+        "weights_tier": weights_tier,
+        "weights_directory": None if weights_directory is None else str(weights_directory),
+        "weights_buffer_bytes": weights_buffer_bytes,
         "deterministic": deterministic,
         "lora": parse_adapters(lora or [], settings.model_names),
         "speculative": _speculative_options(speculative, speculative_tokens),
@@ -144,6 +162,8 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
         "seed": seed,
     }
+    if max_sequences is not None:
+        options["max_sequences"] = max_sequences
     if replicas == 1:
         check_engine_options(directory, options)  # replicas check them themselves: the router needs no torch
     listener = bind_socket(host, port)

@@ -109,7 +109,9 @@ class InitInference(ConfigSection):
     use_triton: bool = accepted(False, _OWN_ATTENTION)
     triton_autotune: bool = accepted(False, _OWN_ATTENTION)
     zero: dict[str, Any] = refused(
-        dict, "weights of an inference engine stay in memory; train or evaluate at stage 3 with windlass.initialize"
+        dict,
+        "a module that is in memory already is not streamed; give its directory to windlass.LLM(path, "
+        "weights_tier='disk'), or evaluate at stage 3 with windlass.initialize",
     )
     tm: bool = accepted(True, "masks are those of the model", aliases=("triangular_masking",))
     moe: bool | InferenceMoe = honoured(InferenceMoe)

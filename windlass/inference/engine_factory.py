@@ -23,6 +23,9 @@ from windlass.inference.runner_factory import make_runner, measure_step_cost
 from windlass.inference.sharded_runner import ShardedRunner
 from windlass.inference.speculation import DraftProposer, NgramProposer
 from windlass.inference.step_batch import ModelRunner
+from windlass.inference.step_cost import StepCost
+from windlass.inference.streamed_loading import load_streamed_model
+from windlass.inference.streamed_modules import StreamedModules
 
 
 def make_engine(
@@ -104,10 +107,15 @@ def _build(
     owned: bool | None,
 ) -> LLMEngine | RankWorker:
     owns = not isinstance(model, nn.Module) if owned is None else owned
+    streamed = None
     if isinstance(model, nn.Module):
         module = model
         if module.training:
             module.eval()
+    elif options.streams_weights:
+        module, streamed = load_streamed_model(
+            model, options, dtype=dtype, device=device or local_device(), trust_remote_code=trust_remote_code
+        )
     else:
         module = load_model(
             model,
@@ -126,7 +134,7 @@ def _build(
             f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"
         )
     longest = options.max_model_len or window
-    runner = make_runner(module, options, window, owned=owns, ranks=ranks)
+    runner = make_runner(module, options, window, owned=owns, ranks=ranks, streamed=streamed)
     if ranks is None:
         runner.lora = _load_adapters(module, runner, options)
     capacity = runner.num_blocks * runner.block_size
@@ -142,7 +150,11 @@ def _build(
     cost = None
     if options.check_at_load:
         tokens = options.max_tokens_per_step
-        cost = measure_step_cost(runner, find_device(module), tokens, longest, is_sharded=ranks is not None)
+        cost = measure_step_cost(
+            runner, find_device(module), tokens, longest, is_sharded=ranks is not None, streamed=streamed
+        )
+        if streamed is not None:
+            _log_batch_advice(cost, options, streamed)
     if ranks is not None:
         if not ranks.is_leader:
             return RankWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
@@ -157,6 +169,27 @@ def _build(
         cost=cost,
         proposer=_make_proposer(options, runner.vocab_size),
     )
+
+
+def _log_batch_advice(cost: StepCost, options: EngineOptions, streamed: StreamedModules) -> None:
+    """Log how many tokens a step may have before computing takes longer than reading the weights."""
+    hidden = max(1, int(cost.weight_seconds / cost.token_seconds))
+    logger.info(
+        "a step reads %.2f GB of weights in %.2f s, and computes %d tokens in that time",
+        streamed.index.streamed_bytes / 1e9,
+        cost.weight_seconds,
+        hidden,
+    )
+    if options.max_gap_ms is not None and options.max_gap_ms < cost.weight_seconds * 1e3:
+        logger.warning(
+            "max_gap_ms is %g, and a step reads weights for %.0f ms: prompts wait for max_wait_seconds beside running "
+            "answers; raise max_gap_ms to %.0f",
+            options.max_gap_ms,
+            cost.weight_seconds * 1e3,
+            cost.weight_seconds * 2e3,
+        )
+    if hidden > options.max_tokens_per_step:
+        logger.info("max_tokens_per_step is %d; up to %d cost no time", options.max_tokens_per_step, hidden)
 
 
 def _load_adapters(module: nn.Module, runner: ModelRunner, options: EngineOptions) -> LoraAdapters:

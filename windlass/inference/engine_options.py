@@ -14,6 +14,8 @@ from windlass.inference.scheduler import POLICIES, Policy
 from windlass.kernels.weight_format import list_weight_formats
 
 KvDtype = Literal["auto", "fp32", "bf16", "int8"]
+WeightsTier = Literal["device", "host", "disk"]
+_WEIGHTS_TIERS = ("device", "host", "disk")
 
 _KV_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
@@ -31,6 +33,9 @@ _VLLM_NAMES = {
     "pipeline_parallel_size": "pp",
 }
 """vLLM's names of options that have another name here; both are accepted."""
+
+_STREAMED_SEQUENCES = 256
+"""Default of `max_sequences` where every forward reads all weights from a disk: more sequences share that time."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,11 @@ class EngineOptions:
             they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
         activations: inputs of packed layers: `float`, `int8` (rounded for each token and 128 features), or `auto`,
             which is `int8` for weights of less than 8 bits.
+        weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
+            larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
+        weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
+        weights_buffer_bytes: memory through which weights are read; None: three times the largest product, and 64 MiB
+            more where that is at most a quarter of the weights.
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
@@ -119,6 +129,9 @@ class EngineOptions:
     deterministic: bool | None = None
     weights: str | None = None
     activations: str = "auto"
+    weights_tier: WeightsTier = "device"
+    weights_directory: str | Path | None = None
+    weights_buffer_bytes: int | None = None
     check_at_load: bool = True
     tp: int = 1
     ep: int = 1
@@ -129,7 +142,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp", "ep", "pp"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_tokens", "max_queued"):
+        for name in ("max_model_len", "kv_cache_tokens", "max_queued", "weights_buffer_bytes"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if self.policy not in POLICIES:
@@ -153,6 +166,7 @@ class EngineOptions:
                 f"lora is served by one rank alone, and tp x ep x pp is {self.num_ranks}; merge the adapter, or set "
                 "all three to 1"
             )
+        self._check_weights_tier()
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")
         if self.max_sequences > self.max_tokens_per_step:
@@ -160,6 +174,24 @@ class EngineOptions:
                 f"max_sequences is {self.max_sequences}, more than max_tokens_per_step ({self.max_tokens_per_step}), "
                 "so that not every sequence could get its token in a step; raise the one or lower the other"
             )
+
+    def _check_weights_tier(self) -> None:
+        tier = self.weights_tier
+        if tier not in _WEIGHTS_TIERS:
+            raise ConfigError(f"weights_tier is {tier!r}; write one of {', '.join(_WEIGHTS_TIERS)}")
+        if tier == "device":
+            for name in ("weights_directory", "weights_buffer_bytes"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is {getattr(self, name)!r} without weights_tier; set that to 'disk'")
+        elif self.num_ranks > 1:
+            raise ConfigError(
+                f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need one rank alone"
+            )
+
+    @property
+    def streams_weights(self) -> bool:
+        """True if weights lie in a weight file."""
+        return self.weights_tier != "device"
 
     @classmethod
     def from_arguments(cls, **arguments: Any) -> EngineOptions:
@@ -177,6 +209,8 @@ class EngineOptions:
             if own in values:
                 raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")
             values[own] = value
+        if values.get("weights_tier") == "disk" and "max_sequences" not in values:
+            values["max_sequences"] = min(_STREAMED_SEQUENCES, values.get("max_tokens_per_step", _STREAMED_SEQUENCES))
         speculative = values.get("speculative")
         if isinstance(speculative, Mapping):
             try:

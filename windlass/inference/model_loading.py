@@ -65,7 +65,7 @@ def load_model(
             is missing.
     """
     transformers = _import_transformers()
-    config = _load(transformers.AutoConfig, path, trust_remote_code)
+    config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
@@ -81,8 +81,19 @@ def load_model(
         model = _load(source, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None)
     if torch.device(device).type == "cpu" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
-    found: nn.Module = model.to(device).eval()
+    if torch.device(device).type != "cpu":
+        model = model.to(device)
+    found: nn.Module = model.eval()
     return found
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the configuration of a model.
+
+    Raises:
+        ModelError: there is none.
+    """
+    return _load(_import_transformers().AutoConfig, path, trust_remote_code)
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -77,7 +77,7 @@ class OwnCacheModelRunner:
         kept = "the model's own cache" if self.keeps_cache else "all tokens computed again in each step"
         self.description = f"{kept}, one sequence at a time"
         ids = torch.zeros(2, dtype=torch.long, device=self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if packed is None else packed.without_values():
             self.vocab_size = self._recompute(ids, ids[:1]).shape[-1]
 
     def run(self, batch: StepBatch) -> torch.Tensor:
@@ -130,7 +130,13 @@ class OwnCacheModelRunner:
             self._states[new_id] = copy.deepcopy(self._states[sequence_id])
 
     def close(self) -> None:
-        """Free all caches."""
+        """Free all caches and packed weights."""
+        self.free_cache()
+        if self._packed is not None:
+            self._packed.close()
+
+    def free_cache(self) -> None:
+        """Free all caches; another runner may use the weights."""
         self._states.clear()
 
     def _advance(self, state: OwnCacheState, wanted: list[int]) -> list[torch.Tensor]:

@@ -7,8 +7,8 @@ computes the product for all, and the others return their part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,43 +94,20 @@ class PackedModules:
     """Packed weights of all linear layers of a model.
 
     Args:
-        model: on the CPU, in float32 or bfloat16.
-        probe: runs a forward, so that layers with the same input are found.
-        weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
-            format.
-        activations: "int8" rounds inputs to int8 where the format allows that, "float" does not, "auto" does so for
-            integers of less than 8 bits, whose own rounding is coarser by far.
-        frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
-            replaced. Otherwise the model is as it was outside of `active`.
+        groups: all layers that are replaced.
+        permanent: the layers stay replaced. Otherwise the model is as it was outside of `active`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        probe: Callable[[], Any],
-        *,
-        weight_format: str | None = None,
-        activations: str = "auto",
-        frees_weights: bool = False,
-    ) -> None:
-        self.groups: list[LinearGroup] = []
-        self._forwards: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = []
-        self._permanent = frees_weights
-        for modules in _find_groups(model, probe):
-            group = _pack_group(modules, weight_format, activations)
-            self.groups.append(group)
-            self._forwards += zip(modules, group.forwards(), strict=True)
-            if frees_weights:
-                for module in modules:
-                    _free_weight(module)
-        if frees_weights:
+    def __init__(self, groups: Sequence[LinearGroup], *, permanent: bool = False) -> None:
+        self.groups, self._permanent = list(groups), permanent
+        self._forwards = [pair for group in self.groups for pair in zip(group.modules, group.forwards(), strict=True)]
+        if permanent:
             self._replace()
-            share_parameters(model.parameters())
         logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed weights."""
+        """Bytes of all packed weights in memory."""
         return sum(group.panels.nbytes for group in self.groups)
 
     @contextmanager
@@ -146,18 +123,63 @@ class PackedModules:
             for module, _ in self._forwards:
                 del module.__dict__["forward"]
 
+    def begin_forward(self) -> None:
+        """Prepare for the next forward of the model."""
+
+    def without_values(self) -> AbstractContextManager[None]:
+        """Allow any weights inside the `with` block, where results do not matter."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Free what the packed weights hold beside memory."""
+
     def _replace(self) -> None:
         for module, forward in self._forwards:
             module.__dict__["forward"] = forward
 
 
-def _pack_group(modules: list[nn.Module], weight_format: str | None, activations: str) -> LinearGroup:
+def pack_modules(
+    model: nn.Module,
+    probe: Callable[[], Any],
+    *,
+    weight_format: str | None = None,
+    activations: str = "auto",
+    frees_weights: bool = False,
+) -> PackedModules:
+    """Pack the weights of all linear layers of a model.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16.
+        probe: runs a forward, so that layers with the same input are found.
+        weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
+            format.
+        activations: "int8" rounds inputs to int8 where the format allows that, "float" does not, "auto" does so for
+            integers of less than 8 bits, whose own rounding is coarser by far.
+        frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
+            replaced.
+    """
+    groups = []
+    for modules in find_groups(model, probe):
+        groups.append(pack_group(modules, weight_format, activations))
+        if frees_weights:
+            free_weights(modules)
+    packed = PackedModules(groups, permanent=frees_weights)
+    if frees_weights:
+        share_parameters(model.parameters())
+    return packed
+
+
+def free_weights(modules: Sequence[nn.Module]) -> None:
+    """Leave parameters without memory in the place of packed weights."""
+    for module in modules:
+        for name in [name for name, _ in module.named_parameters() if name != "bias"]:
+            weight = module.get_parameter(name).detach()
+            module.register_parameter(name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+
+
+def pack_group(modules: list[nn.Module], weight_format: str | None, activations: str = "auto") -> LinearGroup:
+    """Pack the weights of layers that have the same input as one matrix."""
     sizes = [_matrix_kind(module)[0] for module in modules]
-    biases = [getattr(module, "bias", None) for module in modules]
-    bias = None
-    if any(b is not None for b in biases):
-        parts = [torch.zeros(size) if b is None else b.detach().float() for b, size in zip(biases, sizes, strict=True)]
-        bias = torch.cat(parts)
     packed = [module for module in modules if isinstance(module, PackedLinear)]
     if packed:
         form = packed[0].format
@@ -168,21 +190,23 @@ def _pack_group(modules: list[nn.Module], weight_format: str | None, activations
         form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations))
-    return LinearGroup(modules, panels, bias, sizes)
+    return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
+
+
+def join_biases(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Tensor | None:
+    """Return the bias of a joined product, float32; None if no layer has one."""
+    biases = [getattr(module, "bias", None) for module in modules]
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [torch.zeros(size) if b is None else b.detach().float() for b, size in zip(biases, sizes, strict=True)]
+    )
 
 
 def _quantizes(form: WeightFormat, activations: str) -> bool:
     if activations == "auto":
         return isinstance(form, CodedWeightFormat) and form.bits < 8
     return activations == "int8" and can_quantize_inputs(form)
-
-
-def _free_weight(module: nn.Module) -> None:
-    """Give up the memory of a layer's weight."""
-    names = [name for name, _ in module.named_parameters() if name != "bias"]
-    for name in names:
-        weight = module.get_parameter(name).detach()
-        module.register_parameter(name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -208,7 +232,7 @@ def _matrix(module: nn.Module) -> torch.Tensor:
     return weight if type(module) is nn.Linear else weight.t().contiguous()
 
 
-def _find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Module]]:
+def find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Module]]:
     """Return groups of layers that got the same tensor object in consecutive calls, each in call order.
 
     A layer that runs more than once in a forward is a group of its own.

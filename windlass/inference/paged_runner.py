@@ -98,6 +98,8 @@ class PagedModelRunner:
         if self.graphs is not None and not adapted and self.graphs.takes(batch):
             return self.graphs.run(batch)
         if self.program is not None and not adapted and self.program.takes(batch):
+            if self._packed is not None:
+                self._packed.begin_forward()
             return self.program.run(batch)
         return self._run_modules(batch)
 
@@ -111,8 +113,12 @@ class PagedModelRunner:
         Returns:
             The reason if the forward cannot be recorded.
         """
+        values = nullcontext() if self._packed is None else self._packed.without_values()
         try:
-            self.program = StepProgram(self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks)
+            with values:
+                self.program = StepProgram(
+                    self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks
+                )
         except NotRecordableError as error:
             return str(error)
         return None
@@ -170,7 +176,13 @@ class PagedModelRunner:
         """Do nothing: forked sequences share blocks through their block tables."""
 
     def close(self) -> None:
-        """Free the KV cache, and restore the model's attention function."""
+        """Free the KV cache and packed weights, and restore the model's attention function."""
+        self.free_cache()
+        if self._packed is not None:
+            self._packed.close()
+
+    def free_cache(self) -> None:
+        """Free the KV cache, and restore the model's attention function; another runner may use the weights."""
         self.program = None
         if self.graphs is not None:
             self.graphs.close()
@@ -201,8 +213,9 @@ class PagedModelRunner:
             sequence_ids=[0],
         ).to(self.device)
         backend.begin(batch)
+        values = nullcontext() if self._packed is None else self._packed.without_values()
         try:
-            with torch.inference_mode(), use_backend(backend):
+            with torch.inference_mode(), use_backend(backend), values:
                 return self._forward(batch.token_ids, batch.positions, batch.logit_rows).shape[-1]
         except Exception:
             self._restore()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from windlass.base.errors import CommunicationError, ConfigError, ModelError
+from windlass.base.errors import CommunicationError, ConfigError, ModelError, StorageError
 from windlass.base.log import logger
 from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
-from windlass.inference.packed_modules import PackedModules, can_pack
+from windlass.inference.packed_modules import PackedModules, can_pack, pack_modules
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
 from windlass.inference.stage_link import StageForward, open_stage_link, split_for_inference
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
+from windlass.inference.streamed_modules import StreamedModules
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
 from windlass.kernels.weight_format import get_weight_format
@@ -30,6 +32,7 @@ from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
+_STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
 _CHECKED_PROMPTS = (11, 5)  # tokens of each
 _OWN_CACHE_TOKENS = 1 << 16
 _MEASURED_TOKENS = (1, 8, 32, 128)  # steps whose time is measured, below that of the most tokens
@@ -45,14 +48,17 @@ def make_runner(
     *,
     owned: bool = False,
     ranks: RankChannel | None = None,
+    streamed: StreamedModules | None = None,
 ) -> ModelRunner:
     """Return the fastest runner that computes what the model computes. Collective over `ranks`.
 
     Args:
         owned: the engine is the only user of the model, so its weights may be packed and freed.
         ranks: over which the model is sharded, in place.
+        streamed: weights of the model that are read from a file; None: all are in memory.
 
     Raises:
+        ConfigError: weights are to be streamed, and the model is a live module.
         ModelError: the model is an encoder-decoder, or the KV cache would be too small for one sequence.
     """
     config = getattr(model, "config", None)
@@ -60,6 +66,10 @@ def make_runner(
         raise ModelError(
             f"{type(model).__name__} is an encoder-decoder; windlass serves causal language models, which have a "
             "decoder alone"
+        )
+    if options.streams_weights and streamed is None:
+        raise ConfigError(
+            f"weights_tier is {options.weights_tier!r}, but a live module is in memory already; give its directory"
         )
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
@@ -77,17 +87,17 @@ def make_runner(
     forward = CausalForward(model) if link is None else StageForward(link)
     # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
-    plain = PlainLogits(model, longest, forward) if options.check_at_load and not coarse else None
+    plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
     records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
-    packed = _pack(model, options, forward, owned=owned)
+    packed = streamed or _pack(model, options, forward, owned=owned)
     if packed is not None and owned and link is not None:
         drop_aliases(model)  # a tied embedding is in the packed head
     if options.check_at_load and coarse and ranks is None:
         plain = PlainLogits(model, longest, forward)
     try:
-        runner: ModelRunner = PagedModelRunner(
+        runner = PagedModelRunner(
             model,
             block_size=options.block_size,
             num_blocks=_block_counter(options, longest, model, ranks),
@@ -96,12 +106,13 @@ def make_runner(
             forward=forward,
             has_scratch=records,
         )
-    except (ConfigError, CommunicationError):
+    except (ConfigError, CommunicationError, StorageError):
         raise
     except Exception as error:  # code of any model runs here; the runner with the model's own cache is tried next
         reason = str(error).split("\n")[0]
     else:
-        if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
+        replayable = streamed is None or not streamed.stacked  # stacked matrices have no fixed address
+        if packed is not None and owned and replayable and ranks is None:
             _compile(runner, plain, options, longest)
         if records and isinstance(runner, PagedModelRunner):
             runner.record_decodes(CudaGraphCapture(), options.max_sequences, -(-longest // options.block_size))
@@ -110,7 +121,7 @@ def make_runner(
             problem = problem or "another rank found a difference"  # all ranks take the same runner
         if problem is None:
             return runner
-        runner.close()
+        runner.free_cache()
         reason = problem
     if link is not None:
         raise ModelError(f"{type(model).__name__} cannot be served over pp, which needs a paged KV cache: {reason}")
@@ -138,15 +149,15 @@ def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineO
     """Return the reason for which the model's own cache cannot be used."""
     try:
         problem = plain.find_difference(own, options)
-        own.close()
+        own.free_cache()
         # a model whose prompt is not causal computes other logits without its cache; its `generate` decides
         return None if problem is None or plain.generates_as(own, options) else problem
-    except CommunicationError:
+    except (CommunicationError, StorageError):
         raise
     except Exception as error:  # code of any model runs here; it can compute without a cache
         return str(error).split("\n")[0] or type(error).__name__
     finally:
-        own.close()
+        own.free_cache()
 
 
 def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
@@ -166,21 +177,31 @@ class PlainLogits:
     Args:
         max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared.
         forward: of the model.
+        streamed: weights of the model that are read for each forward, so that fewer tokens are compared.
     """
 
-    def __init__(self, model: nn.Module, max_length: int, forward: CausalForward | StageForward) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        max_length: int,
+        forward: CausalForward | StageForward,
+        streamed: StreamedModules | None = None,
+    ) -> None:
+        self._steps = _CHECKED_TOKENS if streamed is None else _STREAMED_CHECKED_TOKENS
         generator = torch.Generator().manual_seed(0)
         self._device = find_device(model)
         self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
         self._sequences: list[list[int]] = []
         self._logits: list[torch.Tensor] = []
-        if max(_CHECKED_PROMPTS) + _CHECKED_TOKENS > max_length:
+        if max(_CHECKED_PROMPTS) + self._steps > max_length:
             return
         one = torch.zeros(1, dtype=torch.long, device=self._device)
-        with torch.inference_mode():
+        values = nullcontext() if streamed is None else streamed.without_values()
+        with torch.inference_mode(), values:
             vocabulary = forward(one, None, one).shape[-1]
+        with torch.inference_mode():
             for prompt in _CHECKED_PROMPTS:
-                ids = torch.randint(vocabulary, (prompt + _CHECKED_TOKENS - 1,), generator=generator)
+                ids = torch.randint(vocabulary, (prompt + self._steps - 1,), generator=generator)
                 rows = torch.arange(prompt - 1, len(ids))
                 self._sequences.append(ids.tolist())
                 self._logits.append(forward(ids.to(self._device), None, rows.to(self._device)))
@@ -193,13 +214,13 @@ class PlainLogits:
             before other sequences exist.
         """
         size = runner.block_size
-        needed = -(-(max(_CHECKED_PROMPTS) + _CHECKED_TOKENS) // size)
+        needed = -(-(max(_CHECKED_PROMPTS) + self._steps) // size)
         if not self._sequences or runner.num_blocks < needed * len(self._sequences):
             return None  # no room
         tables = [list(range(row * needed, (row + 1) * needed)) for row in range(len(self._sequences))]
         computed = [0] * len(self._sequences)
         found: list[list[torch.Tensor]] = [[] for _ in self._sequences]
-        for step in range(_CHECKED_TOKENS):
+        for step in range(self._steps):
             known = [tokens[: prompt + step] for tokens, prompt in zip(self._sequences, _CHECKED_PROMPTS, strict=True)]
             for row, logits in enumerate(runner.run(_flat_batch(known, computed, tables, size, self._device))):
                 found[row].append(logits.clone())
@@ -270,20 +291,30 @@ def _pack(
         with torch.inference_mode():
             forward(ids, None, ids[:1])
 
-    return PackedModules(
+    return pack_modules(
         model, probe, weight_format=options.weights, activations=options.activations, frees_weights=owned
     )
 
 
 def measure_step_cost(
-    runner: ModelRunner, device: torch.device, max_tokens: int, longest: int, *, is_sharded: bool = False
+    runner: ModelRunner,
+    device: torch.device,
+    max_tokens: int,
+    longest: int,
+    *,
+    is_sharded: bool = False,
+    streamed: StreamedModules | None = None,
 ) -> StepCost:
     """Measure steps of one token up to `max_tokens` of a single sequence, and attention to their keys.
 
     Args:
         longest: tokens of a sequence, which bounds the measurement too.
         is_sharded: other ranks compute the same steps, so their number does not depend on times.
+        streamed: weights that are read for each step. Reading them is part of the time of any step, and waiting for
+            them none of the time of a token.
     """
+    if streamed is not None:
+        return _measure_streamed(runner, device, max_tokens, streamed)
     long_step = float("inf") if is_sharded else _LONG_STEP
     room = min(max_tokens, longest - _LEFT_TOKENS, runner.num_blocks * runner.block_size - _LEFT_TOKENS)
     table = [list(range(min(-(-longest // runner.block_size), runner.num_blocks)))]
@@ -326,6 +357,28 @@ def measure_step_cost(
         pair_seconds=max(chunk - expected, 0.0) / (8 * many),
         points=tuple(points),
     )
+
+
+def _measure_streamed(
+    runner: ModelRunner, device: torch.device, max_tokens: int, streamed: StreamedModules
+) -> StepCost:
+    """Measure a step of one token, and the time that many tokens are computed beside the wait for weights."""
+    many = min(max_tokens, 64, runner.num_blocks * runner.block_size)
+
+    def seconds(count: int, *, computing: bool = False) -> float:
+        table = [list(range(-(-count // runner.block_size)))]
+        batch = _flat_batch([[0] * count], [0], table, runner.block_size, device)
+        times = []
+        for _ in range(2):
+            waited, began = streamed.stats.waited_seconds, time.perf_counter()
+            runner.run(batch)
+            passed = time.perf_counter() - began
+            times.append(passed - (streamed.stats.waited_seconds - waited) if computing else passed)
+            runner.release(0)
+        return min(times)
+
+    one, all_of_them = seconds(1), seconds(many, computing=True)
+    return StepCost(0.0, one, max(all_of_them / many, 1e-9), one / 1e5)
 
 
 def _flat_batch(

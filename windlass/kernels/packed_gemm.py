@@ -15,6 +15,8 @@ an offset of 128) input features of each output, side by side in 32 bits. All in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -75,6 +77,11 @@ class PackedPanels:
             return self._low_bit.nbytes
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    @property
+    def tensors(self) -> FormatTensors:
+        """The packed tensors by name: panels and scales, or those of the format where it multiplies itself."""
+        return self._tensors
+
     def _pack(self, tensors: FormatTensors) -> FormatTensors:
         """Return the tensors with the weight in panels; see [Note: panels]."""
         module = self._path.module
@@ -87,9 +94,20 @@ class PackedPanels:
 
         panels = take_panels(module.panel_bytes(code, *weight.shape), fill)
         packed = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight"}
-        scales = packed.get("weight_scale")
-        self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
-        return {"panels": panels, **packed}
+        packed["panels"] = panels
+        self._address = self._find_address(packed)
+        return packed
+
+    def _find_address(self, tensors: FormatTensors) -> tuple[int, ...]:
+        """Return the arguments of the native `linear` that describe the weight."""
+        scales = tensors.get("weight_scale")
+        return (
+            _PANEL_CODES[self.format.name],
+            tensors["panels"].data_ptr(),
+            self.out_features,
+            self.in_features,
+            0 if scales is None else scales.data_ptr(),
+        )
 
     def native_call(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
@@ -139,7 +157,60 @@ class PackedPanels:
         return out
 
     def __repr__(self) -> str:
-        return f"PackedPanels({self.out_features}, {self.in_features}, format={self.format.name!r}, path={self.path!r})"
+        kind, sizes = type(self).__name__, f"{self.out_features}, {self.in_features}"
+        return f"{kind}({sizes}, format={self.format.name!r}, path={self.path!r})"
+
+
+class BorrowedPanels(PackedPanels):
+    """Packed weight whose tensors are in memory during a product alone.
+
+    Args:
+        path: "reference" for tensors of the format itself; None: panels, for the active instruction set.
+        lend: context manager that yields the tensors of `PackedPanels.tensors`, at any address.
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        out_features: int,
+        in_features: int,
+        path: str | None,
+        lend: Callable[[], AbstractContextManager[FormatTensors]],
+    ) -> None:
+        self.format, self.quantize_inputs = weight_format, False
+        self.out_features, self.in_features = out_features, in_features
+        self._path, self._lend = get_inference_path(path), lend
+        self._low_bit = None
+        self._tensors: FormatTensors = {}
+
+    def native_weight(self, bias: torch.Tensor | None) -> None:
+        """Return None: the weight has no fixed address."""
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute `packed_linear`, whose checks have passed."""
+        with self._lend() as tensors:
+            if self._path.module is not None:
+                self._address = self._find_address(tensors)
+            self._tensors = tensors
+            try:
+                return super().linear(x, bias)
+            finally:
+                self._tensors = {}
+
+    def native_call(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return a function and its arguments that write the product of `native_arguments` into `out`."""
+        module = self._path.module
+        assert module is not None
+        self._address = (0, 0, self.out_features, self.in_features, 0)
+        _, (number, _, _, _, _, _, *rest) = super().native_call(x, out, bias)
+
+        def multiply(*arguments: Any) -> None:
+            with self._lend() as tensors:
+                module.linear(number, *self._find_address(tensors), *arguments)
+
+        return multiply, tuple(rest)
 
 
 def can_quantize_inputs(weight_format: WeightFormat) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from windlass.base.errors import ConfigError
 
@@ -20,6 +21,7 @@ def generate_continuation(
     seed: int = 0,
     device: str = "cpu",
     trust_remote_code: bool = False,
+    **options: Any,
 ) -> str:
     """Return the model's continuation of `prompt`, without the prompt.
 
@@ -28,6 +30,7 @@ def generate_continuation(
         temperature: 0 always takes the most probable token. seed: seed of the sampling; the global random state is left
         unchanged.
         trust_remote_code: run Python files that come with the model.
+        options: of the engine; see `EngineOptions`.
 
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing.
@@ -47,7 +50,7 @@ def generate_continuation(
     from windlass.inference.llm import LLM
     from windlass.inference.sampling_params import SamplingParams
 
-    with LLM(directory, device=device, trust_remote_code=trust_remote_code, max_sequences=1) as llm:
+    with LLM(directory, device=device, trust_remote_code=trust_remote_code, max_sequences=1, **options) as llm:
         try:
             ids = llm.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
         except (TypeError, UnicodeError) as error:

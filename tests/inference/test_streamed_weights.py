@@ -1,0 +1,245 @@
+"""Law: weights that are read from a file while the model runs give the tokens of weights in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import windlass
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import ConfigError, ModelError, StorageError
+from windlass.inference.llm import LLM
+from windlass.inference.paged_runner import PagedModelRunner
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.streamed_modules import StreamedModules
+from windlass.inference.weight_stream import WeightStream
+from windlass.storage.extent_allocator import page_up
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 320, "max_model_len": 32}
+
+
+def saved(name: str, directory: Path, **changes: Any) -> Any:
+    limit = {"gpt2": "n_positions"}.get(name, "max_position_embeddings")
+    model = build(name, **({} if name == "bloom" else {limit: 96}), **changes).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def streamed(directory: Path, **options: Any) -> LLM:
+    return LLM(directory, skip_tokenizer_init=True, **{"weights_tier": "disk", **SMALL, **options})
+
+
+def modules_of(llm: LLM) -> StreamedModules:
+    found = llm.engine.runner._packed
+    assert isinstance(found, StreamedModules)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "qwen2_moe", "bloom"])
+def test_families_generate_what_the_plain_model_does(name: str, tmp_path: Path) -> None:
+    """The first load makes the file, the second uses it; gpt2 has tied weights, bloom its own cache."""
+    model = saved(name, tmp_path)
+    for tier in ("disk", "host"):
+        with streamed(tmp_path, weights_tier=tier) as llm:
+            outputs = llm.generate(make_prompts(8, VOCABULARY), GREEDY)
+            assert isinstance(llm.engine.runner, PagedModelRunner) == (name != "bloom")
+            parts = modules_of(llm)
+            streams = [p for p in llm.engine.runner.model.parameters() if p.is_meta]
+            assert streams and parts.stats.bytes_read > 0
+            assert bool(parts.stacked) == (name in ("mixtral", "qwen2_moe"))
+        assert_greedy(model, outputs)
+    (file,) = tmp_path.glob("windlass-weights/*.weights")
+    assert file.stat().st_size > 0
+
+
+def test_one_engine_with_preemption_prefixes_chunks_and_both_tiers(tmp_path: Path) -> None:
+    """40 requests that arrive while others run, through a small KV cache whose blocks move to memory and disk."""
+    from windlass.inference.step_cost import StepCost
+
+    model = saved("llama", tmp_path / "model")
+    prompts = make_prompts(40, VOCABULARY, 40, shared=18)
+    options = {"max_tokens_per_step": 7, "kv_cache_tokens": 112, "max_model_len": 96, "check_at_load": False}
+    with streamed(tmp_path / "model", **options, swap_bytes=4096, swap_directory=tmp_path) as llm:
+        engine, outputs = llm.engine, {}
+        engine._preempted._cost = StepCost(100.0)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, GREEDY.replace(max_tokens=4 + number % 20))
+            if number % 3 == 0:
+                outputs.update((output.request_id, output) for output in engine.step())
+        while engine.has_requests():
+            outputs.update((output.request_id, output) for output in engine.step())
+        stats, parts = engine.stats(), modules_of(llm)
+        assert engine.runner.program is not None, "the recorded step is replayed with streamed weights"
+        # every forward has the same products, so each is read ahead
+        assert parts.stats.mispredicted <= 1
+    assert len(outputs) == 40
+    assert stats.kv_cache_usage == 0 and stats.prefix_cache_hits > 0 and stats.num_preemptions > 0
+    assert_greedy(model, list(outputs.values()))
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_formats_have_the_bits_of_packed_weights_in_memory(weights: str, tmp_path: Path) -> None:
+    """Bytes read from the file shrink with the format."""
+    saved("llama", tmp_path, hidden_size=64, intermediate_size=96)
+    prompts = make_prompts(6, VOCABULARY)
+    with LLM(tmp_path, skip_tokenizer_init=True, weights=weights, **SMALL) as llm:
+        wanted = llm.generate(prompts, GREEDY)
+        resident_bytes = llm.engine.runner._packed.nbytes
+    with streamed(tmp_path, weights=weights) as llm:
+        found = llm.generate(prompts, GREEDY)
+        parts = modules_of(llm)
+        assert parts.nbytes == 0
+        pages = 4096 * len(parts.index.units)
+        assert resident_bytes <= parts.index.streamed_bytes <= resident_bytes + pages
+    for one, other in zip(found, wanted, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+def test_weights_pass_through_the_stated_memory(tmp_path: Path) -> None:
+    """A model with many layers: staging is three of its largest products, and no parameter of a product is resident."""
+    model = saved("llama", tmp_path, num_hidden_layers=12)
+    with streamed(tmp_path) as llm:
+        parts = modules_of(llm)
+        sizes = [unit.nbytes for unit in parts.index.units]
+        total = parts.index.streamed_bytes
+        assert total > 3 * parts.staging_bytes
+        assert parts.staging_bytes <= max(3 * max(sizes), page_up(total // 4))
+        resident = sum(p.nbytes for p in llm.engine.runner.model.parameters() if not p.is_meta)
+        rest = sum(p.nbytes for n, p in model.named_parameters() if "proj" not in n and n != "lm_head.weight")
+        assert resident == rest
+        before, steps = parts.stats.bytes_read, llm.stats().steps
+        cost = llm.engine.cost
+        assert 0 < cost.token_seconds < 1 and cost.weight_seconds > 0
+        outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
+        read, forwards = parts.stats.bytes_read - before, llm.stats().steps - steps
+        # each forward reads each weight once; steps without logits leave out the head
+        assert (forwards - 2) * (total - max(sizes)) <= read <= (forwards + 1) * total
+    assert_greedy(model, outputs)
+    for buffer in (max(sizes), 2 * max(sizes)):
+        with streamed(tmp_path, weights_buffer_bytes=buffer) as llm:
+            assert modules_of(llm).staging_bytes == buffer
+            assert_greedy(model, llm.generate(make_prompts(4, VOCABULARY), GREEDY))
+    with pytest.raises(ConfigError, match=f"weights_buffer_bytes is 4096.*{max(sizes)} bytes"):
+        streamed(tmp_path, weights_buffer_bytes=4096)
+
+
+def test_a_changed_model_gets_a_new_file_and_an_incomplete_one_is_made_again(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with streamed(tmp_path, check_at_load=False) as llm:
+        llm.generate([[3, 4]], GREEDY)
+    (first,) = tmp_path.glob("windlass-weights/*.weights")
+    first.write_bytes(first.read_bytes()[:5000])  # killed while it was written
+    model = saved("llama", tmp_path, seed=1)
+    with streamed(tmp_path, check_at_load=False) as llm:
+        assert_greedy(model, llm.generate([[3, 4]], GREEDY))
+    assert len(list(tmp_path.glob("windlass-weights/*.weights"))) == 2
+
+
+def test_a_read_error_names_file_and_layer_and_the_engine_goes_on(tmp_path: Path) -> None:
+    model = saved("llama", tmp_path)
+    with streamed(tmp_path, weights_buffer_bytes=16384) as llm:
+        (file,) = tmp_path.glob("windlass-weights/*.weights")
+        llm.generate([[3, 4, 5]], GREEDY)
+        whole = file.read_bytes()
+        os.truncate(file, 4096)
+        with pytest.raises(StorageError, match=rf"weights of model\.layers\.\d.* of {file} failed at byte"):
+            llm.generate([[3, 4, 5]], GREEDY)
+        assert not llm.engine.has_requests() and llm.stats().kv_cache_usage == 0
+        file.write_bytes(whole)
+        assert_greedy(model, llm.generate([[3, 4, 5]], GREEDY))
+
+
+def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
+    model = saved("llama", tmp_path)
+    with pytest.raises(ConfigError, match="weights_tier is 'disk', but a live module is in memory already"):
+        LLM(model, weights_tier="disk", **SMALL)
+    with pytest.raises(ConfigError, match="weights_tier is 'nvme'; write one of device, host, disk"):
+        LLM(tmp_path, weights_tier="nvme")
+    with pytest.raises(ConfigError, match="weights_directory is .* without weights_tier"):
+        LLM(tmp_path, weights_directory=tmp_path)
+    with pytest.raises(ConfigError, match="tp=2 and ep=1; streamed weights need tp=1"):
+        LLM(tmp_path, weights_tier="disk", tp=2)
+    with pytest.raises(ConfigError, match="needs a model on the CPU"):
+        LLM(tmp_path, weights_tier="disk", device="meta", skip_tokenizer_init=True)
+    with pytest.raises(ModelError, match="no safetensors file"):
+        other = tmp_path / "pickled"
+        model.config.save_pretrained(other)
+        torch.save(model.state_dict(), other / "pytorch_model.bin")
+        streamed(other)
+    with pytest.raises(StorageError, match="weights_directory"):
+        (tmp_path / "file").touch()
+        streamed(tmp_path, weights_directory=tmp_path / "file")
+
+
+def test_more_sequences_share_the_time_of_reading() -> None:
+    options = windlass.inference.engine_options.EngineOptions.from_arguments
+    assert options(weights_tier="disk").max_sequences == 256
+    assert options(weights_tier="disk", max_sequences=4).max_sequences == 4
+    assert options(weights_tier="disk", max_tokens_per_step=32).max_sequences == 32
+    assert options().max_sequences == options(weights_tier="host").max_sequences == 64
+
+
+class CountedSource:
+    """Units whose bytes are their number, as memory; every read is recorded."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    def allocate_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def start(self, unit: int, into: torch.Tensor) -> CountedSource:
+        self.reads.append(unit)
+        into.fill_(unit)
+        return self
+
+    def wait(self) -> None:
+        """Do nothing: the bytes are there."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_use_gets_the_bytes_of_its_units(seed: int) -> None:
+    """Repeated, skipped, nested and unforeseen units, in rings that hold from one unit to all of them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    sizes = [4096 * (1 + draw(5)) for _ in range(8)]
+    source = CountedSource()
+    stream = WeightStream(source, sizes, max(sizes) + 4096 * draw(40))
+
+    def check(unit: int, memory: torch.Tensor) -> None:
+        assert memory.numel() == sizes[unit] and bool((memory == unit).all())
+
+    usual = [draw(8) for _ in range(10)]
+    for _ in range(30):
+        stream.begin_forward()
+        for unit in usual if draw(3) else [draw(8) for _ in range(6)]:
+            with stream.lend(unit) as memory:
+                check(unit, memory)
+                if not draw(4):
+                    inner = draw(8)
+                    with stream.lend(inner) as other:
+                        check(inner, other)
+                check(unit, memory)
+    before = stream.stats.mispredicted
+    for _ in range(3):  # one forward teaches the order of the next ones
+        stream.begin_forward()
+        for unit in usual:
+            with stream.lend(unit) as memory:
+                check(unit, memory)
+        found, before = stream.stats.mispredicted - before, stream.stats.mispredicted
+    if stream.buffer_bytes >= 3 * max(sizes):
+        assert found == 0
+    stream.close()

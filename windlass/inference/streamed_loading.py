@@ -1,0 +1,201 @@
+"""Loading of a model whose weights stay in a weight file on disk, which is made at the first load."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.mapped_loading import LazyTensor, absent_tensor, lazy_loading, map_safetensors
+from windlass.inference.model_forward import CausalForward
+from windlass.inference.model_loading import load_config, load_model, parse_dtype
+from windlass.inference.streamed_modules import DiskUnits, MappedUnits, StreamedModules, WeightLender, store_units
+from windlass.inference.weight_file import (
+    MappedFile,
+    StoredUnit,
+    TensorPlace,
+    WeightFileWriter,
+    WeightIndex,
+    file_key,
+    locked_directory,
+    read_index,
+    write_index,
+)
+from windlass.inference.weight_stream import WeightStream
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.weight_format import get_weight_format
+from windlass.storage.disk_error_messages import format_bytes
+from windlass.storage.safetensors_header import CODES
+
+_FOLDER = "windlass-weights"  # in the model's directory
+
+
+def load_streamed_model(
+    path: str | Path,
+    options: EngineOptions,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, StreamedModules]:
+    """Load a causal language model of transformers, and leave the weights of its linear layers and experts in a file.
+
+    The file is made at the first load, one product after the other, and used again as long as the model's files, the
+    dtype and the format are the same. While it is made, the weights of one product are in memory.
+
+    Raises:
+        ConfigError: the options do not fit together, or the machine has no native kernels.
+        ModelError: there is no such model; see `load_model`.
+        StorageError: the weight file cannot be written or read.
+    """
+    if torch.device(device).type != "cpu" or get_inference_path().module is None:
+        raise ConfigError(
+            f"weights_tier is {options.weights_tier!r}, which needs a model on the CPU and the native kernels (device "
+            f"{device}, kernels {get_inference_path().name}); load with device='cpu', or weights_tier='device'"
+        )
+    if options.weights is not None and isinstance(get_weight_format(options.weights), CodedWeightFormat):
+        raise ConfigError(
+            f"weights is {options.weights!r} with weights_tier {options.weights_tier!r}; streamed weights take fp32, "
+            "bf16 and int8, or weights_tier='device'"
+        )
+    return _StreamedLoad(path, options, dtype, trust_remote_code).run()
+
+
+class _StreamedLoad:
+    """One load of a model."""
+
+    def __init__(
+        self, path: str | Path, options: EngineOptions, dtype: str | torch.dtype, trust_remote_code: bool
+    ) -> None:
+        self._path, self._options, self._trusts = path, options, trust_remote_code
+        self._dtype = _find_dtype(path, dtype, trust_remote_code)
+        self._directory = _find_directory(path, options)
+        self._held = ExitStack()
+        self._key = ""
+        self._index: WeightIndex | None = None
+
+    def run(self) -> tuple[nn.Module, StreamedModules]:
+        """Load the model; make the file if there is none."""
+        with self._held:
+            with lazy_loading(self._directory, self._find_tensors):
+                model = load_model(self._path, dtype=self._dtype, trust_remote_code=self._trusts)
+            if self._index is None:
+                self._index = self._make_file(model)
+        weights = self._weights_path
+        lender: WeightLender
+        if self._options.weights_tier == "host":
+            lender = MappedUnits(weights, self._index.units)
+        else:
+            _copy_mapped(model)
+            units = self._index.units
+            sizes = [unit.nbytes for unit in units]
+            lender = WeightStream(DiskUnits(weights, units), sizes, self._options.weights_buffer_bytes)
+        streamed = StreamedModules(model, self._index, lender)
+        logger.info(
+            "%s of weights stay in %s; %s of memory to read them ahead",
+            format_bytes(self._index.streamed_bytes),
+            weights,
+            format_bytes(streamed.staging_bytes),
+        )
+        return model, streamed
+
+    @property
+    def _weights_path(self) -> Path:
+        return self._directory / f"{self._key}.weights"
+
+    @property
+    def _index_path(self) -> Path:
+        return self._directory / f"{self._key}.json"
+
+    def _find_tensors(self, model: nn.Module, files: list[Path]) -> tuple[dict[str, LazyTensor], bool]:
+        """Return the tensors of the weight file; those of the model's files if there is none."""
+        config: Any = model.config
+        facts = {
+            "config": {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
+            "class": type(model).__name__,
+            "dtype": str(self._dtype),
+            "format": self._options.weights,
+            "native": get_inference_path().module is not None,
+        }
+        self._key = file_key(files, facts)
+        self._held.enter_context(locked_directory(self._directory, self._key))
+        self._index = read_index(self._index_path, self._weights_path)
+        if self._index is None:
+            return map_safetensors(files), False
+        mapped = MappedFile(self._weights_path)
+        found = {name: _stored_tensor(mapped, unit, name) for name, unit in self._index.parameters.items()}
+        found |= {n: absent_tensor(place.shape, place.torch_dtype) for n, place in self._index.absent.items()}
+        return found, True
+
+    def _make_file(self, model: nn.Module) -> WeightIndex:
+        """Write the weight file of a model with mapped parameters, and free or map these anew."""
+        logger.info("writing the weights of %s to %s, once", self._path, self._weights_path)
+        self._index_path.unlink(missing_ok=True)
+        parameters = dict(model.named_parameters())
+        forms = {n: TensorPlace(CODES[p.dtype], tuple(p.shape), 0) for n, p in parameters.items()}
+        forward = CausalForward(model)
+
+        def probe() -> None:
+            ids = torch.zeros(2, dtype=torch.long)
+            with torch.inference_mode():
+                forward(ids, None, ids[:1])
+
+        del parameters
+        writer = WeightFileWriter(self._weights_path)
+        try:
+            units = store_units(model, probe, writer, self._options.weights)
+            resident = {n: p for n, p in model.named_parameters() if not p.is_meta and n in forms}
+            stored = {n: writer.add([n], {n: p.detach()}) for n, p in resident.items()}
+            persistent = {n: b for n, b in model.named_buffers() if n in model.state_dict()}
+            stored |= {n: writer.add([n], {n: b}) for n, b in persistent.items()}
+        finally:
+            writer.close()
+        index = WeightIndex(tuple(units), stored, {n: form for n, form in forms.items() if n not in resident})
+        write_index(self._index_path, index)
+        mapped = MappedFile(self._weights_path)
+        with torch.no_grad():
+            for name, parameter in resident.items():
+                if not parameter.untyped_storage().resizable():  # a view of the model's own file
+                    parameter.data = _stored_tensor(mapped, stored[name], name)[...]
+        return index
+
+
+def _copy_mapped(model: nn.Module) -> None:
+    """Move mapped parameters into memory, where no failure of the disk ends the process."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and not tensor.untyped_storage().resizable():
+            tensor.data = tensor.detach().clone()
+
+
+def _stored_tensor(mapped: MappedFile, unit: StoredUnit, name: str) -> LazyTensor:
+    place = unit.tensors[name]
+    memory = mapped.bytes[unit.offset : unit.offset + unit.nbytes]
+    return LazyTensor(place.shape, place.torch_dtype, lambda: place.view(memory))
+
+
+def _find_dtype(path: str | Path, dtype: str | torch.dtype, trust_remote_code: bool) -> str | torch.dtype:
+    """Return the dtype of the parameters; on the CPU float16 is widened."""
+    wanted = parse_dtype(dtype)
+    if wanted is None:
+        config = load_config(path, trust_remote_code=trust_remote_code)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        wanted = getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    return torch.float32 if wanted == torch.float16 else wanted or "auto"
+
+
+def _find_directory(path: str | Path, options: EngineOptions) -> Path:
+    if options.weights_directory is not None:
+        return Path(options.weights_directory)
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"weights_tier is {options.weights_tier!r}, and {path} is no local directory in which the weight file "
+            "could lie; give weights_directory, a directory on a fast disk"
+        )
+    return Path(path) / _FOLDER

@@ -1,0 +1,258 @@
+"""Modules whose weights are read from a weight file for each use; see [Note: streamed weights]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.inference.packed_modules import (
+    LinearGroup,
+    PackedModules,
+    find_groups,
+    free_weights,
+    join_biases,
+    pack_group,
+)
+from windlass.inference.weight_file import MappedFile, StoredUnit, WeightFileWriter, WeightIndex
+from windlass.inference.weight_stream import StreamStats, WeightStream
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH
+from windlass.kernels.packed_gemm import BorrowedPanels
+from windlass.kernels.weight_format import get_weight_format
+from windlass.storage.direct_file_reader import DirectFileReader, FileRead
+
+LentTensors = AbstractContextManager[dict[str, torch.Tensor]]
+
+_STACKED_DIMS = 3  # dimensions of the stacked matrices of experts
+_ADVICE = "see dmesg; if the disk works, delete the file, and it is made again from the model"
+
+
+class WeightLender(Protocol):
+    """Access to the units of a weight file."""
+
+    stats: StreamStats
+
+    def lend(self, unit: int) -> AbstractContextManager[torch.Tensor]:
+        """Yield the bytes of a unit."""
+        ...
+
+    def begin_forward(self) -> None:
+        """Prepare for the next forward."""
+        ...
+
+    def without_values(self) -> AbstractContextManager[None]:
+        """Yield memory of any content inside the `with` block."""
+        ...
+
+    def close(self) -> None:
+        """Free memory and file."""
+        ...
+
+
+class DiskUnits:
+    """Units of a weight file, read by direct I/O. A `WeightSource`."""
+
+    def __init__(self, path: Path, units: Sequence[StoredUnit]) -> None:
+        self._units = units
+        self.reader = DirectFileReader(path, advice=_ADVICE)
+
+    def allocate_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return `[nbytes]` uint8 staging memory."""
+        return self.reader.allocate_buffer(nbytes)
+
+    def start(self, unit: int, into: torch.Tensor) -> FileRead:
+        """Start to read a unit."""
+        found = self._units[unit]
+        return self.reader.start(f"the weights of {found.name}", found.offset, into)
+
+
+class MappedUnits:
+    """Units of a weight file in host memory: the mapped file, whose pages all processes of the host share."""
+
+    def __init__(self, path: Path, units: Sequence[StoredUnit]) -> None:
+        self._units, self._file = units, MappedFile(path)
+        self.stats = StreamStats()
+        for unit in units:
+            self._file.read_ahead(unit.offset, unit.nbytes)
+
+    @contextmanager
+    def lend(self, unit: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a unit."""
+        found = self._units[unit]
+        self.stats.bytes_read += found.nbytes
+        yield self._file.bytes[found.offset : found.offset + found.nbytes]
+
+    def begin_forward(self) -> None:
+        """Do nothing: the system reads ahead."""
+
+    def without_values(self) -> AbstractContextManager[None]:
+        """Do nothing: the values cost no time."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Do nothing: the last view unmaps the file."""
+
+
+class StackedParameters:
+    """Module whose own stacked matrices are parameters during its forward alone."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        lend: Callable[[], AbstractContextManager[dict[str, torch.Tensor]]],
+    ) -> None:
+        self._lend = lend
+        self._absent = {name: module.get_parameter(name) for name in names}
+        self._running: list[LentTensors] = []
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: object) -> None:
+        lent = self._lend()
+        for name, tensor in lent.__enter__().items():
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+        self._running.append(lent)
+
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
+        if self._running:
+            module._parameters.update(self._absent)
+            self._running.pop().__exit__(None, None, None)
+
+
+class StreamedModules(PackedModules):
+    """Linear layers and stacked experts of a model, whose weights lie in a weight file.
+
+    Args:
+        model: whose streamed parameters are on the meta device.
+        index: content of the file.
+        lender: access to the file.
+    """
+
+    def __init__(self, model: nn.Module, index: WeightIndex, lender: WeightLender) -> None:
+        self.index, self.lender = index, lender
+        groups = []
+        self.stacked: list[StackedParameters] = []
+        for number, unit in enumerate(index.units):
+            modules = [model.get_submodule(name) for name in unit.modules]
+            if "format" in unit.details:
+                groups.append(self._make_group(number, unit, modules))
+            else:
+                self.stacked.append(StackedParameters(modules[0], list(unit.tensors), self._lend_tensors(number)))
+        super().__init__(groups, permanent=True)
+        model.register_forward_pre_hook(lambda module, args: lender.begin_forward())
+
+    @property
+    def stats(self) -> StreamStats:
+        """Counters of the stream."""
+        return self.lender.stats
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of memory through which the weights pass."""
+        return self.lender.buffer_bytes if isinstance(self.lender, WeightStream) else 0
+
+    def begin_forward(self) -> None:
+        """Prepare for the next forward of the model."""
+        self.lender.begin_forward()
+
+    def without_values(self) -> AbstractContextManager[None]:
+        """Compute with any weights inside the `with` block, without reading them."""
+        return self.lender.without_values()
+
+    def close(self) -> None:
+        """Stop reading, and free the staging memory."""
+        self.lender.close()
+
+    def _make_group(self, number: int, unit: StoredUnit, modules: list[nn.Module]) -> LinearGroup:
+        details, sizes = unit.details, unit.details["sizes"]
+        panels = BorrowedPanels(
+            get_weight_format(details["format"]),
+            details["out_features"],
+            details["in_features"],
+            None if details["native"] else REFERENCE_PATH,
+            self._lend_tensors(number),
+        )
+        free_weights(modules)
+        return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
+
+    def _lend_tensors(self, number: int) -> Callable[[], LentTensors]:
+        unit, lender = self.index.units[number], self.lender
+
+        @contextmanager
+        def lend() -> Iterator[dict[str, torch.Tensor]]:
+            with lender.lend(number) as memory:
+                yield unit.views(memory)
+
+        return lend
+
+
+def store_units(
+    model: nn.Module, probe: Callable[[], Any], writer: WeightFileWriter, weight_format: str | None
+) -> list[StoredUnit]:
+    """Write the packed weights of a model group by group, and free each; return them in the order of their use.
+
+    Args:
+        probe: runs a forward of the model, whose weights may be mapped files.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    order: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, args: object) -> None:
+        order.setdefault(module, len(order))
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        groups = find_groups(model, probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    last = len(order)
+    jobs: list[tuple[int, list[nn.Module], list[str]]] = [(order.get(g[0], last), g, []) for g in groups]
+    jobs += [(order[module], [module], stacked) for module, stacked in _find_stacked(model) if module in order]
+    units = []
+    for _, modules, stacked in sorted(jobs, key=lambda job: job[0]):
+        listed = [names[module] for module in modules]
+        if stacked:
+            tensors = {name: modules[0].get_parameter(name).detach() for name in stacked}
+            units.append(writer.add(listed, tensors))
+            for name in stacked:
+                absent = torch.empty_like(tensors[name], device="meta")
+                modules[0]._parameters[name] = nn.Parameter(absent, requires_grad=False)
+            del tensors
+        else:
+            group = pack_group(modules, weight_format)
+            panels = group.panels
+            if isinstance(panels.format, CodedWeightFormat):
+                raise ConfigError(
+                    f"{', '.join(listed)} has weights of format {panels.format.name!r}, which weights_tier does not "
+                    "stream; load the model with weights_tier='device'"
+                )
+            details = {
+                "format": panels.format.name,
+                "native": panels.path != REFERENCE_PATH,
+                "out_features": panels.out_features,
+                "in_features": panels.in_features,
+                "sizes": group.sizes,
+            }
+            units.append(writer.add(listed, panels.tensors, details))
+            free_weights(modules)
+            del group, panels
+    return units
+
+
+def _find_stacked(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Return modules with stacked matrices of their own, and the names of these parameters."""
+    found = []
+    for module in model.modules():
+        names = [name for name, p in module.named_parameters(recurse=False) if p.dim() >= _STACKED_DIMS]
+        own = not type(module).__module__.startswith("torch.nn")  # other code may use the weight of a convolution
+        if own and names and not any(True for child in module.children() for _ in child.parameters()):
+            found.append((module, names))
+    return found

@@ -1,0 +1,248 @@
+"""File of a model's weights as they are multiplied, made once from its safetensors: one range for each streamed unit.
+
+Beside the file `<key>.weights` lies `<key>.json`, which is written last: without it the file is incomplete and made
+anew. The key is a hash of the model's files and of what determines the packed bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.atomic_file import write_atomically
+from windlass.base.errors import StorageError
+from windlass.storage.disk_error_messages import error_name
+from windlass.storage.extent_allocator import page_up
+from windlass.storage.safetensors_header import CODES, DTYPES
+
+_VERSION = 1  # of the layout of the file and of the panels
+_ALIGNMENT = 64  # bytes: a cache line
+_WRITTEN_AT_ONCE = 64 << 20
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Bytes of a tensor. `offset` counts from the begin of its unit."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the memory `[bytes]` of its unit."""
+        flat = memory[self.offset : self.offset + self.nbytes]
+        return flat.view(self.torch_dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredUnit:
+    """Weights that are read together.
+
+    Attributes:
+        modules: names of the modules that use them.
+        offset: in the file, of whole pages.
+        tensors: by name.
+        details: facts that rebuild the modules.
+    """
+
+    modules: tuple[str, ...]
+    offset: int
+    nbytes: int
+    tensors: dict[str, TensorPlace]
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return ", ".join(self.modules)
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors in the memory `[bytes]` of the unit."""
+        return {name: place.view(memory) for name, place in self.tensors.items()}
+
+
+@dataclass(frozen=True)
+class WeightIndex:
+    """Content of a weight file.
+
+    Attributes:
+        units: in the order of their first use.
+        parameters: all other parameters and persistent buffers, each a unit of its own.
+        absent: shapes and dtypes of parameters that are in units.
+    """
+
+    units: tuple[StoredUnit, ...]
+    parameters: dict[str, StoredUnit]
+    absent: dict[str, TensorPlace]
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that a forward reads."""
+        return sum(unit.nbytes for unit in self.units)
+
+
+class WeightFileWriter:
+    """Writer of a new weight file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._end = path, 0
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise _write_error(path, error) from error
+
+    def add(
+        self, modules: Sequence[str], tensors: Mapping[str, torch.Tensor], details: Mapping[str, Any] | None = None
+    ) -> StoredUnit:
+        """Append the tensors of a unit.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        start, places, at = self._end, {}, 0
+        try:
+            for name, tensor in tensors.items():
+                at = -(-at // _ALIGNMENT) * _ALIGNMENT
+                places[name] = TensorPlace(CODES[tensor.dtype], tuple(tensor.shape), at)
+                at += self._write(start + at, tensor)
+            self._end = start + page_up(max(at, 1))
+            os.ftruncate(self._file, self._end)
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+        return StoredUnit(tuple(modules), start, self._end - start, places, dict(details or {}))
+
+    def _write(self, offset: int, tensor: torch.Tensor) -> int:
+        if not tensor.numel():
+            return 0
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done : done + _WRITTEN_AT_ONCE], offset + done)
+            # written pages are not read again soon, and take memory that a large model lacks
+            with contextlib.suppress(OSError, AttributeError):
+                os.fdatasync(self._file)
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        return len(data)
+
+    def close(self) -> None:
+        """Make the file durable and close it.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+        finally:
+            os.close(self._file)
+
+
+class MappedFile:
+    """File mapped for reading; its pages stay in the page cache while memory is free.
+
+    Raises:
+        StorageError: the file cannot be mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self._memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path} cannot be mapped: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the memory is read-only
+            self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Let the system read a range before it is used."""
+        self._memory.madvise(mmap.MADV_WILLNEED, offset, nbytes)
+
+
+def file_key(files: Sequence[Path], facts: Mapping[str, Any]) -> str:
+    """Return the key of the weight file of a model."""
+    listed = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    text = json.dumps([_VERSION, listed, sorted(facts.items())], default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def locked_directory(directory: Path, key: str) -> Iterator[None]:
+    """Hold the lock of a weight file: of several processes one makes it, and the others wait.
+
+    Raises:
+        StorageError: the directory cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _write_error(directory, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def write_index(path: Path, index: WeightIndex) -> None:
+    """Write the index, which makes the weight file valid."""
+    try:
+        write_atomically(path, json.dumps(asdict(index)), durable=True)
+    except OSError as error:
+        raise _write_error(path, error) from error
+
+
+def read_index(path: Path, weights: Path) -> WeightIndex | None:
+    """Return the index of a complete weight file; None if there is none."""
+    try:
+        fields = json.loads(path.read_bytes())
+        index = WeightIndex(
+            tuple(_unit(unit) for unit in fields["units"]),
+            {name: _unit(unit) for name, unit in fields["parameters"].items()},
+            {name: _place(place) for name, place in fields["absent"].items()},
+        )
+        everything = (*index.units, *index.parameters.values())
+        if weights.stat().st_size < max((unit.offset + unit.nbytes for unit in everything), default=0):
+            return None
+        return index
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _unit(fields: Mapping[str, Any]) -> StoredUnit:
+    tensors = {name: _place(place) for name, place in fields["tensors"].items()}
+    return StoredUnit(tuple(fields["modules"]), fields["offset"], fields["nbytes"], tensors, fields["details"])
+
+
+def _place(fields: Mapping[str, Any]) -> TensorPlace:
+    return TensorPlace(fields["dtype"], tuple(fields["shape"]), fields["offset"])
+
+
+def _write_error(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"the weight file {path} cannot be written: {error_name(error.errno or errno.EIO)}; give weights_directory, a "
+        "directory on a disk with room for the weights"
+    )

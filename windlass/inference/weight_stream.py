@@ -1,0 +1,245 @@
+"""Order in which the weights of a streamed model pass through a few staging bytes, read ahead of their use.
+
+[Note: streamed weights] The weights of each product (a *streamed unit*) lie in one range of the weight file. They are
+read into a ring of staging memory in the order in which the forward before used them, as far ahead as the ring has
+room, across the end of a forward too. A unit's bytes are free again as soon as its product is computed. If a forward
+uses units in another order, e.g. other experts, the ring is refilled from there: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.storage.extent_allocator import page_up
+
+_READ_AHEAD = 64 << 20  # bytes in flight that keep a fast disk busy
+
+
+class Read(Protocol):
+    """Bytes on their way to memory."""
+
+    def wait(self) -> None:
+        """Wait for them, and raise if they cannot be read."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the memory is written no more, without raising."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Storage of all units."""
+
+    def allocate_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return `[nbytes]` uint8 staging memory."""
+        ...
+
+    def start(self, unit: int, into: torch.Tensor) -> Read:
+        """Start to read a unit."""
+        ...
+
+
+@dataclass(eq=False)
+class _Staged:
+    """Unit in the ring, or on its way there."""
+
+    unit: int
+    first: int
+    nbytes: int
+    read: Read
+    memory: torch.Tensor
+    in_use: bool = False
+    released: bool = False
+
+
+@dataclass
+class StreamStats:
+    """Counters of a stream.
+
+    Attributes:
+        bytes_read: of units that were started.
+        waited_seconds: in which a product waited for its weights.
+        mispredicted: units that were not read ahead.
+    """
+
+    bytes_read: int = 0
+    waited_seconds: float = 0.0
+    mispredicted: int = 0
+
+
+class WeightStream:
+    """Ring of staging memory; see [Note: streamed weights]. Used from one thread.
+
+    Args:
+        sizes: bytes of each unit, by its number.
+        buffer_bytes: of the staging memory; None: as much as keeps the disk busy.
+
+    Raises:
+        ConfigError: the staging memory cannot hold the largest unit.
+    """
+
+    def __init__(self, source: WeightSource, sizes: Sequence[int], buffer_bytes: int | None = None) -> None:
+        self._source = source
+        self._sizes = [page_up(size) for size in sizes]
+        largest = max(self._sizes, default=1)
+        least = min(largest * 3, max(sum(self._sizes), 1))  # one in use and one ahead, wherever they lie in the ring
+        if buffer_bytes is not None and buffer_bytes < largest:
+            raise ConfigError(
+                f"weights_buffer_bytes is {buffer_bytes}, and the largest product has {largest} bytes of weights; "
+                f"write at least that, or {least} so that the next ones are read ahead"
+            )
+        # a quarter of the model at most: more saves no time, as each byte is read once a forward
+        wanted = max(least, min(_READ_AHEAD + largest, page_up(sum(self._sizes) // 4)))
+        self.buffer_bytes = wanted if buffer_bytes is None else page_up(buffer_bytes + 1) - 4096
+        self._buffer = source.allocate_buffer(self.buffer_bytes)
+        self._staged: deque[_Staged] = deque()
+        self._order = list(range(len(self._sizes)))
+        self._used: list[int] = []
+        self._next = 0  # place in the order of the next unit to read
+        self._reads, self._failed = True, False
+        # reads in flight end before their memory is freed
+        self._finish = weakref.finalize(self, _finish_reads, self._staged, self._buffer)
+        self.stats = StreamStats()
+
+    def begin_forward(self) -> None:
+        """Take the order of the forward before as the prediction, if it is another one."""
+        if not self._reads:
+            return
+        used, self._used = self._used, []
+        if self._failed:  # read everything again
+            self._drop_unused()
+            self._failed, self._next = False, 0
+        if used and not _is_part(used, self._order):
+            self._drop_unused()
+            self._order, self._next = used, 0
+        self._fill()
+
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Yield staging memory of any content in the place of units inside the `with` block."""
+        self._reads = False
+        try:
+            yield
+        finally:
+            self._reads = True
+
+    @contextmanager
+    def lend(self, unit: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes of a unit, which are valid inside the `with` block.
+
+        Raises:
+            StorageError: they cannot be read. The next forward tries again.
+        """
+        if not self._reads:
+            yield self._buffer[: self._sizes[unit]]
+            return
+        staged = self._find(unit)
+        self._used.append(unit)
+        staged.in_use = True
+        try:
+            began = time.perf_counter()
+            try:
+                staged.read.wait()
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self.stats.waited_seconds += time.perf_counter() - began
+            yield staged.memory
+        finally:
+            staged.released = True
+            while self._staged and self._staged[0].released:
+                self._staged.popleft()
+            if not self._failed:
+                self._fill()
+
+    def close(self) -> None:
+        """Wait for reads in flight and free the staging memory."""
+        self._finish()
+        self._staged.clear()
+        self._order = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _find(self, unit: int) -> _Staged:
+        """Return the unit's place in the ring; units before it, which this forward left out, are dropped."""
+        waiting = [staged for staged in self._staged if not staged.in_use]
+        place = next((number for number, staged in enumerate(waiting) if staged.unit == unit), None)
+        if place is not None:
+            for staged in waiting[:place]:
+                staged.read.finish()
+                staged.in_use = staged.released = True
+            return waiting[place]
+        self.stats.mispredicted += 1
+        self._drop_unused()
+        self._next = self._place_after(unit)
+        found = self._start(unit)
+        if found is None:  # units in use fill the ring
+            memory = self._source.allocate_buffer(self._sizes[unit])
+            self.stats.bytes_read += self._sizes[unit]
+            return _Staged(unit, 0, self._sizes[unit], self._source.start(unit, memory), memory)
+        self._fill()
+        return found
+
+    def _place_after(self, unit: int) -> int:
+        """Return the place in the order behind the next use of a unit; the same place if it has none."""
+        count = len(self._order)
+        for step in range(count):
+            if self._order[(self._next + step) % count] == unit:
+                return (self._next + step + 1) % count
+        return self._next
+
+    def _drop_unused(self) -> None:
+        for staged in self._staged:
+            if not staged.in_use:
+                staged.read.finish()
+        kept = [staged for staged in self._staged if staged.in_use]
+        self._staged.clear()
+        self._staged += kept
+
+    def _fill(self) -> None:
+        """Start reads in the predicted order while the ring has room."""
+        while self._order and self._start(self._order[self._next]) is not None:
+            self._next = (self._next + 1) % len(self._order)
+
+    def _start(self, unit: int) -> _Staged | None:
+        nbytes = self._sizes[unit]
+        first = self._find_room(nbytes)
+        if first is None:
+            return None
+        memory = self._buffer[first : first + nbytes]
+        staged = _Staged(unit, first, nbytes, self._source.start(unit, memory), memory)
+        self._staged.append(staged)
+        self.stats.bytes_read += nbytes
+        return staged
+
+    def _find_room(self, nbytes: int) -> int | None:
+        """Return the offset of free bytes behind the last unit, or at the begin of the ring."""
+        if not self._staged:
+            return 0 if nbytes <= self.buffer_bytes else None
+        head = self._staged[0].first
+        tail = self._staged[-1].first + self._staged[-1].nbytes
+        if tail > head:  # in use are [head, tail)
+            if tail + nbytes <= self.buffer_bytes:
+                return tail
+            return 0 if nbytes <= head else None
+        return tail if tail + nbytes <= head else None
+
+
+def _finish_reads(staged: Iterable[_Staged], buffer: torch.Tensor) -> None:
+    for one in staged:
+        one.read.finish()
+
+
+def _is_part(used: Sequence[int], order: Sequence[int]) -> bool:
+    """Return True if `order` has the units of `used` one after the other, perhaps with others between them."""
+    rest = iter(order)
+    return all(unit in rest for unit in used)
