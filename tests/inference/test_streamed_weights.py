@@ -164,8 +164,12 @@ def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
         LLM(tmp_path, weights_tier="nvme")
     with pytest.raises(ConfigError, match="weights_directory is .* without weights_tier"):
         LLM(tmp_path, weights_directory=tmp_path)
-    with pytest.raises(ConfigError, match="tp=2 and ep=1; streamed weights need tp=1"):
+    with pytest.raises(ConfigError, match="tp x ep x pp is 2; streamed weights need one rank"):
         LLM(tmp_path, weights_tier="disk", tp=2)
+    with pytest.raises(ConfigError, match="weights is 'int4_g128' with weights_tier 'disk'; streamed weights take"):
+        LLM(tmp_path, weights="int4_g128", weights_tier="disk", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="activations is 'int8' with weights_tier 'disk'"):
+        LLM(tmp_path, weights="int8", activations="int8", weights_tier="disk")
     with pytest.raises(ConfigError, match="needs a model on the CPU"):
         LLM(tmp_path, weights_tier="disk", device="meta", skip_tokenizer_init=True)
     with pytest.raises(ModelError, match="no safetensors file"):

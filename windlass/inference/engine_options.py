@@ -187,6 +187,10 @@ class EngineOptions:
             raise ConfigError(
                 f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need one rank alone"
             )
+        elif self.activations == "int8":
+            raise ConfigError(
+                f"activations is 'int8' with weights_tier {tier!r}; streamed weights take 'float' and 'auto'"
+            )
 
     @property
     def streams_weights(self) -> bool:

@@ -313,13 +313,11 @@ class LLMEngine:
         """
         if self.has_requests():
             self._check_weights()
-            depth = 1 if self._pipelined is None else self._pipelined.depth
-            while len(self._started) < depth and self._start_step():
-                pass
-            if self._looks_ahead and self._started:
-                self._start_next(self._started[-1])
-            if self._started:
-                self._finish_step()
+            try:
+                self._run_step()
+            except BaseException:
+                self._drop_started()
+                raise
         outputs = []
         for request in self._changed.values():
             if request.finished:
@@ -329,10 +327,33 @@ class LLMEngine:
         self._changed = {}
         return outputs
 
+    def _run_step(self) -> None:
+        """Start as many steps as can be in flight, and finish the oldest one."""
+        depth = 1 if self._pipelined is None else self._pipelined.depth
+        while len(self._started) < depth and self._start_step():
+            pass
+        if self._looks_ahead and self._started:
+            self._start_next(self._started[-1])
+        if self._started:
+            self._finish_step()
+
     def finish_started(self) -> None:
         """Finish the steps that were started; the next `step` returns their outputs."""
-        while self._started:
-            self._finish_step()
+        try:
+            while self._started:
+                self._finish_step()
+        except BaseException:
+            self._drop_started()
+            raise
+
+    def _drop_started(self) -> None:
+        """Forget started steps after an error; what they computed is computed again if their requests go on."""
+        for step in self._started:
+            for sequence, _ in step.chosen:
+                sequence.in_flight = 0
+                if sequence.output.finished():
+                    self._free(sequence)
+        self._started.clear()
 
     def _start_step(self) -> bool:
         """Plan a step of sequences that are in no other one; return False if there is nothing to run yet."""
@@ -421,13 +442,16 @@ class LLMEngine:
         )
 
     def _finish_step(self) -> None:
-        step = self._started.popleft()
+        step = self._started[0]
         if step.pending is not None:
-            self._take_tokens(step.chosen, step.pending)
+            tokens = step.pending.wait()
+            self._started.popleft()
+            self._take_tokens(step.chosen, tokens)
         else:
             before = self._clock()
             logits = self.runner.run(step.batch) if self._pipelined is None else self._pipelined.finish()
             self._stats.forward_seconds += self._clock() - before
+            self._started.popleft()
             self._take_logits(step.chosen, step.rows, logits)
         self._propose_drafts()
         now = self._clock()
@@ -697,9 +721,9 @@ class LLMEngine:
                 self._register_blocks(sequence)
         self._draw(pending, logits)
 
-    def _take_tokens(self, chosen: Sequence[tuple[GenerationSequence, int]], pending: PendingTokens) -> None:
+    def _take_tokens(self, chosen: Sequence[tuple[GenerationSequence, int]], tokens: Sequence[SampledToken]) -> None:
         """Advance the sequences of a decode step by the tokens that the device has drawn."""
-        for (sequence, _), token in zip(chosen, pending.wait(), strict=True):
+        for (sequence, _), token in zip(chosen, tokens, strict=True):
             sequence.in_flight -= 1
             if sequence.output.finished():
                 self._free(sequence)

@@ -21,9 +21,9 @@ from windlass.inference.packed_modules import (
 )
 from windlass.inference.weight_file import MappedFile, StoredUnit, WeightFileWriter, WeightIndex
 from windlass.inference.weight_stream import StreamStats, WeightStream
-from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import BorrowedPanels
+from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import get_weight_format
 from windlass.storage.direct_file_reader import DirectFileReader, FileRead
 
@@ -227,13 +227,13 @@ def store_units(
                 modules[0]._parameters[name] = nn.Parameter(absent, requires_grad=False)
             del tensors
         else:
+            if any(isinstance(module, PackedLinear) for module in modules):
+                raise ConfigError(
+                    f"{', '.join(listed)} is packed already, and weights_tier streams what it packs itself; load the "
+                    "model with weights_tier='device'"
+                )
             group = pack_group(modules, weight_format)
             panels = group.panels
-            if isinstance(panels.format, CodedWeightFormat):
-                raise ConfigError(
-                    f"{', '.join(listed)} has weights of format {panels.format.name!r}, which weights_tier does not "
-                    "stream; load the model with weights_tier='device'"
-                )
             details = {
                 "format": panels.format.name,
                 "native": panels.path != REFERENCE_PATH,
