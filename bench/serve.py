@@ -1,10 +1,11 @@
 """Throughput of a random Llama: windlass compared with transformers (one by one, continuous batching) and llama.cpp.
 
 python bench/serve.py                                  # a few minutes, 4 GB
-python bench/serve.py --llama-bin llama/bin --gguf model-f32.gguf,model-q8_0.gguf
+python bench/serve.py --llama-bin llama/bin            # needs the package gguf
 
 All contenders run alternately in one run. The roofs are measured in it too: memory by a plain read loop on all threads,
-arithmetic by MKL's 2048^3 product. The greedy tokens of windlass and transformers are compared first.
+arithmetic by MKL's 2048^3 product. The greedy tokens of windlass and transformers are compared first. Servers get the
+same mixed load from the same clients over HTTP. Where a figure has a goal, it is printed beside it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from gguf_model import quantize, write_gguf
+from http_load import Server, run_clients
 from rich.table import Table
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.serving_models import write_tokenizer
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.inference_path import get_inference_path
@@ -36,6 +41,10 @@ _RESULTS = Path(__file__).parent / "results"
 _PROMPT, _ANSWER = 128, 24
 _ROOF_BYTES, _ROOF_SIDE = 600 << 20, 2048
 _HEAD = 8192 * 1024  # parameters of the head
+_CACHE_TOKENS = 32_768
+_KV_BYTES = 16 * 12 * 2 * 4 * 64 * 4  # of a block: tokens, layers, keys and values, heads, features, fp32
+_MIXED_CLIENTS = (8, 32)
+_LLAMA_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 
 
 @dataclass
@@ -57,8 +66,8 @@ def main(
     requests: Annotated[str, typer.Option(help="Numbers of requests at a time, with commas.")] = "1,8,32",
     layers: Annotated[int, typer.Option(help="Layers of the model; 12: 143.7M parameters.")] = 12,
     peers: Annotated[bool, typer.Option(help="Measure transformers.")] = True,
-    llama_bin: Annotated[str, typer.Option(help="Folder with llama-batched-bench.")] = "",
-    gguf: Annotated[str, typer.Option(help="GGUF files for it, with commas.")] = "",
+    servers: Annotated[bool, typer.Option(help="Measure servers over HTTP.")] = True,
+    llama_bin: Annotated[str, typer.Option(help="Folder with llama.cpp's programs.")] = "",
     results: Annotated[Path, typer.Option(help="Folder of the JSON file.")] = _RESULTS,
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "serve",
 ) -> None:
@@ -73,9 +82,17 @@ def main(
             f"{parameters / 1e6:.1f}M parameters; kernels {path.name}, torch "
             f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
+        forms = weights.split(",")
+        # int8 inputs, as llama.cpp's for its quantized weights
         engines = {
-            form: LLM(folder, weights=form, skip_tokenizer_init=True, kv_cache_tokens=32_768)
-            for form in weights.split(",")
+            form: LLM(
+                folder,
+                skip_tokenizer_init=True,
+                weights=form,
+                activations="int8" if form == "int8" else "auto",
+                kv_cache_tokens=_CACHE_TOKENS,
+            )
+            for form in forms
         }
         _compare_tokens(model, next(iter(engines.values())))
         runs: dict[str, tuple[str, Callable[[], float]]] = {}
@@ -86,9 +103,10 @@ def main(
             runs[f"windlass {form}, mixed"] = ("generated", lambda llm=llm: _mixed(llm))
         if peers:
             runs["transformers generate, 1"] = ("generated", lambda: _generate(model))
-            runs["transformers continuous batching, mixed"] = ("generated", lambda: _continuous(model))
         measured = {name: Measurement(unit) for name, (unit, _) in runs.items()}
-        reads, flops = [], []
+        reads, flops, outside = [], [], []
+        llama: dict[str, list[float]] = {}
+        files = _llama_files(Path(folder), model, forms, Path(llama_bin)) if llama_bin else []
         for number in range(rounds + 1):
             read, product = _roofs()
             if number:  # the first round warms up
@@ -100,38 +118,110 @@ def main(
                 if number:
                     measured[label].rates.append(rate)
                     measured[label].other_cores.append(_other_cores(*before))
+            if number:
+                outside.append(_outside_of_forward(next(iter(engines.values()))))
+            for label, rate in _llama(Path(llama_bin), files, counts).items() if number else ():
+                llama.setdefault(label, []).append(rate)
+        if peers:
+            label = "transformers continuous batching, mixed"
+            measured[label] = Measurement("generated")
+            before = _cpu_seconds(), time.perf_counter()
+            measured[label].rates.append(_continuous(model))
+            measured[label].other_cores.append(_other_cores(*before))
         for llm in engines.values():
             llm.close()
+        runs.clear()  # with them the engines
+        engines.clear()
+        over_http = _measure_servers(Path(folder), Path(llama_bin) if llama_bin else None, files) if servers else {}
     read, product = statistics.median(reads), statistics.median(flops)
     nbytes = {"fp32": 4, "bf16": 2, "int8": 1}
     table = Table("contender", "measures", "tokens/s", "spread", "roof", "of roof", "other cores", box=None)
+    roofs = {label: _roof(label, found.unit, parameters, nbytes, read, product) for label, found in measured.items()}
     for label, found in measured.items():
-        roof = _roof(label, found.unit, parameters, nbytes, read, product)
         table.add_row(
             label,
             found.unit,
             f"{found.median:.1f}",
             f"{min(found.rates):.1f}-{max(found.rates):.1f}",
-            f"{roof:.0f}" if roof else "",
-            f"{found.median / roof:.0%}" if roof else "",
+            f"{roofs[label]:.0f}" if roofs[label] else "",
+            f"{found.median / roofs[label]:.0%}" if roofs[label] else "",
             f"{statistics.median(found.other_cores):.2f}",
         )
+    for label, speeds in llama.items():
+        spread = f"{min(speeds):.1f}-{max(speeds):.1f}"
+        table.add_row(f"llama.cpp {label}", "", f"{statistics.median(speeds):.1f}", spread, "", "", "")
+    for label, served in over_http.items():
+        generated = f"{served['generated_per_second']:.1f}"
+        table.add_row(label, "generated", generated, "", "", "", f"{served['other']:.2f}")
     console.print(f"roofs: read {read / 1e9:.1f} GB/s, MKL 2048^3 {product / 1e9:.0f} GFLOP/s")
     console.print(table)
-    llama = _llama(Path(llama_bin), gguf, counts) if llama_bin else {}
-    for label, rate in llama.items():
-        console.print(f"llama.cpp {label}: {rate:.1f} tokens/s")
+    for label, served in over_http.items():
+        times = [f"{name[:-3].replace('_', ' ')} {value:.0f} ms" for name, value in served.items() if "ms" in name]
+        console.print(f"{label}: {', '.join(times)}", soft_wrap=True)
+    rates = {label: found.median for label, found in measured.items()}
+    rates |= {f"llama.cpp {label}": statistics.median(speeds) for label, speeds in llama.items()}
+    rates |= {label: served["generated_per_second"] for label, served in over_http.items()}
+    shares = {label: rates[label] / roof for label, roof in roofs.items() if roof}
+    figures = _goals(rates, shares, statistics.median(outside), over_http)
+    goals = Table("figure", "measured", "goal", "", box=None)
+    for name, value, goal, is_most in figures:
+        reached = value <= goal if is_most else value >= goal
+        bound = f"{'<=' if is_most else '>='} {goal:.3g}"
+        goals.add_row(name, f"{value:.3g}", bound, "reached" if reached else "MISSED")
+    console.print(goals)
     write_result(
         results / f"{name}.json",
         {
             "kernels": path.name,
             "read_gb_per_s": read / 1e9,
             "gemm_gflops": product / 1e9,
+            "parameters": parameters,
             "tokens_per_second": {label: found.rates for label, found in measured.items()},
             "other_cores": {label: found.other_cores for label, found in measured.items()},
             "llama_cpp": llama,
+            "over_http": over_http,
+            "outside_of_forward": outside,
+            "goals": [
+                {"figure": name, "measured": value, "goal": goal, "at_most": is_most}
+                for name, value, goal, is_most in figures
+            ],
         },
     )
+
+
+def _goals(
+    rates: dict[str, float], shares: dict[str, float], outside: float, over_http: dict[str, dict[str, float]]
+) -> list[tuple[str, float, float, bool]]:
+    """Return figures with their goals, and True where the goal is the most that is allowed."""
+    found: list[tuple[str, float, float, bool]] = []
+
+    def ratio(name: str, ours: str, other: str, goal: float) -> None:
+        if ours in rates and other in rates and rates[other]:
+            found.append((name, rates[ours] / rates[other], goal, False))
+
+    for name, label, goal in (
+        ("fp32 decode, 1 request: part of the read roof", "windlass fp32, 1", 0.9),
+        ("fp32 prefill: part of the GEMM roof", "windlass fp32, 512 tokens", 0.85),
+    ):
+        if label in shares:
+            found.append((name, shares[label], goal, False))
+    ratio("fp32 decode, 1 request: llama.cpp F32", "windlass fp32, 1", "llama.cpp f32 decode, 1", 1.4)
+    for clients in _MIXED_CLIENTS:
+        ours, other = f"windlass serve fp32, {clients} clients", f"llama-server f32, {clients} clients"
+        ratio(f"fp32, {clients} clients: llama-server", ours, other, 1.5)
+    ratio("fp32, mixed: continuous batching", "windlass fp32, mixed", "transformers continuous batching, mixed", 4.0)
+    ratio("bf16 decode, 1 request: own fp32", "windlass bf16, 1", "windlass fp32, 1", 1.8)
+    if torch.cpu._is_avx512_bf16_supported():
+        ratio("bf16 prefill: own fp32", "windlass bf16, 512 tokens", "windlass fp32, 512 tokens", 1.7)
+    for count, goal in ((1, 1.0), (8, 1.5), (32, 1.5)):
+        other = f"llama.cpp q8_0 decode, {count}"
+        ratio(f"int8 decode, {count} requests: Q8_0", f"windlass int8, {count}", other, goal)
+    found.append(("fp32, 1 request: part of a step outside of the forward", outside, 0.05, True))
+    for label, figures in over_http.items():
+        if "overhead" in figures and "32 clients" in label:
+            found.append((f"{label}: HTTP, scheduler, sampling, text, of a step", figures["overhead"], 0.03, True))
+            found.append((f"{label}: MB beside weights and KV cache", figures["other_memory_mb"], 150, True))
+    return found
 
 
 def _make_model(folder: str, layers: int) -> Any:
@@ -150,6 +240,7 @@ def _make_model(folder: str, layers: int) -> Any:
     )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
+    write_tokenizer(Path(folder))
     return model
 
 
@@ -191,13 +282,13 @@ def _prefill(llm: LLM) -> float:
     return 512 / (time.perf_counter() - began)
 
 
-def _mixed_load() -> list[tuple[list[int], int]]:
+def _mixed_load(count: int = 24) -> list[tuple[list[int], int]]:
     r = random.Random(5)
-    return [(_prompt(r.randrange(16, 257), 100 + n), r.randrange(8, 65)) for n in range(24)]
+    return [(_prompt(r.randrange(16, 257), 100 + n), r.randrange(8, 65)) for n in range(count)]
 
 
 def _mixed(llm: LLM) -> float:
-    """Return the generated tokens a second of 24 requests, 8 at a time."""
+    """Return the generated tokens per second of 24 requests, 8 at a time."""
     llm.reset_prefix_cache()
     load, engine = _mixed_load(), llm.engine
     began, added, generated = time.perf_counter(), 0, 0
@@ -221,7 +312,7 @@ def _generate(model: Any) -> float:
 
 
 def _continuous(model: Any) -> float:
-    """Return the generated tokens a second of transformers' own continuous batching, all requests at once."""
+    """Return the generated tokens per second of transformers' own continuous batching, all requests at once."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     load = _mixed_load()
@@ -240,26 +331,88 @@ def _continuous(model: Any) -> float:
     return sum(len(output.generated_tokens) for output in found.values()) / seconds
 
 
-def _llama(folder: Path, files: str, counts: list[int]) -> dict[str, float]:
+def _outside_of_forward(llm: LLM) -> float:
+    """Return the part of decode steps of one request that is not spent in the model."""
+    engine = llm.engine
+    engine.add_request("outside", _prompt(_PROMPT, random.getrandbits(32)), _greedy(4 * _ANSWER))
+    engine.step()
+    before, began = engine.stats(), time.perf_counter()
+    while engine.has_requests():
+        engine.step()
+    return 1 - (engine.stats().forward_seconds - before.forward_seconds) / (time.perf_counter() - began)
+
+
+def _llama_files(folder: Path, model: Any, forms: Sequence[str], tools: Path) -> list[Path]:
+    """Return the model as files of llama.cpp in the formats that equal those of windlass."""
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    base = write_gguf(folder, model.config, weights)
+    return [quantize(base, _LLAMA_FORMATS[form], tools) for form in forms]
+
+
+def _llama(folder: Path, files: Sequence[Path], counts: list[int]) -> dict[str, float]:
     """Return llama.cpp's tokens per second, by file and number of requests."""
     found = {}
-    for file in files.split(","):
+    for file in files:
         command = [
-            *(str(folder / "llama-batched-bench"), "-m", file, "-t", str(torch.get_num_threads())),
+            *(str(folder / "llama-batched-bench"), "-m", str(file), "-t", str(torch.get_num_threads())),
             *("-c", "16384", "-npp", str(_PROMPT), "-ntg", str(_ANSWER), "-npl", ",".join(map(str, counts))),
             *("--output-format", "jsonl"),
         ]
+        if file.stem == "f32":
+            command += ["-ctk", "f32", "-ctv", "f32"]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         for line in output.splitlines():
             if line.startswith("{"):
                 row = json.loads(line)
-                found[f"{Path(file).name} decode, {row['pl']}"] = float(row["speed_tg"])
-                found[f"{Path(file).name} prefill, {row['pl']}"] = float(row["speed_pp"])
+                found[f"{file.stem} decode, {row['pl']}"] = float(row["speed_tg"])
+                found[f"{file.stem} prefill, {row['pl']}"] = float(row["speed_pp"])
+    return found
+
+
+def _measure_servers(folder: Path, tools: Path | None, files: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Return figures of the mixed load over HTTP, by server and number of clients."""
+    threads = str(torch.get_num_threads())
+    found = {}
+    for clients in _MIXED_CLIENTS:
+        load = _mixed_load(max(24, 2 * clients))
+        command = [sys.executable, "-m", "windlass", "serve", str(folder), "--port", "{port}"]
+        command += ["--served-model-name", "windlass", "--no-prefix-caching", "--kv-cache-tokens", str(_CACHE_TOKENS)]
+        label = f"windlass serve fp32, {clients} clients"
+        found[label] = _measure_server(command, "windlass", load, clients, folder)
+        for file in files[:1] if tools else ():
+            command = [str((tools or Path()) / "llama-server"), "-m", str(file), "--host", "127.0.0.1", "--port"]
+            command += ["{port}", "-t", threads, "-tb", threads, "-np", str(clients), "-c", str(512 * clients)]
+            command += ["-ub", "512", "-ctk", "f32", "-ctv", "f32"]
+            label = f"llama-server {file.stem}, {clients} clients"
+            found[label] = _measure_server(command, "llama", load, clients, folder)
+    return found
+
+
+def _measure_server(
+    command: list[str], model: str, load: list[tuple[list[int], int]], clients: int, folder: Path
+) -> dict[str, float]:
+    server = Server(command, folder / "server.log")
+    try:
+        run_clients(server.port, model, load[:2], 2)
+        before = server.metrics() if model == "windlass" else {}
+        began = _cpu_seconds(), time.perf_counter()
+        found = run_clients(server.port, model, load, clients)
+        found["other"] = _other_cores(*began)  # the server too
+        if before:
+            after, seconds = server.metrics(), time.perf_counter() - began[1]
+            forward = after["windlass:forward_seconds_total"] - before["windlass:forward_seconds_total"]
+            found["overhead"] = 1 - forward / seconds
+            found["resident_mb"] = server.resident()["VmRSS"] / 1e6
+            weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            cache = after["windlass:kv_blocks"] * _KV_BYTES
+            found["other_memory_mb"] = max(0.0, server.resident()["RssAnon"] - weights - cache) / 1e6
+    finally:
+        server.stop()
     return found
 
 
 def _roofs() -> tuple[float, float]:
-    """Return bytes a second of a read loop and floating-point operations a second of a product."""
+    """Return bytes per second of a read loop and floating-point operations a second of a product."""
     path = get_inference_path()
     memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
     prefer_huge_pages(memory)  # packed weights use huge pages too

@@ -149,3 +149,9 @@ def language(seed: int, samples: int = 2, length: int = 7) -> dict[str, torch.Te
     labels = ids.clone()
     labels[0, :3] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def build_longer(name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """Build a model for inference that takes 96 tokens, where its configuration has a limit."""
+    key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
+    return build(name, seed, **{key.get(name, "max_position_embeddings"): 96, **changes}).eval()

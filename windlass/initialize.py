@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +15,7 @@ from torch import nn
 
 from windlass import watchdog
 from windlass.base.compute_device import local_device
-from windlass.base.dtypes import parse_dtype
-from windlass.base.errors import ConfigError, ModelError, StorageError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger, set_config_log_level
 from windlass.base.malloc_thresholds import keep_freed_memory, returning_freed_memory
 from windlass.base.text import join_abridged
@@ -26,14 +24,13 @@ from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
-from windlass.comm.rank_group import world_group
-from windlass.comm.transport import WireOptions
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
 from windlass.engine.engine_reporter import startup_lines
 from windlass.engine.initialize_observer import current_observer
 from windlass.engine.parallelize import mesh_of_model, parallelize
 from windlass.engine.pipeline_engine import engine_class_for
+from windlass.engine.sharded_model_builder import build_sharded_model
 from windlass.engine.training_engine import Engine
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim import muon_groups, optimizer_factory, scheduler_factory
@@ -43,11 +40,7 @@ from windlass.parallel.experts import enable_router_bias_updates, get_requested_
 from windlass.parallel.megatron_flags import has_flagged_parameters
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
-from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
 from windlass.zero.core import parameter_registry
-from windlass.zero.core.sharding_policy import sharding_policy
-from windlass.zero.core.unit_partition import UnitRules
-from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.update_class import update_class
@@ -139,57 +132,55 @@ def build_engine(
     """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
-    watch = current_observer()
-    settings_of = load_config(source)
-    settings_of.ensure_supported()
-    set_config_log_level(settings_of.log_level)
-    if settings_of.comments:
-        logger.info(f"{settings_of.name}: ignored as comments: {join_abridged(settings_of.comments)}")
-    if "activation_checkpointing" in settings_of.model_fields_set and not activation_checkpoint_api.is_configured():
-        activation_checkpoint_api.configure(settings_of)
+    observer = current_observer()
+    config = load_config(source)
+    config.ensure_supported()
+    set_config_log_level(config.log_level)
+    if config.comments:
+        logger.info(f"{config.name}: ignored as comments: {join_abridged(config.comments)}")
+    if "activation_checkpointing" in config.model_fields_set and not activation_checkpoint_api.is_configured():
+        activation_checkpoint_api.configure(config)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
         )
-    setup_distributed(settings_of, distributed_port)
-    if "comms_logger" in settings_of.model_fields_set:
-        comms_logger.configure(settings_of.comms_logger)
+    setup_distributed(config, distributed_port)
+    if "comms_logger" in config.model_fields_set:
+        comms_logger.configure(config.comms_logger)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
     by_script, by_model = _axis_sizes_from_script(model, mpu, mesh_param, world), _axis_sizes_from_model(model)
-    axes = settings_of.axes(world, source, {**by_script, **by_model})
+    axes = config.axes(world, source, {**by_script, **by_model})
     progress = TrainingProgress(
-        settings_of.resolve_batch(world, source, axes),
-        managed_gradient_accumulation=settings_of.managed_gradient_accumulation,
+        config.resolve_batch(world, source, axes),
+        managed_gradient_accumulation=config.managed_gradient_accumulation,
     )
     device = local_device()
-    _check_hardware(settings_of, device)
+    _check_hardware(config, device)
     _destroy_previous_engines(model, allow_training=replace_training_engine)
-    if rate := settings_of.parallel.expert_bias_update_rate:
+    if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
-    mesh = _get_or_build_mesh(model, settings_of, axes)
+    mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
-            full = {id(parameter) for parameter in model.parameters()}
+            all_ids = {id(parameter) for parameter in model.parameters()}
             if shards_model(mpu):
                 mpu.apply(model)
-            parallelize(
-                model, mesh, settings_of, script_axes=_script_owned_axes(model, by_script, by_model, settings_of)
-            )
-            gone = full.difference(id(parameter) for parameter in model.parameters())
-            optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, gone)
-        built = _build_optimizer(model, optimizer, model_parameters, settings_of, mesh)
-        _check_checkpoint_format(built, settings_of)
-        watch.before_sharding(model, built, settings_of)
+            parallelize(model, mesh, config, script_axes=_script_owned_axes(model, by_script, by_model, config))
+            remote_ids = all_ids.difference(id(parameter) for parameter in model.parameters())
+            optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, remote_ids)
+        built = _build_optimizer(model, optimizer, model_parameters, config, mesh)
+        _check_checkpoint_format(built, config)
+        observer.before_sharding(model, built, config)
         engine = engine_class_for(engine_class, model)(
-            _ShardedModelBuilder(model, built, settings_of, device, mesh),
+            _ShardedModelBuilder(model, built, config, device, mesh),
             built,
-            settings_of,
+            config,
             progress,
-            _build_loss_scale(settings_of),
+            _build_loss_scale(config),
         )
     try:
-        engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, settings_of)
+        engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, config)
     except Exception:  # raised on every rank alike
         engine.destroy()
         raise
@@ -198,7 +189,7 @@ def build_engine(
     _engines_by_model_id[id(model)] = engine
     if device.type == "cpu":
         keep_freed_memory()
-    watch.after_initialize(engine)
+    observer.after_initialize(engine)
     return engine
 
 
@@ -404,191 +395,11 @@ class _ShardedModelBuilder:
         mesh = (
             given or mesh_of_model(self.model) or _get_or_build_mesh(self.model, self.config, self.config.axes(world))
         )
-        sharded = _build_sharded_model(self.model, self.optimizer, self.config, self.device, mesh, callbacks)
+        timeout = _collective_timeout(self.config)
+        sharded = build_sharded_model(self.model, self.optimizer, self.config, self.device, mesh, callbacks, timeout)
         for line in startup_lines(sharded, self.config, world) if given is not None else ():
             logger.info(line)
         return sharded
-
-
-def _build_sharded_model(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    device: torch.device,
-    mesh: Mesh,
-    callbacks: EngineCallbacks,
-) -> ShardedModel:
-    zero = config.zero_optimization
-    tiers = _build_placements(config)
-    has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
-    policy = sharding_policy(
-        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
-    )
-    table = config.dtype_table()
-    mixed = config.fp16.enabled or config.bf16.enabled
-    widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
-    accumulate = widest or parse_dtype(table.accumulation_dtype)
-    wire = widest or parse_dtype(table.reduce_dtype)
-    before, after = _gradient_divide_factors(config, wire, mesh)
-    settings = ZeroSettings(
-        policy=policy,
-        unit_rules=UnitRules(
-            persistence_threshold=zero.stage3_param_persistence_threshold,
-            max_persistent_numel=zero.stage3_model_persistence_threshold,
-            merge_below=zero.unit_merge_threshold,
-            split_above=max(zero.stage3_max_live_parameters, 1 << 20),
-            blocks=tuple(zero.blocks or ()),
-            lowered=_autocast_reduced_parameters(model, config),
-        ),
-        lowered_reduce_dtype=parse_dtype(table.compute_dtype) if config.torch_autocast.enabled else None,
-        param_dtype=parse_dtype(table.param_dtype) if mixed else None,
-        master_dtype=parse_dtype(table.master_dtype) if table.master_dtype != "fp32" else None,
-        state_dtype=parse_dtype(table.state_dtype) if table.master_dtype != "fp32" else None,
-        accumulation_dtype=accumulate,
-        reduce_dtype=wire,
-        predivide_factor=before,
-        postdivide_factor=after,
-        overlap_comm=zero.overlap_comm_enabled,
-        wire_options=WireOptions(
-            reduce_chunk=zero.reduce_bucket_size,
-            gather_chunk=zero.allgather_bucket_size,
-            use_reduce_scatter=zero.reduce_scatter,
-            use_all_gather=zero.allgather_partitions,
-            rotate_peers=zero.round_robin_gradients,
-        ),
-        contiguous_gradients=zero.contiguous_gradients,
-        ignore_unused_parameters=zero.ignore_unused_parameters,
-        sub_group_size=zero.sub_group_size,
-        prefetch_numel=zero.stage3_prefetch_bucket_size,
-        max_live_numel=zero.stage3_max_live_parameters,
-        max_reuse_distance=zero.stage3_max_reuse_distance,
-        transport=config.comm.transport,
-        timeout=_collective_timeout(config),
-        tiers=tiers,
-        delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
-    )
-    try:
-        return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
-    except BaseException:
-        if tiers.disk is not None:
-            tiers.disk.close()
-        raise
-
-
-def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:
-    """Return the ids of parameters whose gradients are reduced in the autocast dtype.
-
-    Raises:
-        ConfigError: a name is not a class of an imported module.
-    """
-    section = config.torch_autocast
-    kinds: set[Any] = set()
-    for name in (section.lower_precision_safe_modules or ()) if section.enabled else ():
-        package, _, own = name.rpartition(".")
-        # the module is already imported, because the model uses the class
-        kind = getattr(sys.modules.get(package), own, None)
-        if not isinstance(kind, type):
-            raise ConfigError(
-                f"torch_autocast.lower_precision_safe_modules: {name!r} is not a class of an imported module; write "
-                "the "
-                'full name of a class, such as "torch.nn.Linear"'
-            )
-        kinds.add(kind)
-    modules = [module for module in model.modules() if type(module) in kinds]
-    return frozenset(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
-
-
-def _build_placements(config: Config) -> Placements:
-    """Return the tier of each kind of slot, and open the NVMe tier if any slot is on it."""
-    zero = config.zero_optimization
-    state, param = zero.offload_optimizer, zero.offload_param
-    paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
-    disk = _open_nvme_tier(list(dict.fromkeys(paths)), config) if paths else None
-    staging = StagingPool(disk, _staging_bytes(config)) if disk is not None else None
-    of_state = _TIER_OF_DEVICE[state.device] if state is not None else Tier.DEVICE
-    gradient = of_state
-    if of_state is Tier.NVME and state is not None:
-        gradient = _TIER_OF_DEVICE[state.gradient_device]
-    pins = [section.pin_memory for section in (state, param) if section is not None]
-    return Placements(
-        param=_TIER_OF_DEVICE[param.device] if param is not None else Tier.DEVICE,
-        state=of_state,
-        gradient=gradient,
-        ratio=state.ratio if state is not None else 1.0,
-        pin=any(pins),
-        disk=disk,
-        staging=staging,
-        read_ahead_numel=param.buffer_count * param.buffer_size if param is not None else 0,
-        max_update_numel=staging.limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
-        if staging is not None
-        else 1 << 62,
-    )
-
-
-def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
-    """Open the NVMe tier on every rank; if any rank fails, close it and raise on all ranks. Collective."""
-    disk, problem = None, ""
-    try:
-        disk = DeferredFailureTier(
-            paths,
-            queue_depth=config.aio.queue_depth,
-            block_size=config.aio.block_size,
-            threads=config.aio.intra_op_parallelism if config.aio.intra_op_parallelism > 1 else None,
-        )
-    except StorageError as error:
-        problem = str(error)
-    problems = world_group().all_gather_object(problem)
-    sizes = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-    if disk is None or sizes:
-        if disk is not None:
-            disk.close()
-        raise StorageError("; ".join(sizes))
-    return disk
-
-
-_TIER_OF_DEVICE = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-
-
-def _nvme_paths(section: Any) -> list[str]:
-    return list(section.nvme_path or ()) if section.device == "nvme" else []
-
-
-_BATCHES_IN_FLIGHT = 3  # batches of an NVMe update in flight: one is read, one is updated, one is written
-_STAGED_BYTES_PER_ELEMENT = 16  # bytes per element of a batch: master weight, two moments and gradient, 4 each
-
-
-def _staging_bytes(config: Config) -> int:
-    """Return the bytes of host memory that stage this rank's NVMe reads and writes.
-
-    The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.
-    """
-    zero = config.zero_optimization
-    free = max(48 << 20, staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    state = zero.offload_optimizer
-    if state is None or "buffer_count" not in state.model_fields_set:
-        return free
-    return min(free, max(_BATCHES_IN_FLIGHT, state.buffer_count) * zero.sub_group_size * _STAGED_BYTES_PER_ELEMENT)
-
-
-def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Mesh) -> tuple[float, float]:
-    """Return the factors of a gradient before and after the sum over ranks.
-
-    Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
-    loss of one sequence. A predivide factor is then multiplied back after the sum, and prescale_gradients has nothing
-    to divide, as in DeepSpeed.
-
-    Sums in 16 bits are divided after the sum, unless the configuration sets it otherwise: small gradients would
-    underflow before it. In float32 the order does not matter, and dividing before costs nothing.
-    """
-    world = mesh.dense.data.size
-    divide = config.gradient_predivide_factor
-    if config.gradient_allreduce_op == "sum":
-        return mesh.grid.data_loading_size / world / divide, divide
-    if config.prescale_gradients:
-        return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
-    if divide != 1.0:
-        return 1.0 / divide, divide / world
-    return (1.0 / world, 1.0) if reduce_dtype.itemsize >= 4 else (1.0, 1.0 / world)
 
 
 def _build_loss_scale(config: Config) -> LossScale:

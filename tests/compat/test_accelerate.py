@@ -73,7 +73,7 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
     """Return the results of all cases, by number of ranks."""
     out = tmp_path_factory.mktemp("accelerate")
     results: dict[int, Told] = {}
@@ -87,7 +87,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
                     case["config"]["train_micro_batch_size_per_gpu"] = 8 // ranks
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("accelerate_training.py", out, out / f"cases-{ranks}.json", ranks=ranks)
-            results[ranks] = json.loads((out / f"told-{ranks}.json").read_text())
+            results[ranks] = json.loads((out / f"results-{ranks}.json").read_text())
         return results[ranks]
 
     return get
@@ -95,9 +95,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name in _CASES if not name.startswith("two")])
-def test_training_equals_plain_pytorch(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_training_equals_plain_pytorch(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms, gathered weights and losses after `load_state` equal plain PyTorch's."""
-    plain, item = _plain(scheduled="scheduled" in name), told(ranks)[name]
+    plain, item = _plain(scheduled="scheduled" in name), results_of(ranks)[name]
     steps = _CASES[name].get("accumulation", 1)
     means = [sum(item["losses"][i : i + steps]) / steps for i in range(0, len(item["losses"]), steps)]
     assert item["processes"] == ranks
@@ -112,7 +112,7 @@ def test_training_equals_plain_pytorch(told: Callable[[int], Told], name: str, r
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, ranks: int) -> None:
+def test_two_models_in_one_accelerator(results_of: Callable[[int], Told], stage: int, ranks: int) -> None:
     """A teacher and a student of one Accelerator, and a second trained model in another, train as in plain PyTorch."""
     from tests.compat.scripts import accelerate_training
 
@@ -137,7 +137,7 @@ def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, 
         ]
         for a, b in zip(x, y, strict=True)
     ]
-    item = told(ranks)[f"two-{stage}"]
+    item = results_of(ranks)[f"two-{stage}"]
     assert item["losses"] == pytest.approx(losses, abs=2e-6)
     for actual, expected in zip(item["both"], both, strict=True):
         assert actual == pytest.approx(expected, abs=2e-6)
@@ -159,6 +159,6 @@ def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, env=env | stand_in_environment(env), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads((tmp_path / "told-2.json").read_text())["stage-2"]
+    result = json.loads((tmp_path / "results-2.json").read_text())["stage-2"]
     assert result["processes"] == 2
     assert result["losses"] == pytest.approx(_plain()["losses"], abs=2e-6)

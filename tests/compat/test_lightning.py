@@ -56,7 +56,7 @@ Told = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
     """Return the results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
     out = tmp_path_factory.mktemp("lightning")
     results: dict[int, Told] = {}
@@ -70,7 +70,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
             ]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("lightning_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
-            results[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            results[ranks] = json.loads((out / f"results-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
             for name, item in results[ranks].items():
                 item["folder"] = out / f"{name}-{max(ranks, 1)}"
         return results[ranks]
@@ -83,9 +83,9 @@ _RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("name", _CASES)
-def test_losses_equal_plain_lightning(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_losses_equal_plain_lightning(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses of training, after a resume in a new Trainer and of validation, and the rate, equal plain lightning's."""
-    plain, item = told(0)[_CASES[name]["like"]], told(ranks)[name]
+    plain, item = results_of(0)[_CASES[name]["like"]], results_of(ranks)[name]
     assert item["engine"] == "windlass.compat.deepspeed_engine"
     assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert item["validated"] == pytest.approx(plain["validated"], abs=2e-6)
@@ -95,10 +95,10 @@ def test_losses_equal_plain_lightning(told: Callable[[int], Told], name: str, ra
 
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_lightning_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
+def test_lightning_tool_reads_the_files(results_of: Callable[[int], Told], stage: int, ranks: int) -> None:
     """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
-    expected = _loaded(told(0)["resumed"]["folder"] / "half.ckpt")
-    actual = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
+    expected = _loaded(results_of(0)["resumed"]["folder"] / "half.ckpt")
+    actual = _loaded(results_of(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
     for name, value in expected["state_dict"].items():
         torch.testing.assert_close(actual["state_dict"][name], value, atol=2e-6, rtol=1e-5)
     assert actual["global_step"] == expected["global_step"] == 2

@@ -49,7 +49,7 @@ Ask = Callable[[int, bool], Told]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     """Return the results of the cases, all or the quick ones: on 0 ranks without DeepSpeed, on 1 and 2 with it."""
     from transformers import LlamaForCausalLM
 
@@ -72,7 +72,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
             cases = [{"name": name, "ranks": max(ranks, 1), **case} for name, case in chosen.items()]
             (out / "cases.json").write_text(json.dumps(cases))
             start("peft_training.py", out, out / "cases.json", ranks=ranks, stands_in=ranks > 0, seconds=600)
-            file = out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json"
+            file = out / f"results-{max(ranks, 1)}{'' if ranks else '-plain'}.json"
             results[ranks, every] = json.loads(file.read_text())
         return results[ranks, every]
 
@@ -87,22 +87,22 @@ def _holds(plain: dict[str, Any], one: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", _QUICK)
-def test_adapters_train_and_are_saved_over_two_ranks(told: Ask, name: str) -> None:
+def test_adapters_train_and_are_saved_over_two_ranks(results_of: Ask, name: str) -> None:
     """Losses equal those without DeepSpeed, and the saved adapter on the plain base has the engine's logits bit by bit.
 
     The file has the same content as without DeepSpeed, and no base weights.
     """
-    _holds(_plain_of(told, name), told(2, False)[name])
+    _holds(_plain_of(results_of, name), results_of(2, False)[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", _CASES)
-def test_adapters_train_and_are_saved(told: Ask, name: str, ranks: int) -> None:
+def test_adapters_train_and_are_saved(results_of: Ask, name: str, ranks: int) -> None:
     """All cases have the losses of a run without DeepSpeed and save the engine's adapter."""
-    _holds(_plain_of(told, name), told(ranks, True)[name])
+    _holds(_plain_of(results_of, name), results_of(ranks, True)[name])
 
 
-def _plain_of(told: Ask, name: str) -> dict[str, Any]:
+def _plain_of(results_of: Ask, name: str) -> dict[str, Any]:
     variant, route = name.split("-")[:2]
-    return told(0, True)[f"{variant}-{route}-plain"]
+    return results_of(0, True)[f"{variant}-{route}-plain"]

@@ -61,7 +61,7 @@ Told = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
     """Return the results of all cases: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed configurations."""
     from transformers import LlamaForCausalLM
 
@@ -81,7 +81,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
                 cases = [{"name": "plain", **_ALL}, {"name": "resized", "resize": 56, "save": True}]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("transformers_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
-            results[ranks] = json.loads((out / f"told-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
+            results[ranks] = json.loads((out / f"results-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
             for name, item in results[ranks].items():
                 item["folder"] = out / f"{name}-{ranks}"
         return results[ranks]
@@ -91,9 +91,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
-def test_losses_equal_the_plain_trainer(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_losses_equal_the_plain_trainer(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms and learning rates, also after a resume in a new Trainer, equal the plain Trainer's."""
-    plain, item = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
+    plain, item = results_of(0)["resized" if _CASES[name].get("resize") else "plain"], results_of(ranks)[name]
     assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert item["norms"] == pytest.approx(plain["norms"], rel=1e-5)
     if _CASES[name].get("resume"):
@@ -105,9 +105,9 @@ def test_losses_equal_the_plain_trainer(told: Callable[[int], Told], name: str, 
 
 
 @pytest.mark.parametrize("name", _AXES)
-def test_models_and_sequences_sharded_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
+def test_models_and_sequences_sharded_over_ranks_train_as_one(results_of: Callable[[int], Told], name: str) -> None:
     """Losses and norms with tensor and with sequence parallelism on two ranks equal the plain Trainer's."""
-    plain, item = told(0)["plain"], told(2)[name]
+    plain, item = results_of(0)["plain"], results_of(2)[name]
     assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert item["norms"] == pytest.approx(plain["norms"], rel=1e-5)
     if _AXES[name].get("resume"):
@@ -115,15 +115,15 @@ def test_models_and_sequences_sharded_over_ranks_train_as_one(told: Callable[[in
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bf16_losses_are_close_to_fp32(told: Callable[[int], Told], ranks: int) -> None:
+def test_bf16_losses_are_close_to_fp32(results_of: Callable[[int], Told], ranks: int) -> None:
     """bf16 with fp32 masters follows the fp32 losses within the precision of bf16 logits."""
-    assert told(ranks)["bf16"]["losses"] == pytest.approx(told(0)["plain"]["losses"], rel=2e-3)
+    assert results_of(ranks)["bf16"]["losses"] == pytest.approx(results_of(0)["plain"]["losses"], rel=2e-3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_schedule_of_the_configuration_equals_deepspeed(told: Callable[[int], Told], ranks: int) -> None:
+def test_schedule_of_the_configuration_equals_deepspeed(results_of: Callable[[int], Told], ranks: int) -> None:
     """DeepSpeed's warm-up has made no step before the second update, which has the lowest rate too."""
-    plain, item = told(0)["plain"], told(ranks)["schedule"]
+    plain, item = results_of(0)["plain"], results_of(ranks)["schedule"]
     assert item["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
     assert item["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
     assert abs(item["losses"][2] - plain["losses"][2]) > 1e-3
@@ -136,10 +136,10 @@ def test_schedule_of_the_configuration_equals_deepspeed(told: Callable[[int], To
         *((name, 2) for name, case in _AXES.items() if case.get("save")),
     ],
 )
-def test_saved_models_are_complete_and_equal(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_saved_models_are_complete_and_equal(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
     """`save_model` writes every weight, equal to the plain Trainer's, and resume finds the checkpoints."""
     case = {**_CASES, **_AXES}[name]
-    plain, item = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]
+    plain, item = results_of(0)["resized" if case.get("resize") else "plain"], results_of(ranks)[name]
     expected, actual = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, item))
     assert actual.keys() == expected.keys()
     for key, value in expected.items():

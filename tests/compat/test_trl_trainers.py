@@ -44,7 +44,7 @@ Ask = Callable[[int, bool, bool], Told]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     """Return the results of the cases, all or the quick ones, by number of ranks, with or without DeepSpeed.
 
     Without DeepSpeed two ranks use DDP. The text that GRPO generates depends on the rank, so it is compared with a run
@@ -65,7 +65,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
             launched = 0 if plain and ranks == 1 else ranks
             start("trl_training.py", out, out / "cases.json", ranks=launched, stands_in=not plain, seconds=600)
             results[ranks, plain, every] = json.loads(
-                (out / f"told-{ranks}{'-plain' if plain else ''}.json").read_text()
+                (out / f"results-{ranks}{'-plain' if plain else ''}.json").read_text()
             )
         return results[ranks, plain, every]
 
@@ -80,8 +80,8 @@ def _kind_of(name: str) -> str:
     return name.removesuffix("-sharded-init").rpartition("-")[0]
 
 
-def _holds(told: Ask, name: str, ranks: int, every: bool) -> None:
-    plain, item = told(ranks, True, every)[_kind_of(name)], told(ranks, False, every)[name]
+def _holds(results_of: Ask, name: str, ranks: int, every: bool) -> None:
+    plain, item = results_of(ranks, True, every)[_kind_of(name)], results_of(ranks, False, every)[name]
     keys = {key for key, values in plain.items() if values}
     assert {"loss", "grad_norm"} < keys
     for key in keys:
@@ -91,14 +91,14 @@ def _holds(told: Ask, name: str, ranks: int, every: bool) -> None:
 
 
 @pytest.mark.parametrize("name", _QUICK)
-def test_trainers_over_two_ranks(told: Ask, name: str) -> None:
+def test_trainers_over_two_ranks(results_of: Ask, name: str) -> None:
     """Losses, gradient norms, rewards and divergences equal those of the same trainer without DeepSpeed."""
-    _holds(told, name, 2, False)
+    _holds(results_of, name, 2, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", _CASES)
-def test_trainers(told: Ask, name: str, ranks: int) -> None:
+def test_trainers(results_of: Ask, name: str, ranks: int) -> None:
     """Every case equals the same trainer without DeepSpeed."""
-    _holds(told, name, ranks, True)
+    _holds(results_of, name, ranks, True)

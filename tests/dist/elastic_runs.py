@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, specimen
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, offload_to
 from tests.dist.test_offload_resume import Counting
 from tests.models import Place, cast
 from tests.oracle import Recipe
@@ -24,7 +24,7 @@ from tests.oracle import Recipe
 GLOBAL = 12  # micro-batches of a step on all ranks together, divisible by any number of ranks
 BEFORE, AFTER = 2, 5  # steps before and after the save
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}}
-HOMES = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}
+TIERS = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}
 CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
     "all": (),
     "hpz": (("zero_hpz_partition_size", 2),),
@@ -38,31 +38,31 @@ class Layout:
 
     ranks: int
     stage: int
-    home: str = "device"
+    tier: str = "device"
     transport: str = "gloo"
     cut: str = "all"
 
     def setting(self, folder: str) -> Setting:
         """Return the setting for `ds_config`, with parameters split over chunks and chunks of several parameters."""
-        state, param = HOMES[self.home]
-        away = homes(state, param if self.stage == 3 else "none", folder)
+        state, param = TIERS[self.tier]
+        away = offload_to(state, param if self.stage == 3 else "none", folder)
         return Setting(self.stage, zero=(*away, *CUTS[self.cut], ("sub_group_size", 100)))
 
 
-def allowed(ranks: int, stage: int, home: str, cut: str = "all") -> bool:
+def allowed(ranks: int, stage: int, tier: str, cut: str = "all") -> bool:
     """Return True if the layout exists.
 
     At stage 0 nothing is sharded, so nothing can be offloaded. The other shardings need enough ranks.
     """
-    if cut != "all" and (ranks != 4 or stage != 3 or (cut == "hpz" and home != "device")):
+    if cut != "all" and (ranks != 4 or stage != 3 or (cut == "hpz" and tier != "device")):
         return False
-    return stage > 0 or home == "device"
+    return stage > 0 or tier == "device"
 
 
 LAYOUTS = [
-    Layout(ranks, stage, home)
-    for ranks, stage, home in product((1, 2, 3, 4), (0, 1, 2, 3), HOMES)
-    if allowed(ranks, stage, home)
+    Layout(ranks, stage, tier)
+    for ranks, stage, tier in product((1, 2, 3, 4), (0, 1, 2, 3), TIERS)
+    if allowed(ranks, stage, tier)
 ]
 
 
@@ -137,7 +137,7 @@ def steps(engine: Any, row: Row, first: int, last: int) -> list[float]:
     return means
 
 
-def told(engine: Any) -> dict[str, Any]:
+def comparable_state(engine: Any) -> dict[str, Any]:
     """Return the values that must be equal in every layout."""
     return {
         "fingerprint": engine.fingerprint(),
@@ -148,22 +148,22 @@ def told(engine: Any) -> dict[str, Any]:
     }
 
 
-def save_and_go_on(row: Row, folder: str) -> dict[str, Any]:
+def save_and_continue(row: Row, folder: str) -> dict[str, Any]:
     """Train, save, and continue without interruption."""
     engine = engine_for(row, row.first, folder, 0)
     steps(engine, row, 0, BEFORE)
     engine.save_checkpoint(folder)
-    saved = told(engine)
+    saved = comparable_state(engine)
     losses = steps(engine, row, BEFORE, BEFORE + AFTER)
     engine.destroy()
     return {"saved": saved, "losses": losses}
 
 
-def take_up(row: Row, folder: str) -> dict[str, Any]:
+def load_and_continue(row: Row, folder: str) -> dict[str, Any]:
     """Load the checkpoint in the other layout into a model with other weights, and continue."""
     engine = engine_for(row, row.second, folder, 50)
     engine.load_checkpoint(folder)
-    loaded = told(engine)
+    loaded = comparable_state(engine)
     losses = steps(engine, row, BEFORE, BEFORE + AFTER)
     engine.destroy()
     return {"saved": loaded, "losses": losses}
@@ -209,9 +209,9 @@ def hold(rows: list[Row], folder: Any) -> None:
     """Assert that every resumed run equals the uninterrupted one. Common first parts are trained and saved once."""
     begun = list(dict.fromkeys(replace(row, second=row.first) for row in rows))
     places = {row: f"{folder}/{number}" for number, row in enumerate(begun)}
-    expected = over_ranks(save_and_go_on, list(places.items()), lambda row: row.first)
+    expected = over_ranks(save_and_continue, list(places.items()), lambda row: row.first)
     numbered = [(row, places[replace(row, second=row.first)]) for row in rows]
-    actual = over_ranks(take_up, numbered, lambda row: row.second)
+    actual = over_ranks(load_and_continue, numbered, lambda row: row.second)
     text = []
     for row in rows:
         if wrong := complaints(row, expected[replace(row, second=row.first)], actual[row]):

@@ -90,7 +90,7 @@ class Case:
     accumulation: int = 1
     more: tuple[tuple[str, Any], ...] = ()
     zero: tuple[tuple[str, Any], ...] = ()
-    born: bool = False  # constructed under zero.Init
+    under_init: bool = False  # constructed under zero.Init
     optimizer: str = "AdamW"
     params: tuple[tuple[str, Any], ...] = tuple(ADAMW.items())
     bound: float = 1e-5  # for losses, norms and parameters
@@ -106,7 +106,7 @@ class Case:
     def __str__(self) -> str:
         axes = "-".join(f"{axis}{size}" for axis, size in self.axes)
         marks = [*(["tied"] if self.tied else []), *(["host"] if self.host else [])]
-        marks += ["born"] if self.born else []
+        marks += ["under_init"] if self.under_init else []
         marks += [self.sequence] if any(axis == "sp" for axis, _ in self.axes) else []
         marks += [self.optimizer] if self.optimizer != "AdamW" else []
         return "-".join([self.model, axes, f"of{self.ranks}", f"stage{self.stage}", *marks])
@@ -167,9 +167,9 @@ def train(case: Case, steps: int = STEPS, save: str | None = None, source: str |
     import windlass
 
     config = config_of(case)
-    with windlass.zero.Init(enabled=case.born):
+    with windlass.zero.Init(enabled=case.under_init):
         model = build(case.model, tied=case.tied)
-    assert not case.born or windlass.zero.sharded_init.initial_shard.find(next(model.parameters())) is not None
+    assert not case.under_init or windlass.zero.sharded_init.initial_shard.find(next(model.parameters())) is not None
     engine, *_ = windlass.initialize(model=model, config=config)
     if source is not None:
         engine.load_checkpoint(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from tests.hf_models import checkpointed
 from windlass.comm.mesh import build_mesh
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import MeshShape
+from windlass.comm.point_to_point import exchange_tensors
 from windlass.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
 from windlass.parallel.pipeline.pipeline_schedules import ScheduleName, build_forward_schedule, build_schedule
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, execute_schedule
-from windlass.parallel.pipeline.shared_gradients import sum_shared_gradients
 from windlass.parallel.pipeline.stage_transfers import StageTransfers
 from windlass.parallel.pipeline.staged_model import split_into_stages
 from windlass.parallel.pipeline.transfer_order import add_transfers
@@ -365,3 +366,39 @@ def _stages(name: str, rank: int, ranks: int, micros: int, each: int) -> tuple[A
         return model, [row_batch(name, micro) for micro in range(micros)]
     result = split_into_stages(transformer(name), rank, ranks, virtual_stages=each)
     return result, [text(micro) for micro in range(micros)]
+
+
+def sum_shared_gradients(model: nn.Module, shared_parameters: Mapping[str, tuple[int, ...]], axis: MeshAxis) -> int:
+    """Replace the gradient of each shared parameter by the sum over the ranks that hold it.
+
+    The sum is taken in rank order, so all ranks get identical bits. Gradients are full (unsharded) and in `.grad`. All
+    ranks that hold a shared parameter must call this.
+
+    Returns:
+        Bytes that this rank received.
+    """
+    held = [(ranks, model.get_parameter(name)) for name, ranks in sorted(shared_parameters.items())]
+    held = [(ranks, parameter) for ranks, parameter in held if parameter.requires_grad]
+    sends: list[tuple[int, torch.Tensor]] = []
+    receives: list[tuple[int, torch.Tensor]] = []
+    parts: list[list[torch.Tensor]] = []
+    for ranks, parameter in held:
+        own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        own = own.contiguous()
+        parts.append([])
+        for rank in ranks:
+            if rank == axis.index:
+                parts[-1].append(own)
+                continue
+            other = torch.empty_like(own)
+            sends.append((rank, own.view(-1)))
+            receives.append((rank, other.view(-1)))
+            parts[-1].append(other)
+    moved = exchange_tensors(axis.group, sends, receives)
+    axis.traffic.add("shared gradients", 0, moved)
+    for (_, parameter), each in zip(held, parts, strict=True):
+        total = each[0].clone()
+        for part in each[1:]:
+            total += part
+        parameter.grad = total
+    return moved

@@ -32,7 +32,7 @@ def words(place: Place) -> Batch:
     return {"ids": torch.randint(0, 24, (3, 10), generator=place.generator())}
 
 
-def through(home: str) -> Callable[..., Any]:
+def through(tier: str) -> Callable[..., Any]:
     """Return the call for a tier of activations: plain, checkpointed, or with saved tensors on NVMe."""
     from windlass import checkpointing
 
@@ -40,11 +40,11 @@ def through(home: str) -> Callable[..., Any]:
         with checkpointing.offload_saved_tensors("nvme", min_offload_bytes=0):
             return function(*args, **kwargs)
 
-    return {"plain": plainly, "region": regional}.get(home, checkpointing.checkpoint)
+    return {"plain": plainly, "region": regional}.get(tier, checkpointing.checkpoint)
 
 
 @contextmanager
-def configured(home: str, folder: str) -> Iterator[None]:
+def configured(tier: str, folder: str) -> Iterator[None]:
     """Configure the tier of saved activations temporarily."""
     from windlass import checkpointing
 
@@ -53,39 +53,39 @@ def configured(home: str, folder: str) -> Iterator[None]:
         "nvme": {"nvme_path": folder},
         "region": {"nvme_path": folder},
     }
-    checkpointing.configure(min_offload_bytes=0, **options.get(home, {}))
+    checkpointing.configure(min_offload_bytes=0, **options.get(tier, {}))
     yield
     counts = checkpointing.get_offload_counters()
-    assert (counts is not None and counts.offloaded_bytes > 0) == (home in ("buffer", "nvme"))
+    assert (counts is not None and counts.offloaded_bytes > 0) == (tier in ("buffer", "nvme"))
     checkpointing.configure()
     checkpointing.reset()
 
 
-def train(name: str, home: str, recipe: Recipe, setting: Setting, folder: str) -> Any:
+def train(name: str, tier: str, recipe: Recipe, setting: Setting, folder: str) -> Any:
     def build() -> nn.Module:
-        return NETS[name](through(home))
+        return NETS[name](through(tier))
 
-    with configured(home, folder), patch.dict(ZOO, {name: Specimen(name, build, words)}):
+    with configured(tier, folder), patch.dict(ZOO, {name: Specimen(name, build, words)}):
         return train_rank(name, recipe, setting)
 
 
-def train_all(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], folder: str) -> list[list[Any]]:
+def train_all(name: str, tiers: list[str], recipe: Recipe, settings: list[Setting], folder: str) -> list[list[Any]]:
     """Return traces by setting and activation tier on this rank."""
     torch.use_deterministic_algorithms(True)
     try:
-        return [[train(name, home, recipe, setting, folder) for home in homes] for setting in settings]
+        return [[train(name, tier, recipe, setting, folder) for tier in tiers] for setting in settings]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def hold(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], folder: Path) -> None:
+def hold(name: str, tiers: list[str], recipe: Recipe, settings: list[Setting], folder: Path) -> None:
     """Assert that every tier gives the result of the first one, in each setting."""
-    by_rank = run_ranks(train_all, recipe.ranks, name, homes, recipe, settings, str(folder), timeout=180)
+    by_rank = run_ranks(train_all, recipe.ranks, name, tiers, recipe, settings, str(folder), timeout=180)
     for place, setting in enumerate(settings):
-        for index, home in enumerate(homes[1:], start=1):
+        for index, tier in enumerate(tiers[1:], start=1):
             plain, other = ([traces[place][number] for traces in by_rank] for number in (0, index))
             text = bitwise_difference(plain, other)
-            assert not text, (name, home, setting, text[:5])
+            assert not text, (name, tier, setting, text[:5])
 
 
 def settings(transport: str) -> list[Setting]:
@@ -99,7 +99,7 @@ def recipe_for(ranks: int) -> Recipe:
     return Recipe(ranks=ranks, steps=2, accumulation=2, optimizer="AdamW", optimizer_params=(("lr", 1e-3),))
 
 
-def homes_for(name: str, transport: str) -> list[str]:
+def tiers_for(name: str, transport: str) -> list[str]:
     """Return the plain run, checkpoints in memory, and other tiers of saved activations."""
     others = {("Net", "gloo"): ["buffer", "nvme", "region"], ("Twice", "shm"): ["nvme", "region"]}
     return ["plain", "kept", *others.get((name, transport), ["buffer" if transport == "shm" else "nvme"])]
@@ -119,14 +119,14 @@ def test_checkpointing_under_the_engine_equals_plain_pytorch(
     stages = settings(transport)
     if (ranks, transport) == (2, "gloo"):
         stages = share(stages[3:], list(NETS).index(name), 2, every)
-    hold(name, homes_for(name, transport), recipe_for(ranks), stages, tmp_path)
+    hold(name, tiers_for(name, transport), recipe_for(ranks), stages, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", NETS)
 def test_checkpointed_at_the_other_stages_over_gloo(name: str, tmp_path: Path) -> None:
-    hold(name, homes_for(name, "gloo"), recipe_for(2), settings("gloo")[:3], tmp_path)
+    hold(name, tiers_for(name, "gloo"), recipe_for(2), settings("gloo")[:3], tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
@@ -148,7 +148,7 @@ class Unit:
         return self.group
 
 
-def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
+def train_partitioned(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
     """Train equally on all ranks with saved activations sharded over them. Return differences and kept bytes."""
     from windlass import checkpointing
     from windlass.compat import activation_names
@@ -181,7 +181,7 @@ def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], i
 def test_sharded_activations_are_restored(name: str, tmp_path: Path) -> None:
     buffer = {"contiguous_memory_optimization": True, "number_checkpoints": 6}
     for options in ({}, {"cpu_checkpointing": True}, buffer, {"nvme_path": str(tmp_path)}):
-        for text, moved in run_ranks(cut, 3, name, options == buffer, options):
+        for text, moved in run_ranks(train_partitioned, 3, name, options == buffer, options):
             assert not text, (name, options, text)
             assert moved > 0
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests import oracle
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import EMULATED, LATE, homes
+from tests.dist.test_offload import EMULATED, LATE, offload_to
 from tests.models import Place, cast
 from tests.oracle import Recipe
 from windlass.compat.checkpoint.recovery_scripts import SCRIPTS
@@ -47,7 +47,7 @@ def engine_for(case: Case, folder: str, seed: int, **more: Any) -> Any:
     import windlass
 
     name, recipe, stage, state, param, zero, optimizer = case
-    setting = Setting(stage=stage, zero=(*homes(state, param, f"{folder}/disk", **optimizer), *zero))
+    setting = Setting(stage=stage, zero=(*offload_to(state, param, f"{folder}/disk", **optimizer), *zero))
     config = {**ds_config(recipe, setting), **more}
     own: dict[str, Any] = {}
     if recipe == EIGHT:

@@ -18,7 +18,7 @@ from tests.models import LossOutside, Place, mse, rows
 from tests.oracle import SEED, Recipe, relative_error
 
 STEPS, DECAY = 4, 0.9
-HOMES = {
+TIERS = {
     "device": (),
     "host": (("offload_param", {"device": "cpu"}), ("offload_optimizer", {"device": "cpu"})),
     "disk": (("offload_param", {"device": "nvme"}), ("offload_optimizer", {"device": "nvme"})),
@@ -35,15 +35,15 @@ PLACES = [
 SPREAD = [(2, 3, "gloo", "device"), (2, 3, "shm", "host"), pytest.param(3, 3, "gloo", "disk", marks=pytest.mark.slow)]
 
 
-def env_of(home: str) -> dict[str, str]:
+def env_of(tier: str) -> dict[str, str]:
     """Return the environment of a tier. Host memory is another tier only if the device has its own memory."""
-    return {} if home == "device" else {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}
+    return {} if tier == "device" else {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}
 
 
-def engine_of(model: nn.Module, stage: int, transport: str, home: str, folder: str) -> Any:
+def engine_of(model: nn.Module, stage: int, transport: str, tier: str, folder: str) -> Any:
     import windlass
 
-    zero = {key: value | {"nvme_path": folder} for key, value in HOMES[home]}
+    zero = {key: value | {"nvme_path": folder} for key, value in TIERS[tier]}
     config = ds_config(Recipe(), Setting(stage=stage, transport=transport, zero=tuple(zero.items())))
     return windlass.initialize(model=model, config=config)[0]
 
@@ -60,7 +60,7 @@ def penalty(weights: list[Tensor]) -> Tensor:
     return 0.3 * weights[0].square().sum() + 0.1 * (weights[0] * weights[0].detach().flip(0)).sum() + weights[1].sum()
 
 
-def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str, frozen: bool) -> dict[str, Any]:
+def with_weights_in_the_loss(stage: int, transport: str, tier: str, folder: str, frozen: bool) -> dict[str, Any]:
     import windlass
 
     rank = dist.get_rank()
@@ -68,7 +68,7 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
     first, second = list(model.parameters())[:2]
     if frozen:
         second.requires_grad_(False)
-    engine = engine_of(model, stage, transport, home, folder)
+    engine = engine_of(model, stage, transport, tier, folder)
     losses = []
     for step in range(STEPS):
         batch = rows(Place(step, 0, rank))
@@ -88,8 +88,8 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
 
 
 @pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trained", "frozen"])
-@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
-def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, home: str, frozen: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("ranks", "stage", "transport", "tier"), PLACES)
+def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, tier: str, frozen: bool, tmp_path: Any) -> None:
     model = built()
     first, second = list(model.parameters())[:2]
     second.requires_grad_(not frozen)
@@ -111,11 +111,11 @@ def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, home: st
         ranks,
         stage,
         transport,
-        home,
+        tier,
         str(tmp_path),
         frozen,
         transport=transport,
-        env=env_of(home),
+        env=env_of(tier),
     )
     for rank, actual in enumerate(everywhere):
         assert actual["losses"] == pytest.approx(expected[rank], rel=1e-6)
@@ -126,11 +126,11 @@ def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, home: st
 # tests of parameter averages
 
 
-def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
+def averaging(stage: int, transport: str, tier: str, folder: str) -> dict[str, Any]:
     import windlass
 
     rank = dist.get_rank()
-    engine = engine_of(built(rank), stage, transport, home, folder)
+    engine = engine_of(built(rank), stage, transport, tier, folder)
     average = windlass.zero.ExponentialMovingAverage(engine, DECAY)
     with pytest.raises(windlass.WindlassError, match="no average yet"), average.applied():
         pass
@@ -158,12 +158,12 @@ def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, A
     return results
 
 
-@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
+@pytest.mark.parametrize(("ranks", "stage", "transport", "tier"), PLACES)
 def test_sharded_average_equals_that_of_one_process(
-    ranks: int, stage: int, transport: str, home: str, tmp_path: Any
+    ranks: int, stage: int, transport: str, tier: str, tmp_path: Any
 ) -> None:
     everywhere = run_ranks(
-        averaging, ranks, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home)
+        averaging, ranks, stage, transport, tier, str(tmp_path), transport=transport, env=env_of(tier)
     )
     model = built()
     optimizer = oracle.make_optimizer(Recipe(), list(model.parameters()))
@@ -185,15 +185,15 @@ def test_sharded_average_equals_that_of_one_process(
         error, where = relative_error(actual["averages"], expected)
         assert error < 1e-6, where
         assert torch.allclose(actual["seen"][0], seen[rank], rtol=1e-5, atol=1e-6)
-        apart = max(float((actual["averages"][n] - actual["params"][n]).abs().max()) for n in expected)
-        assert apart > 1e-4  # the average lags behind
+        largest_difference = max(float((actual["averages"][n] - actual["params"][n]).abs().max()) for n in expected)
+        assert largest_difference > 1e-4  # the average lags behind
 
 
-def saved_average(stage: int, transport: str, home: str, folder: str, target: str, save: bool) -> dict[str, Any]:
+def saved_average(stage: int, transport: str, tier: str, folder: str, target: str, save: bool) -> dict[str, Any]:
     import windlass
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    engine = engine_of(built(rank), stage, transport, home, folder)
+    engine = engine_of(built(rank), stage, transport, tier, folder)
     average = windlass.zero.ExponentialMovingAverage(engine, DECAY, "slow")
     if save:
         other = windlass.zero.ExponentialMovingAverage(engine, 0.5)
@@ -229,9 +229,9 @@ def saved_average(stage: int, transport: str, home: str, folder: str, target: st
 )
 def test_average_resumes_from_a_checkpoint_of_another_layout(before: Any, after: Any, tmp_path: Any) -> None:
     target = str(tmp_path / "run")
-    for (ranks, stage, transport, home), save in ((before, True), (after, False)):
-        place = (stage, transport, home, str(tmp_path))
-        everywhere = run_ranks(saved_average, ranks, *place, target, save, transport=transport, env=env_of(home))
+    for (ranks, stage, transport, tier), save in ((before, True), (after, False)):
+        place = (stage, transport, tier, str(tmp_path))
+        everywhere = run_ranks(saved_average, ranks, *place, target, save, transport=transport, env=env_of(tier))
     model = built()
     optimizer = oracle.make_optimizer(Recipe(), list(model.parameters()))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -249,7 +249,7 @@ def test_average_resumes_from_a_checkpoint_of_another_layout(before: Any, after:
         assert error < 1e-6, where
 
 
-def apart(average: Any, engine: Any) -> float:
+def largest_difference(average: Any, engine: Any) -> float:
     """Return the largest difference between an average and the parameters."""
     import windlass
 
@@ -259,13 +259,13 @@ def apart(average: Any, engine: Any) -> float:
         )
 
 
-def loaded_averages(stage: int, home: str, folder: str) -> None:
-    """Load averages: one that had not begun, one of fewer parameters, and one that must not be loaded."""
+def loaded_averages(stage: int, tier: str, folder: str) -> None:
+    """Load averages: one before its first update, one of fewer parameters, and one that must not be loaded."""
     import windlass
 
     def made(layers: int) -> tuple[Any, Any]:
         torch.manual_seed(SEED)
-        engine = engine_of(nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers))), stage, "gloo", home, folder)
+        engine = engine_of(nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers))), stage, "gloo", tier, folder)
         return engine, windlass.zero.ExponentialMovingAverage(engine, DECAY)
 
     def steps(engine: Any, average: Any, count: int) -> None:
@@ -280,7 +280,7 @@ def loaded_averages(stage: int, home: str, folder: str) -> None:
     engine.save_checkpoint(f"{folder}/three")
     engine.load_checkpoint(f"{folder}/new")
     steps(engine, average, 1)
-    assert average.updates == 1 and apart(average, engine) == 0.0
+    assert average.updates == 1 and largest_difference(average, engine) == 0.0
     steps(engine, average, 1)
     with average.applied():
         for refused in (engine.step, lambda: engine.load_checkpoint(f"{folder}/three")):
@@ -295,18 +295,18 @@ def loaded_averages(stage: int, home: str, folder: str) -> None:
     engine.load_checkpoint(f"{folder}/three", load_module_only=True, load_module_strict=False)
     assert average.updates == 0
     steps(engine, average, 1)
-    assert apart(average, engine) == 0.0  # the refused load changed nothing
+    assert largest_difference(average, engine) == 0.0  # the refused load changed nothing
     engine.load_checkpoint(f"{folder}/three", load_module_strict=False, load_optimizer_strict=False)
-    assert average.updates == 3 and apart(average, engine) > 1e-4
+    assert average.updates == 3 and largest_difference(average, engine) > 1e-4
     assert all(torch.equal(average.full_param(p), windlass.zero.full_param(p)) for p in engine.module[2].parameters())
     engine.destroy()
 
 
 @pytest.mark.parametrize(
-    ("stage", "home"), [(2, "device"), (3, "disk"), pytest.param(3, "host", marks=pytest.mark.slow)]
+    ("stage", "tier"), [(2, "device"), (3, "disk"), pytest.param(3, "host", marks=pytest.mark.slow)]
 )
-def test_loading_restores_averages(stage: int, home: str, tmp_path: Any) -> None:
-    run_ranks(loaded_averages, 2, stage, home, str(tmp_path), env=env_of(home))
+def test_loading_restores_averages(stage: int, tier: str, tmp_path: Any) -> None:
+    run_ranks(loaded_averages, 2, stage, tier, str(tmp_path), env=env_of(tier))
 
 
 # tests of text generation
@@ -339,10 +339,10 @@ def lengths(ranks: int) -> list[int]:
     return [4 + 9 * rank for rank in range(ranks)]
 
 
-def generating(stage: int, transport: str, home: str, folder: str, roomy: bool) -> dict[str, Any]:
+def generating(stage: int, transport: str, tier: str, folder: str, roomy: bool) -> dict[str, Any]:
     rank = dist.get_rank()
     model = llama()
-    engine = engine_of(model, stage, transport, home, folder)
+    engine = engine_of(model, stage, transport, tier, folder)
     if not roomy:
         import windlass.zero.sharded_generate as generation
 
@@ -374,12 +374,12 @@ def generating(stage: int, transport: str, home: str, folder: str, roomy: bool) 
 
 
 @pytest.mark.parametrize("roomy", [True, False], ids=["it fits", "it does not"])
-@pytest.mark.parametrize(("ranks", "stage", "transport", "home"), SPREAD)
+@pytest.mark.parametrize(("ranks", "stage", "transport", "tier"), SPREAD)
 def test_ranks_generate_texts_of_different_lengths(
-    ranks: int, stage: int, transport: str, home: str, roomy: bool, tmp_path: Any
+    ranks: int, stage: int, transport: str, tier: str, roomy: bool, tmp_path: Any
 ) -> None:
     everywhere = run_ranks(
-        generating, ranks, stage, transport, home, str(tmp_path), roomy, transport=transport, env=env_of(home)
+        generating, ranks, stage, transport, tier, str(tmp_path), roomy, transport=transport, env=env_of(tier)
     )
     plain = llama().eval()
     for rank, actual in enumerate(everywhere):

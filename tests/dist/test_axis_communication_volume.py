@@ -54,7 +54,7 @@ def along_tp(cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> dict[
     return moved(mesh.tp, model)
 
 
-def said(found: Any) -> dict[str, int]:
+def formula_bytes(found: Any) -> dict[str, int]:
     """Return the volumes of the formulas by operation."""
     totals: dict[str, int] = {}
     for volume in found:
@@ -72,7 +72,7 @@ TENSOR = [(False, False, 1, False), (False, True, 3, False), (True, False, 1, Fa
 def test_tensor_parallel_layer_volumes(ranks: int, cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> None:
     tokens = SAMPLES * TOKENS
     work = StepWorkload(tokens, activation_bytes=4, tp_sequence_norms=cut_norms, recompute=recompute)
-    expected = said(compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, work))
+    expected = formula_bytes(compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, work))
     for actual in run_ranks(along_tp, ranks, cut_norms, tied, chunks, recompute):
         assert actual == expected
 
@@ -92,12 +92,12 @@ def along_tp_of_experts() -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel_experts_reduce_the_gradient_of_their_weights(ranks: int) -> None:
     tokens = SAMPLES * TOKENS
-    expected = said(
+    expected = formula_bytes(
         compute_tensor_parallel_volumes(
             3, tokens * 32 * 4, tokens, ranks, StepWorkload(tokens, activation_bytes=4), top_k=3
         )
     )
-    assert expected != said(
+    assert expected != formula_bytes(
         compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, StepWorkload(tokens, activation_bytes=4))
     )
     for actual in run_ranks(along_tp_of_experts, ranks):
@@ -128,7 +128,7 @@ def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int
 def test_sequence_parallel_attention_volumes(ranks: int, kind: str, degree: int, dtype: torch.dtype) -> None:
     shape = ModelShape(hidden=32, layers=3, heads=8, kv_heads=2, vocabulary=40, intermediate=48)
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=dtype.itemsize, ulysses_degree=degree)
-    expected = said(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
+    expected = formula_bytes(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
     for actual in run_ranks(along_sp, ranks, kind, degree if kind == "ulysses+ring" else None, dtype):
         scalars = {name: nbytes for name, nbytes in actual.items() if name not in ("all_to_all", "pass_on")}
         assert all(nbytes < 1000 for nbytes in scalars.values()), scalars  # the loss and counts of tokens
@@ -151,7 +151,7 @@ def along_ep() -> dict[str, int]:
 def test_expert_dispatch_volumes(ranks: int) -> None:
     """The volume of expert parallelism equals its formula. Each token chooses every expert, so routing is even."""
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=4)
-    expected = said(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
+    expected = formula_bytes(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
     counts = 3 * (ranks - 1) * (4 // ranks) * 8  # numbers of rows to receive, which the formula leaves out
     for actual in run_ranks(along_ep, ranks):
         assert actual["all_to_all"] - counts == expected["all_to_all"]

@@ -240,7 +240,7 @@ def test_load_starts_a_new_step(stage: int, tmp_path: Path) -> None:
         assert result["after_save"] == pytest.approx(-1.0)
 
 
-def apart(folder: str) -> list[str]:
+def separate_directories(folder: str) -> list[str]:
     """Return the errors for ranks that see different directories, and for an invalid client state."""
     engine = engine_for("mlp", Recipe(), Setting(stage=0), 0)
     engine.save_checkpoint(folder)
@@ -258,6 +258,6 @@ def apart(folder: str) -> list[str]:
 
 
 def test_ranks_with_different_directories_all_raise(tmp_path: Path) -> None:
-    for text in run_ranks(apart, 2, str(tmp_path)):
+    for text in run_ranks(separate_directories, 2, str(tmp_path)):
         assert "failed on rank 1: the checkpoint directory" in text[0] and "elsewhere does not exist" in text[0]
         assert text[1] == "client_state is a list; give a dict of plain data"

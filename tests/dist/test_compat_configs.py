@@ -110,7 +110,7 @@ def settle() -> dict[str, str]:
     return {name: attempt({"train_micro_batch_size_per_gpu": 2, **config}) for name, config in SETTLED.items()}
 
 
-def born() -> str:
+def train_under_init() -> str:
     """Train a model constructed under `zero.Init` with such a configuration."""
     from windlass.compat.partition_parameters import Init
 
@@ -120,7 +120,7 @@ def born() -> str:
 
 
 def test_zero_init_accepts_the_configurations_of_initialize() -> None:
-    assert run_ranks(born, 2) == ["trains", "trains"]
+    assert run_ranks(train_under_init, 2) == ["trains", "trains"]
 
 
 def test_contradictions_that_deepspeed_resolves_train() -> None:

@@ -41,14 +41,14 @@ def engine_of(net: nn.Module, stage: int, **others: Any) -> Any:
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
-def reads(born: bool) -> dict[str, Any]:
+def reads(under_init: bool) -> dict[str, Any]:
     """Read names on one rank and values on all, and return the errors."""
     from windlass.base.errors import ShardedParameterError
     from windlass.compat.partition_parameters import Init
 
-    with Init(config_dict_or_path={**config(3), "strange": 1, "aio": {"odd": 2}}, enabled=born):
+    with Init(config_dict_or_path={**config(3), "strange": 1, "aio": {"odd": 2}}, enabled=under_init):
         net = model()
-    if not born:
+    if not under_init:
         engine_of(net, 3, optimizer=ADAM, aio={"odd": 2})
     results: dict[str, Any] = {}
     if dist.get_rank() == 0:  # on one rank, as peft does while saving
@@ -65,11 +65,11 @@ def reads(born: bool) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("born", [False, True])
-def test_state_dict_has_names_for_one_rank_and_values_for_all(born: bool) -> None:
+@pytest.mark.parametrize("under_init", [False, True])
+def test_state_dict_has_names_for_one_rank_and_values_for_all(under_init: bool) -> None:
     """Names, shapes and dtypes need no other rank; values are the plain model's; setting any raises."""
     plain = model().state_dict()
-    first, second = run_ranks(reads, RANKS, born)
+    first, second = run_ranks(reads, RANKS, under_init)
     assert first["names"] == [(name, tuple(value.shape), value.dtype) for name, value in plain.items()]
     for rank in (first, second):
         assert all(torch.equal(rank["values"][name], value) for name, value in plain.items())
@@ -98,7 +98,7 @@ def test_nested_gather_is_a_runtime_error() -> None:
     assert run_ranks(nested, RANKS) == [True, True]
 
 
-def born_alone() -> None:
+def init_on_one_rank() -> None:
     """Construct a model on one rank under a 16-bit configuration."""
     from windlass.compat.partition_parameters import Init
     from windlass.compat.zero_param_status import ZeroParamStatus
@@ -119,20 +119,20 @@ def born_alone() -> None:
 
 def test_zero_init_on_one_rank_equals_deepspeed() -> None:
     """On one rank `zero.Init` shards too: parameters have `ds_id` and the configuration's dtype."""
-    run_ranks(born_alone, 1)
+    run_ranks(init_on_one_rank, 1)
 
 
-def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
+def masters(under_init: bool) -> list[tuple[Tensor, torch.dtype]]:
     """Return master weights and compute dtypes of a bf16 model whose head is constructed outside of `zero.Init`."""
     from windlass.compat.partition_parameters import Init
     from windlass.compat.tensor_fragment_api import safe_get_full_fp32_param
 
     low = {"bf16": {"enabled": True}}
     torch.manual_seed(0)
-    with Init(config_dict_or_path={**config(3), **low}, enabled=born):
+    with Init(config_dict_or_path={**config(3), **low}, enabled=under_init):
         body = nn.Linear(6, 10)
     net = nn.Sequential(body, nn.Linear(10, 3))
-    engine = engine_of(net, 3 if born else 2, optimizer=ADAM, **low)
+    engine = engine_of(net, 3 if under_init else 2, optimizer=ADAM, **low)
     results = []
     for parameter in net.parameters():
         master = safe_get_full_fp32_param(parameter)
@@ -142,8 +142,8 @@ def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
     return results
 
 
-@pytest.mark.parametrize("born", [False, True])
-def test_master_weights_start_from_values_of_zero_init(born: bool) -> None:
+@pytest.mark.parametrize("under_init", [False, True])
+def test_master_weights_start_from_values_of_zero_init(under_init: bool) -> None:
     """Master weights start from the script's full-precision values, or from values that `zero.Init` rounded to bf16.
 
     DeepSpeed does the same.
@@ -151,8 +151,8 @@ def test_master_weights_start_from_values_of_zero_init(born: bool) -> None:
     torch.manual_seed(0)
     plain = [p.detach() for layer in (nn.Linear(6, 10), nn.Linear(10, 3)) for p in layer.parameters()]
     assert not any(torch.equal(value, value.bfloat16().float()) for value in plain)
-    expected = [value.bfloat16().float() if born and n < 2 else value for n, value in enumerate(plain)]
-    for rank in run_ranks(masters, RANKS, born):
+    expected = [value.bfloat16().float() if under_init and n < 2 else value for n, value in enumerate(plain)]
+    for rank in run_ranks(masters, RANKS, under_init):
         assert [dtype for _, dtype in rank] == [torch.bfloat16] * 4
         assert all(map(torch.equal, [value for value, _ in rank], expected))
 

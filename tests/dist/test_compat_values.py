@@ -88,7 +88,7 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
     return results
 
 
-def wanted(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
+def plain_results(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
     """Train one process on all ranks' data. Return final weights, final first states, and each step's gradients."""
     net = model()
     optimizer = plain(kind, [p for p in net.parameters() if p.requires_grad])
@@ -110,7 +110,7 @@ def wanted(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[s
     + [pytest.param(2, kind, marks=pytest.mark.slow) for kind in ("FusedAdam", "DeepSpeedCPUAdagrad")],
 )
 def test_values_and_steps_equal_plain_torch(stage: int, kind: str) -> None:
-    weights, states, gradients = wanted(kind)
+    weights, states, gradients = plain_results(kind)
     for rank in run_ranks(trained, RANKS, stage, kind):
         assert all(rank["early"]), "there is no state before the first step"
         assert not rank["graph"]

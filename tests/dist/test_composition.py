@@ -130,7 +130,7 @@ def setting_of(row: Row) -> Setting:
         overlap=row["overlap"] == "on",
         plain_backward=row["backward"] == "plain",
         transport=row["transport"],
-        zero=(*GROUPS[row["parallel"]].items(), *homes_of(row)),
+        zero=(*GROUPS[row["parallel"]].items(), *offload_of(row)),
         config=(
             ("comm", {"transport": row["transport"]}),
             *SECTIONS[row["precision"]].items(),
@@ -139,11 +139,11 @@ def setting_of(row: Row) -> Setting:
     )
 
 
-def homes_of(row: Row) -> list[tuple[str, Any]]:
+def offload_of(row: Row) -> list[tuple[str, Any]]:
     """Return the offload sections of the row."""
     devices = {"host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": gettempdir()}}
     sections = {"offload_optimizer": row["state_tier"], "offload_param": row["param_tier"]}
-    results: dict[str, dict[str, Any]] = {n: dict(devices[home]) for n, home in sections.items() if home != "device"}
+    results: dict[str, dict[str, Any]] = {n: dict(devices[tier]) for n, tier in sections.items() if tier != "device"}
     if row["update"] == "delayed":
         results["offload_optimizer"]["delayed_update"] = True
     return list(results.items())
@@ -200,7 +200,7 @@ def first_losses(losses: list[list[float]]) -> Tensor:
 def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
     recipe, requested = recipe_of(row), expected(row)
     # A device with memory of its own makes the tiers differ. Copies complete as late as possible.
-    away = homes_of(row) or row["checkpointing"] in KEPT
+    away = offload_of(row) or row["checkpointing"] in KEPT
     env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"} if away else {}
     actual = run_ranks(train_row, recipe.ranks, row, env=env)
     text = complaints(actual, requested, recipe, exact=row["precision"] == "fp32")

@@ -103,7 +103,7 @@ def summed(codec: Codec, parts: list[torch.Tensor], factor: float) -> torch.Tens
     return (total * factor).to(parts[0].dtype)
 
 
-def cut(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+def split(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return list(torch.tensor_split(tensor, ranks))
 
 
@@ -143,7 +143,7 @@ class Case:
         assert self.calls.traffic.bytes_moved[key] - counted == expected, (self.what, name)
 
     def all_reduce(self) -> list[int]:
-        flat = [cut(tensor.contiguous().view(-1), self.ranks) for tensor in self.tensors]
+        flat = [split(tensor.contiguous().view(-1), self.ranks) for tensor in self.tensors]
         sums = [summed(self.codec, [parts[i] for parts in flat], 0.5) for i in range(self.ranks)]
         expected = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in sums])
         actual = self.own.clone(memory_format=torch.preserve_format)
@@ -152,7 +152,7 @@ class Case:
         return [nbytes(self.codec, flat[0][self.rank])] * self.ranks + [nbytes(self.codec, part) for part in sums]
 
     def reduce_scatter(self) -> list[int]:
-        parts = [cut(tensor, self.ranks)[self.rank] for tensor in self.tensors]
+        parts = [split(tensor, self.ranks)[self.rank] for tensor in self.tensors]
         same(self.calls.reduce_scatter(self.own, factor=0.25), summed(self.codec, parts, 0.25), self.what)
         sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all of it to the last rank
         local = [tensor.split(sizes)[self.rank] for tensor in self.tensors]
@@ -169,7 +169,7 @@ class Case:
         return [nbytes(self.codec, part) for part in (*parts, *self.tensors)]
 
     def all_to_all(self) -> list[int]:
-        tables = [[cut_.shape[0] for cut_ in cut(self.own, self.ranks)]] * self.ranks
+        tables = [[cut_.shape[0] for cut_ in split(self.own, self.ranks)]] * self.ranks
         tables = [row[rank:] + row[:rank] for rank, row in enumerate(tables)]  # rows from each rank to each rank
         from_each = [self.tensors[rank].split(tables[rank])[self.rank] for rank in range(self.ranks)]
         expected = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in from_each])

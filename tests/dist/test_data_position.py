@@ -191,7 +191,7 @@ def test_other_data_is_refused_by_default(tmp_path: Any) -> None:
         assert result["found"] == 12
 
 
-def apart(folder: str) -> list[str]:
+def uneven_positions(folder: str) -> list[str]:
     """Return the warnings of a save for which one rank has taken more batches than the other."""
     engine = engine_for(0)
     list(islice(engine.training_dataloader, 1 + dist.get_rank()))
@@ -202,5 +202,5 @@ def apart(folder: str) -> list[str]:
 
 
 def test_ranks_at_different_positions_cause_a_warning(tmp_path: Any) -> None:
-    text = run_ranks(apart, 2, str(tmp_path))[0]
+    text = run_ranks(uneven_positions, 2, str(tmp_path))[0]
     assert len(text) == 1 and "rank 0: {'epoch': 0, 'consumed': 4" in text[0] and "'consumed': 8" in text[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,13 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def engine_for(
-    stage: int, precision: str, seed: int, checkpoint: str = "windlass", load_universal: bool = False, **zero: Any
+    stage: int,
+    precision: str,
+    seed: int,
+    checkpoint: str = "windlass",
+    load_universal: bool = False,
+    initialize: Callable[..., Any] | None = None,
+    **zero: Any,
 ) -> Any:
     import windlass
 
@@ -72,7 +79,7 @@ def engine_for(
     config = config_of(stage, precision)
     config["zero_optimization"] |= zero
     config["checkpoint"] = {"format": checkpoint, "load_universal": load_universal}
-    return windlass.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
+    return (initialize or windlass.initialize)(model=model, model_parameters=groups_of(model), config=config)[0]
 
 
 def steps(engine: Any, first: int, last: int) -> list[float]:

@@ -29,7 +29,7 @@ from tests.dist.equivalence_runs import (
 from tests.dist.harness import run_ranks
 from tests.dist.test_disk_failure import Breaker, attempt
 from tests.dist.test_disk_failure import step as whole_step
-from tests.dist.test_offload import EMULATED, LATE, hold, homes, train_all
+from tests.dist.test_offload import EMULATED, LATE, hold, offload_to, train_all
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from windlass.base.errors import StorageError
@@ -51,7 +51,7 @@ DELAYED = Recipe(ranks=2, steps=5, optimizer="AdamW", optimizer_params=ADAMW, de
 def late(case: tuple[int, str, str], folder: Any, transport: str = "gloo", **more: Any) -> Setting:
     """Return the setting of a case with delayed updates."""
     stage, state, param = case
-    return Setting(stage=stage, transport=transport, zero=homes(state, param, folder, delayed_update=True, **more))
+    return Setting(stage=stage, transport=transport, zero=offload_to(state, param, folder, delayed_update=True, **more))
 
 
 # ---------------------------------------------------------------------------------------------------- the recurrence
@@ -107,7 +107,7 @@ def test_first_steps_can_be_undelayed(transport: str, tmp_path: Any) -> None:
 
 def test_disabled_delay_updates_immediately(tmp_path: Any) -> None:
     text, silent = (
-        Setting(stage=3, zero=homes("cpu", "cpu", tmp_path, **more)) for more in ({"delayed_update": False}, {})
+        Setting(stage=3, zero=offload_to("cpu", "cpu", tmp_path, **more)) for more in ({"delayed_update": False}, {})
     )
     first, other = train_all("mlp", replace(DELAYED, delayed_from=None), [text, silent], 2, LATE)
     assert not bitwise_difference(first, other)
@@ -189,7 +189,7 @@ def test_device_memory_is_unchanged_and_the_report_counts_host_memory(
 ) -> None:
     recipe = replace(DELAYED, precision="bf16")
     delayed = late(case, tmp_path)
-    at_once = replace(delayed, zero=homes(*case[1:], tmp_path))
+    at_once = replace(delayed, zero=offload_to(*case[1:], tmp_path))
     first, other = (run_ranks(kept, 2, s, recipe, env=EMULATED, transport="gloo")[0] for s in (at_once, delayed))
     assert other["peak"] == first["peak"] and other["after"] == 0
     assert first["delayed"] is None and other["delayed"]["seconds"] > 0
@@ -324,7 +324,7 @@ def test_in_place_change_raises_before_finish_update_and_counts_after(tmp_path: 
     for text, _ in run_ranks(changed_in_place, 2, setting, False, env=LATE):
         assert text.startswith("ModelError: 'head.bias' was changed in place") and "finish_update" in text
     # both gradients are of the newest parameters, as with immediate updates
-    at_once = Setting(stage=2, zero=homes("cpu", "none", tmp_path))
+    at_once = Setting(stage=2, zero=offload_to("cpu", "none", tmp_path))
     expected = run_ranks(changed_in_place, 2, at_once, False, env=LATE)[0][1]
     for text, actual in run_ranks(changed_in_place, 2, setting, True, env=LATE):
         assert not text and all(torch.equal(actual[name], value) for name, value in expected.items())
@@ -336,7 +336,7 @@ def test_in_place_change_raises_before_finish_update_and_counts_after(tmp_path: 
 def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]:
     """Train 2 + 3 steps with a save in between, then load into another engine and repeat the last 3."""
 
-    def go_on(engine: Any) -> dict[str, Tensor]:
+    def continue_training(engine: Any) -> dict[str, Tensor]:
         for step in range(2, recipe.steps):
             train(engine, step, recipe)
             engine.step()
@@ -349,14 +349,14 @@ def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]
         train(engine, step, recipe)
         engine.step()
     engine.save_checkpoint(folder)
-    expected = go_on(engine)
+    expected = continue_training(engine)
     torch.manual_seed(dist.get_rank() + 99)
     other = engine_of(setting, recipe)
     train(other, 7, recipe)
     other.step()
     assert other._sharded.delayed_update.in_progress
     other.load_checkpoint(folder)
-    return {"wanted": expected, "found": go_on(other)}
+    return {"wanted": expected, "found": continue_training(other)}
 
 
 @pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")], ids=str)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, offload_to
 from tests.models import Place
 from tests.oracle import Recipe
 
@@ -99,7 +99,7 @@ def begin(
 ) -> tuple[Any, Any]:
     subject = specimen("four_blocks")
     cut = (("stage3_max_reuse_distance", 0), ("mics_shard_size", among))
-    zero = (*homes("nvme", param, folder, gradient_device=gradients), *cut)
+    zero = (*offload_to("nvme", param, folder, gradient_device=gradients), *cut)
     recipe = Recipe(
         accumulation=accumulation,
         optimizer=optimizer,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import oracle
 from tests.dist.equivalence_runs import SGD, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import EMULATED, homes
+from tests.dist.test_offload import EMULATED, offload_to
 from tests.models import Place, adversarial
 from tests.oracle import Recipe, relative_error
 from windlass.base.errors import GradientAccessError, ModelError
@@ -191,7 +191,7 @@ def test_dropped_gradients_on_one_rank(stage: int) -> None:
 
 @pytest.mark.parametrize(("stage", "state", "param"), [(1, "nvme", "none"), (2, "cpu", "none"), (3, "nvme", "nvme")])
 def test_offloaded_gradients_are_dropped(stage: int, state: str, param: str, tmp_path: Any) -> None:
-    setting = Setting(stage=stage, zero=homes(state, param, tmp_path))
+    setting = Setting(stage=stage, zero=offload_to(state, param, tmp_path))
     hold(
         rows_of(stage, ["own optimizer, zeros", "one parameter", "optimizer", "submodule", "module"]),
         setting,
@@ -216,7 +216,7 @@ def test_delayed_update_skips_dropped_gradients(tmp_path: Any) -> None:
     """A delayed update after a drop equals a run without the backward."""
     for stage, door in ((1, "optimizer"), (3, "module")):
         rows = [(door, "one of two backwards")]
-        setting = Setting(stage=stage, zero=homes("cpu", "none", tmp_path, delayed_update=True))
+        setting = Setting(stage=stage, zero=offload_to("cpu", "none", tmp_path, delayed_update=True))
         dropped, never = (run_ranks(engines, 2, rows, setting, False, skip, env=EMULATED) for skip in (False, True))
         for actual, expected in zip(dropped, never, strict=True):
             assert relative_error(actual[0], expected[0])[0] < 1e-6, stage
@@ -504,7 +504,7 @@ def edited_plainly(edit: Callable[[nn.Module], Any], ranks: int) -> dict[str, Te
 def test_weight_edits_reach_separate_master_weights(tmp_path: Any) -> None:
     settings = [
         Setting(stage=0),
-        *(Setting(stage=s, zero=homes(home, "none", tmp_path)) for s, home in ((1, "cpu"), (2, "nvme"))),
+        *(Setting(stage=s, zero=offload_to(tier, "none", tmp_path)) for s, tier in ((1, "cpu"), (2, "nvme"))),
     ]
     expected = [edited_plainly(edit, 2) for edit in EDITS.values()]
     for of_rank in run_ranks(edited, 2, settings, "fp32", env=EMULATED, timeout=120.0):

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.dist.elastic_runs import HOMES, Layout, Row, allowed, hold
+from tests.dist.elastic_runs import TIERS, Layout, Row, allowed, hold
 from tests.pairwise import pairwise
 
 PLACES = {
     "first_ranks": [2, 3, 1, 4],
     "first_stage": [3, 2, 1, 0],
-    "first_home": list(HOMES),
+    "first_home": list(TIERS),
     "second_ranks": [3, 2, 4, 1],
     "second_stage": [3, 1, 0, 2],
-    "second_home": list(HOMES),
+    "second_home": list(TIERS),
 }
 WHATS = {
     "model": [

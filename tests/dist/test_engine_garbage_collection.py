@@ -14,7 +14,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_sharded_init import fresh_ranks
 
 
-def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[Any]:
+def _trained(axes: dict[str, Any], stage: int, destroys: bool, under_init: bool) -> list[Any]:
     """Return weak references to the parts of an engine after a step."""
     import transformers
 
@@ -26,7 +26,7 @@ def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> li
     if "ep" in axes:
         kind = transformers.MixtralConfig(**names, **heads, num_local_experts=2, num_experts_per_tok=1)
         made = transformers.MixtralForCausalLM, kind
-    with windlass.zero.Init(enabled=born):
+    with windlass.zero.Init(enabled=under_init):
         model = made[0](made[1])
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -47,18 +47,18 @@ def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> li
     return [ref(model), ref(next(model.parameters())), ref(engine), ref(engine._sharded.mesh)]
 
 
-def _left(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[bool]:
+def _left(axes: dict[str, Any], stage: int, destroys: bool, under_init: bool) -> list[bool]:
     """Return which parts are still alive without any reference from outside."""
-    result = _trained(axes, stage, destroys, born)
+    result = _trained(axes, stage, destroys, under_init)
     gc.collect()
     return [item() is not None for item in result]
 
 
 @pytest.mark.parametrize("destroys", [True, False], ids=["destroyed", "dropped"])
-@pytest.mark.parametrize(("stage", "born"), [(0, False), (3, True)])
+@pytest.mark.parametrize(("stage", "under_init"), [(0, False), (3, True)])
 @pytest.mark.parametrize("axis", ["", "tp", "sp", "ep", "pp"])
-def test_no_object_of_an_engine_remains(axis: str, stage: int, born: bool, destroys: bool) -> None:
-    for lives in run_ranks(_left, 2, {axis: 2} if axis else {}, stage, destroys, born):
+def test_no_object_of_an_engine_remains(axis: str, stage: int, under_init: bool, destroys: bool) -> None:
+    for lives in run_ranks(_left, 2, {axis: 2} if axis else {}, stage, destroys, under_init):
         assert lives == [False] * 4
 
 

@@ -108,9 +108,9 @@ def test_four_ranks() -> None:
     run_ranks(trains, 4, "llama", 3, STRICT, how, PARTS)
 
 
-def kept_elsewhere(home: str, folder: str) -> int:
+def kept_elsewhere(tier: str, folder: str) -> int:
     """Train on longer sequences with offloaded layer inputs. Return the number of offloaded bytes."""
-    long: dict[str, Any] = {**PARTS, "activation_tier": home, **({"nvme_path": folder} if home == "nvme" else {})}
+    long: dict[str, Any] = {**PARTS, "activation_tier": tier, **({"nvme_path": folder} if tier == "nvme" else {})}
     moved: list[int] = []
     keep = SavedTensorOffloader._offload
 
@@ -124,8 +124,8 @@ def kept_elsewhere(home: str, folder: str) -> int:
     return sum(moved)
 
 
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_offloaded_layer_inputs(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_offloaded_layer_inputs(tier: str, tmp_path: Path) -> None:
     """Exactly the hidden states before two layers are offloaded: 32 features of each token of two samples."""
-    moved = run_ranks(kept_elsewhere, 2, home, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
+    moved = run_ranks(kept_elsewhere, 2, tier, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
     assert moved == [2 * 2 * tokens * 32 * 4 for tokens in (31 + 32, 32 + 32)]

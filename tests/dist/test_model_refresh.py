@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.dist.equivalence_runs import Setting, ds_config, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_averages_and_generation import HOMES, env_of
+from tests.dist.test_averages_and_generation import TIERS, env_of
 from tests.oracle import SEED, Recipe, relative_error
 
 WIDTH, ROWS, STEPS = 8, 4, 3
@@ -122,12 +122,12 @@ def plainly(how: str, ranks: int, kind: str) -> tuple[list[list[float]], dict[st
     return losses, params, {name: averages[name] for name in params}
 
 
-def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
+def sharded(how: str, kind: str, stage: int, transport: str, tier: str, folder: str) -> dict[str, Any]:
     import windlass
 
     rank = dist.get_rank()
     model, in_groups = prepared(how)
-    zero = {key: value | {"nvme_path": folder} for key, value in HOMES[home] if stage == 3 or key != "offload_param"}
+    zero = {key: value | {"nvme_path": folder} for key, value in TIERS[tier] if stage == 3 or key != "offload_param"}
     recipe = Recipe(accumulation=2, optimizer=kind, optimizer_params=OPTIMIZERS[kind])
     config = ds_config(recipe, Setting(stage=stage, transport=transport, zero=tuple(zero.items())))
     del config["optimizer"]
@@ -161,7 +161,7 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "ranks", "stage", "transport", "home"),
+    ("how", "kind", "ranks", "stage", "transport", "tier"),
     [
         ("unfrozen", "AdamW", 2, 3, "shm", "host"),
         ("added", "AdamW", 2, 3, "gloo", "device"),
@@ -182,11 +182,11 @@ def sharded(how: str, kind: str, stage: int, transport: str, home: str, folder: 
     ],
 )
 def test_a_model_that_changes_trains_as_in_one_process(
-    how: str, kind: str, ranks: int, stage: int, transport: str, home: str, tmp_path: Any
+    how: str, kind: str, ranks: int, stage: int, transport: str, tier: str, tmp_path: Any
 ) -> None:
     expected, params, averages = plainly(how, ranks, kind)
     everywhere = run_ranks(
-        sharded, ranks, how, kind, stage, transport, home, str(tmp_path), transport=transport, env=env_of(home)
+        sharded, ranks, how, kind, stage, transport, tier, str(tmp_path), transport=transport, env=env_of(tier)
     )
     for rank, actual in enumerate(everywhere):
         assert actual["steps"] == 3 * STEPS
@@ -199,7 +199,7 @@ def test_a_model_that_changes_trains_as_in_one_process(
 
 
 def refused_refresh() -> list[str]:
-    """Try a refresh that is refused, with the engine unchanged afterwards, and a parameter added without refresh."""
+    """Try a refresh that is refused and leaves the engine unchanged, and add a parameter without refresh."""
     import windlass
 
     model, in_groups = prepared("exchanged")
@@ -212,27 +212,27 @@ def refused_refresh() -> list[str]:
         engine.backward((engine(x) - y).square().mean())
         engine.step()
 
-    def said(call: Any) -> str:
+    def error_text(call: Any) -> str:
         with pytest.raises(windlass.WindlassError) as refused:
             call()
         return str(refused.value)
 
     trains(0)
     kept, model.layers[1] = model.layers[1], head()
-    results = [said(engine.refresh), said(lambda: engine.save_checkpoint("nowhere"))]
+    results = [error_text(engine.refresh), error_text(lambda: engine.save_checkpoint("nowhere"))]
     model.layers[1] = kept
     before = engine.fingerprint()
     trains(1)
     assert engine.fingerprint() != before
     model.more = head()
     engine.optimizer.param_groups[0]["params"] += list(model.more.parameters())
-    results.append(said(lambda: trains(2)))
+    results.append(error_text(lambda: trains(2)))
     engine.zero_grad()
     engine.refresh()
     trains(3)
     engine.destroy()
     for call in (engine.step, engine.full_state_dict, engine.fingerprint, lambda: engine.save_checkpoint("nowhere")):
-        assert "this engine was destroyed" in said(call)
+        assert "this engine was destroyed" in error_text(call)
     return results
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_averages_and_generation import HOMES, env_of
+from tests.dist.test_averages_and_generation import TIERS, env_of
 from tests.models import LossOutside, Place, mse, rows
 from tests.oracle import SEED, Recipe, relative_error
 
@@ -102,14 +102,14 @@ def test_a_joint_backward_trains_both(stages: tuple[int, int, int], plain: bool,
             assert error < 1e-6, (name, where)
 
 
-def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plain: bool) -> dict[str, Any]:
+def mixed(precisions: tuple[str, str], tiers: tuple[str, str], folder: str, plain: bool) -> dict[str, Any]:
     """Train two engines with different precisions, loss scales and tiers."""
     import windlass
 
     rank, recipe = dist.get_rank(), Recipe()
     engines = []
-    for offset, precision, home, scale in zip((0, 10), precisions, homes, (128.0, 1024.0), strict=True):
-        setting = Setting(stage=3, zero=tuple((key, {**value, "nvme_path": folder}) for key, value in HOMES[home]))
+    for offset, precision, tier, scale in zip((0, 10), precisions, tiers, (128.0, 1024.0), strict=True):
+        setting = Setting(stage=3, zero=tuple((key, {**value, "nvme_path": folder}) for key, value in TIERS[tier]))
         config = ds_config(recipe, setting)
         if precision != "fp32":
             config[precision] = {"enabled": True} | ({"loss_scale": scale} if precision == "fp16" else {})
@@ -134,7 +134,7 @@ def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plai
 
 
 @pytest.mark.parametrize(
-    ("precisions", "homes", "plain"),
+    ("precisions", "tiers", "plain"),
     [
         (("fp32", "fp32"), ("disk", "host"), False),
         (("fp16", "fp32"), ("device", "device"), True),
@@ -144,7 +144,7 @@ def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plai
     ],
 )
 def test_each_engine_has_its_own_precision_and_tiers(
-    precisions: tuple[str, str], homes: tuple[str, str], plain: bool, tmp_path: Any
+    precisions: tuple[str, str], tiers: tuple[str, str], plain: bool, tmp_path: Any
 ) -> None:
     """Each engine keeps its precision and tiers, and removes its own loss scale from its gradients.
 
@@ -161,7 +161,7 @@ def test_each_engine_has_its_own_precision_and_tiers(
             optimizer.step()
             optimizer.zero_grad()
     bound = 1e-6 if set(precisions) == {"fp32"} else 5e-3
-    for result in run_ranks(mixed, 2, precisions, homes, str(tmp_path), plain, env=env_of("host")):
+    for result in run_ranks(mixed, 2, precisions, tiers, str(tmp_path), plain, env=env_of("host")):
         for name, model in zip(("actor", "critic"), models, strict=True):
             error, where = relative_error(result[name], {n: p.detach() for n, p in model.named_parameters()})
             assert error < bound, (name, where)

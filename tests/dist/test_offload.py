@@ -35,7 +35,7 @@ LATE = {"WINDLASS_EMULATE_DEVICE": BUDGET, "WINDLASS_EMULATE_LATE": "1"}
 EMULATED = {"WINDLASS_EMULATE_DEVICE": BUDGET}
 
 
-def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[str, Any], ...]:
+def offload_to(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[str, Any], ...]:
     """Return the offload sections of a configuration."""
     results: list[tuple[str, Any]] = []
     if state != "none":
@@ -92,7 +92,7 @@ def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every:
     ranks, transport = place
     cases = share(CASES, PLACES.index(place) + list(ENVIRONMENTS).index(device), 3, every)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
-    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
+    settings = [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases]
     hold("tied", recipe, settings, ENVIRONMENTS[device])
 
 
@@ -102,21 +102,31 @@ def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every:
 def test_unusual_models_on_other_tiers(name: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, steps=3)
     cases = [(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")]
-    hold(name, recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases], LATE)
+    hold(
+        name,
+        recipe,
+        [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases],
+        LATE,
+    )
 
 
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_models_on_other_tiers(precision: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=3, steps=3, precision=precision)
-    hold("mlp", recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in CASES], LATE)
+    hold(
+        "mlp",
+        recipe,
+        [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in CASES],
+        LATE,
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adagrad", "Adafactor"])
 def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, steps=3, optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
     cases = [(1, "none", "none"), (2, "cpu", "none"), (3, "nvme", "cpu")]
-    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
+    settings = [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases]
     plain, *others = train_all("mlp", recipe, settings, 2, LATE)
     for setting, result in zip(settings[1:], others, strict=True):
         assert not bitwise_difference(plain, result), setting
@@ -125,12 +135,14 @@ def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any
 @in_shares
 def test_tiers_agree_bitwise(transport: str, every: bool, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
-    settings = [Setting(stage=3, transport=transport, zero=homes(a, b, tmp_path)) for a, b in
+    settings = [Setting(stage=3, transport=transport, zero=offload_to(a, b, tmp_path)) for a, b in
                 [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")]]  # fmt: skip
-    settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradient_device="nvme")))
-    settings.append(Setting(stage=3, transport=transport, zero=homes("cpu", "none", tmp_path, ratio=0.4)))
     settings.append(
-        Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 1500)))
+        Setting(stage=3, transport=transport, zero=offload_to("nvme", "nvme", tmp_path, gradient_device="nvme"))
+    )
+    settings.append(Setting(stage=3, transport=transport, zero=offload_to("cpu", "none", tmp_path, ratio=0.4)))
+    settings.append(
+        Setting(stage=3, transport=transport, zero=(*offload_to("nvme", "cpu", tmp_path), ("sub_group_size", 1500)))
     )
     first, *others = settings
     settings = [first, *share(others, transport == "shm", 2, every)]
@@ -144,7 +156,7 @@ def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
     from windlass.base import device_memory
 
     subject = specimen("four_blocks")
-    setting = Setting(stage=3, zero=(*homes(state, param, folder), ("stage3_max_reuse_distance", 0)))
+    setting = Setting(stage=3, zero=(*offload_to(state, param, folder), ("stage3_max_reuse_distance", 0)))
     engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), setting))
     place = device_memory.emulated_device_memory()
     assert place is not None
@@ -165,9 +177,9 @@ def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
 def test_device_contains_only_its_own_slots(tmp_path: Any) -> None:
     plain = run_ranks(bytes_of, 2, str(tmp_path), "none", "none", env=EMULATED, transport="gloo")[0]
     away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
-    assert {home for (slot, home) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
-    assert {home for (_, home) in plain["slots"]} == {"device"}
-    # what stays is the ring of gradient buffers, and gradients in transfer to the host
+    assert {tier for (slot, tier) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
+    assert {tier for (_, tier) in plain["slots"]} == {"device"}
+    # the remaining memory is the ring of gradient buffers, and gradients in transfer to the host
     assert away["rest"] < 0.35 * plain["rest"]
     assert away["peak"] < plain["peak"]
     assert away["after"] == plain["after"] == 0
@@ -242,7 +254,7 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
 
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
-    knobs = (*homes("nvme", "nvme", folder, gradient_device=gradients), ("stage3_max_reuse_distance", 0))
+    knobs = (*offload_to("nvme", "nvme", folder, gradient_device=gradients), ("stage3_max_reuse_distance", 0))
     engine = start(subject, ds_config(recipe, Setting(stage=3, zero=knobs)))
     disk, staging = engine._sharded.tiers.disk, engine._sharded.tiers.staging
     kept, moved = master_weights._KEPT, []
@@ -281,7 +293,7 @@ def float64_losses(state: str) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).double()
     config = ds_config(
-        Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=homes(state, "none", ""))
+        Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=offload_to(state, "none", ""))
     )
     engine = windlass.initialize(model=model, config=config)[0]
     rows = torch.ones(2, 8, dtype=torch.float64)
@@ -304,7 +316,7 @@ def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> di
     """Return parameters after three steps. In one of them the optimizer raises first, and the step is repeated."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05),))
-    knobs = (*homes(state, "none", folder), ("sub_group_size", 100))
+    knobs = (*offload_to(state, "none", folder), ("sub_group_size", 100))
     engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=knobs)))
     inner = engine._sharded.update._inner
     full = type(inner).step
@@ -354,9 +366,9 @@ def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, to
     """
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
     model = Optional()
-    engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=homes(state, "none", folder))))[
-        0
-    ]
+    engine = windlass.initialize(
+        model=model, config=ds_config(recipe, Setting(2, zero=offload_to(state, "none", folder)))
+    )[0]
     rows = torch.linspace(-1, 1, 40, dtype=torch.bfloat16).repeat(2, 1)
     if fails:
         engine.backward(engine(rows) * 1e4)
@@ -406,7 +418,7 @@ def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str
     """Return masters after steps in which new states are created before existing ones in a unit."""
     model = Growing()
     recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-2),))
-    zero = (*homes(state, "none", folder), ("sub_group_size", sub_group))
+    zero = (*offload_to(state, "none", folder), ("sub_group_size", sub_group))
     engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=zero)))[0]
     for step in range(4):
         model.used = 1 + step
@@ -444,7 +456,7 @@ class Hollow(torch.nn.Module):
 def hollow(stage: int, state: str, param: str, folder: str) -> dict[str, torch.Tensor]:
     model = Hollow()
     engine = windlass.initialize(
-        model=model, config=ds_config(Recipe(), Setting(stage, zero=homes(state, param, folder)))
+        model=model, config=ds_config(Recipe(), Setting(stage, zero=offload_to(state, param, folder)))
     )[0]
     for _ in range(3):
         engine.backward(engine(torch.linspace(-1, 1, 8).repeat(2, 1)))
@@ -465,7 +477,7 @@ def half_a_step(state: str, stage: int, folder: str) -> bool:
     """Return True if the model's parameters equal its masters after a step that failed in its second part."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
-    zero = (*homes(state, "none", folder), ("sub_group_size", 100))
+    zero = (*offload_to(state, "none", folder), ("sub_group_size", 100))
     engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=zero)))
     inner, parts = engine._sharded.update._inner, []
 
@@ -495,7 +507,7 @@ def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int],
     """Return the number of records prefetched in each backward, and the parameters after three steps."""
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, accumulation=accumulation)
-    engine = start(subject, ds_config(recipe, Setting(stage=3, zero=homes("nvme", "nvme", folder))))
+    engine = start(subject, ds_config(recipe, Setting(stage=3, zero=offload_to("nvme", "nvme", folder))))
     residence, counts = engine._sharded.masters.state_offload, []
     for micro in range(3 * accumulation):
         batch = subject.batch(Place(micro, 0, torch.distributed.get_rank()))
@@ -558,7 +570,7 @@ class LateState(Foreign):
 def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:
     """Return parameters after six steps of an optimizer whose states change their order."""
     subject = specimen("four_blocks")
-    config = ds_config(Recipe(), Setting(stage=2, zero=homes(state, "none", folder)))
+    config = ds_config(Recipe(), Setting(stage=2, zero=offload_to(state, "none", folder)))
     config.pop("optimizer", None)
     engine = start(subject, config, optimizer=LateState)
     for micro in range(6):
@@ -586,7 +598,7 @@ def without_memory(failing: int) -> tuple[list[int], float]:
         model = oracle.build(specimen("four_blocks"))
         for block in model.blocks:
             block.up.weight.requires_grad_(False)  # two units per block
-        setting = Setting(stage=3, zero=homes("cpu", "cpu", ""))
+        setting = Setting(stage=3, zero=offload_to("cpu", "cpu", ""))
         engine = windlass.initialize(model=model, config=ds_config(Recipe(), setting))[0]
         transport, batch = engine._sharded.transport, specimen("four_blocks").batch(Place(0, 0, 0))
         occupy, left = transport.allocate_memory, [failing]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, offload_to
 from tests.models import Place
 from tests.oracle import Recipe
 
@@ -76,7 +76,7 @@ class Live(TorchDispatchMode):
 
 def engine_on_disk(folder: str) -> Any:
     zero = (
-        *homes("nvme", "nvme", folder, gradient_device="nvme"),
+        *offload_to("nvme", "nvme", folder, gradient_device="nvme"),
         ("sub_group_size", SUB_GROUP),
         ("stage3_gather_16bit_weights_on_model_save", True),
     )

@@ -14,7 +14,7 @@ from tests import oracle
 from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, PLACES, homes
+from tests.dist.test_offload import LATE, PLACES, offload_to
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -25,7 +25,7 @@ FOLDER = "FOLDER"  # replaced by the test's own folder
 
 def at(stage: int, state: str = "none", param: str = "none", *more: tuple[str, Any], **optimizer: Any) -> Setting:
     """Return a setting with these tiers."""
-    return Setting(stage=stage, zero=(*homes(state, param, FOLDER, **optimizer), *more))
+    return Setting(stage=stage, zero=(*offload_to(state, param, FOLDER, **optimizer), *more))
 
 
 class Counting(Foreign):
@@ -140,7 +140,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return names + [name for name in b if name not in a]
 
 
-def save_and_go_on(case: Case, folder: str) -> dict[str, Any]:
+def save_and_continue(case: Case, folder: str) -> dict[str, Any]:
     """Train, save, and train two steps more."""
     engine = engine_for(case, case.first, case.client, 0, folder)
     steps(engine, case, 0, case.steps)
@@ -152,7 +152,7 @@ def save_and_go_on(case: Case, folder: str) -> dict[str, Any]:
     return {"saved": saved, "losses": losses, "after": after}
 
 
-def take_up(case: Case, folder: str) -> dict[str, Any]:
+def load_and_continue(case: Case, folder: str) -> dict[str, Any]:
     """Load into another engine with other weights and train the last two steps."""
     engine = engine_for(case, case.second, case.other_client or case.client, 50, folder)
     if case.trained:
@@ -185,7 +185,7 @@ def in_turn(cases: list[Case], folder: str) -> list[str]:
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
         try:
-            result = complaints(case, save_and_go_on(case, place), take_up(case, place))
+            result = complaints(case, save_and_continue(case, place), load_and_continue(case, place))
         except Exception as error:
             error.add_note(f"under {case}")
             raise
@@ -290,7 +290,7 @@ def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]
     results = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
-        expected, loaded = save_and_go_on(case, place)["saved"], take_up(case, place)["saved"]
+        expected, loaded = save_and_continue(case, place)["saved"], load_and_continue(case, place)["saved"]
         expected.pop("counts"), loaded.pop("counts")
         results.append((differences(expected, loaded), close(expected, loaded)))
     return results
@@ -363,8 +363,8 @@ def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder:
 
 def across_ranks(cases: list[Case], before: int, after: int, folder: Any) -> None:
     """Save on `before` ranks and load on `after`: masters, states and counters are equal bit by bit."""
-    expected = run_ranks(each, before, save_and_go_on, cases, str(folder), env=LATE, timeout=240)[0]
-    actual = run_ranks(each, after, take_up, cases, str(folder), env=LATE, timeout=240)[0]
+    expected = run_ranks(each, before, save_and_continue, cases, str(folder), env=LATE, timeout=240)[0]
+    actual = run_ranks(each, after, load_and_continue, cases, str(folder), env=LATE, timeout=240)[0]
     for case, item, other in zip(cases, expected, actual, strict=True):
         reported = complaints(case, item, other, same_ranks=False)
         reported = [text for text in reported if text != "loaded: counts"] if after != before else reported

@@ -222,7 +222,7 @@ def warmed(name: str, dtype: torch.dtype, steps: int) -> tuple[torch.nn.Module, 
     return model, optimizer
 
 
-def go_on(name: str, setting: Setting) -> list[float]:
+def continue_training(name: str, setting: Setting) -> list[float]:
     """Return the largest differences from plain PyTorch of two engines.
 
     The first takes over a stepped optimizer, the second loads the first one's state dict.
@@ -250,7 +250,7 @@ def go_on(name: str, setting: Setting) -> list[float]:
 
 @pytest.mark.parametrize("name", WARM)
 def test_scalar_states_are_taken_over_and_loaded(name: str, stage: int) -> None:
-    for result in run_ranks(go_on, 2, name, Setting(stage=stage)):
+    for result in run_ranks(continue_training, 2, name, Setting(stage=stage)):
         assert max(result) < 1e-6, result
 
 

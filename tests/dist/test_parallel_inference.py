@@ -10,18 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.causal_models import VOCABULARY, build
+from tests.causal_models import CAUSAL, VOCABULARY, build_longer
 from tests.dist.harness import run_ranks
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import CommunicationError, ConfigError, PeerError, RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
 SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 112, "max_model_len": 80}
-
-
-def model_of(name: str, seed: int = 0) -> Any:
-    key = "n_positions" if name == "gpt2" else "max_position_embeddings"
-    return build(name, seed, **{key: 96}).eval()
 
 
 def generate_everywhere(names: list[str], axes: dict[str, int], options: dict[str, Any]) -> list[Any]:
@@ -31,7 +26,7 @@ def generate_everywhere(names: list[str], axes: dict[str, int], options: dict[st
     rank = dist.get_rank()
     results = []
     for name in names:
-        with LLM(model_of(name, seed=rank), **axes, **{**SMALL, **options}) as llm:
+        with LLM(build_longer(name, seed=rank), **axes, **{**SMALL, **options}) as llm:
             prompts = make_prompts(12, VOCABULARY, 40, shared=18) if rank == 0 else []
             outputs = llm.generate(prompts, SamplingParams(**GREEDY))
             stats = llm.stats()
@@ -45,7 +40,7 @@ def assert_same(results: list[Any], names: list[str]) -> list[Any]:
         for (outputs, *_), (others, *_) in zip(results[0], other, strict=True):
             assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in others]
     for name, (outputs, *_) in zip(names, results[0], strict=True):
-        assert_greedy(model_of(name), outputs)
+        assert_greedy(build_longer(name), outputs)
     return results[0]
 
 
@@ -54,6 +49,12 @@ def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
     result = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)
     paged = result[:-1]
     assert all(preempted > 0 and hits > 0 for _, preempted, hits in paged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL)
+def test_each_family_on_tensor_parallel_ranks(name: str) -> None:
+    assert_same(run_ranks(generate_everywhere, 2, [name], {"tp": 2}, {}, timeout=300), [name])
 
 
 @pytest.mark.parametrize("options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}])
@@ -70,7 +71,7 @@ def generate_from_directory(directory: str, weights: str | None) -> list[Any]:
 
 @pytest.mark.parametrize(("weights", "tolerance"), [(None, 1e-4), ("int8", 0.3)])
 def test_loaded_models_pack_their_shards(tmp_path: Path, weights: str | None, tolerance: float) -> None:
-    model = model_of("llama")
+    model = build_longer("llama")
     model.save_pretrained(tmp_path)
     first, second = run_ranks(generate_from_directory, 2, str(tmp_path), weights, timeout=240)
     assert [item.outputs[0].token_ids for item in first] == [item.outputs[0].token_ids for item in second]
@@ -88,7 +89,7 @@ def test_experts_and_matrices_over_four_ranks() -> None:
 def two_models_over_four_ranks() -> list[int]:
     from windlass import LLM, SamplingParams
 
-    with LLM(model_of("llama"), tp=2, **SMALL) as llm:
+    with LLM(build_longer("llama"), tp=2, **SMALL) as llm:
         prompt = [3 + dist.get_rank() // 2, 5, 7]
         (output,) = llm.generate([prompt], SamplingParams(**GREEDY))
     return [*output.prompt_token_ids, *output.outputs[0].token_ids]
@@ -104,7 +105,7 @@ def test_a_larger_world_holds_several_models() -> None:
 def refused_then_served() -> tuple[str, int]:
     from windlass import LLM, SamplingParams
 
-    with LLM(model_of("llama"), tp=2, **SMALL) as llm:
+    with LLM(build_longer("llama"), tp=2, **SMALL) as llm:
         try:
             llm.generate([[VOCABULARY + 1]], SamplingParams(**GREEDY))
         except RequestError as error:
@@ -123,7 +124,7 @@ def failing_rank(rank: int) -> tuple[str, str, float]:
     """Fail in one layer on one rank, in a step while others wait in a collective."""
     from windlass import LLM, SamplingParams
 
-    llm = LLM(model_of("llama"), tp=2, **SMALL)
+    llm = LLM(build_longer("llama"), tp=2, **SMALL)
     if dist.get_rank() == rank:
 
         def fail(*args: Any) -> None:
@@ -159,11 +160,11 @@ def serve_on_first_rank() -> list[list[int]] | str:
     from windlass.inference.worker_loop import run_worker
 
     if dist.get_rank() > 0:
-        run_worker(model_of("llama"), tp=2, **SMALL)
+        run_worker(build_longer("llama"), tp=2, **SMALL)
         return "ended"
 
     async def serve() -> list[list[int]]:
-        engine = AsyncLLMEngine.from_model(model_of("llama"), tp=2, **SMALL)
+        engine = AsyncLLMEngine.from_model(build_longer("llama"), tp=2, **SMALL)
         await engine.start()
 
         async def ask(prompt: list[int]) -> list[int]:
@@ -182,7 +183,7 @@ def serve_on_first_rank() -> list[list[int]] | str:
 def plain_answers() -> list[list[int]]:
     from windlass import LLM, SamplingParams
 
-    with LLM(model_of("llama"), **SMALL) as llm:
+    with LLM(build_longer("llama"), **SMALL) as llm:
         outputs = llm.generate(make_prompts(8, VOCABULARY, 20), SamplingParams(**GREEDY))
     return [list(item.outputs[0].token_ids) for item in outputs]
 
@@ -197,7 +198,7 @@ def wrong_world() -> str:
     from windlass import LLM
 
     with pytest.raises(ConfigError, match=r"needs a multiple of 3 ranks, and 2 run") as error:
-        LLM(model_of("llama"), tp=3)
+        LLM(build_longer("llama"), tp=3)
     return str(error.value)
 
 

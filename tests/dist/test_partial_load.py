@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, offload_to
 from tests.oracle import relative_error
 
 WIDTH = 8
@@ -49,7 +49,7 @@ def trained(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
-def apart(model: nn.Module) -> list[dict[str, Any]]:
+def separate_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return groups with a separate rate for the first layer."""
     first = list(model.layers[0].parameters())
     rest = [p for p in model.parameters() if all(p is not item for item in first)]
@@ -60,7 +60,7 @@ def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
 
 
-def engine_for(model: nn.Module, groups: Groups, stage: int, home: str, folder: str) -> Any:
+def engine_for(model: nn.Module, groups: Groups, stage: int, tier: str, folder: str) -> Any:
     import windlass
 
     config = {
@@ -70,7 +70,7 @@ def engine_for(model: nn.Module, groups: Groups, stage: int, home: str, folder: 
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 50,
-            **dict(homes(home, home if stage == 3 else "none", folder)),
+            **dict(offload_to(tier, tier if stage == 3 else "none", folder)),
         },
     }
     return windlass.initialize(model=model, optimizer=optimizer(groups(model)), config=config)[0]
@@ -118,7 +118,7 @@ def freeze(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return stepped
 
 
-def thaw(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unfreeze(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Unfreeze the middle layer in plain torch."""
     model.layers[1].requires_grad_(True)
     stepped.param_groups[0]["params"] += list(model.layers[1].parameters())
@@ -134,7 +134,7 @@ def add(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def regroup(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Change the groups in plain torch, with the same states."""
-    other = optimizer(apart(model))
+    other = optimizer(separate_groups(model))
     for parameter, state in stepped.state.items():
         other.state[parameter] = state
     return other
@@ -143,10 +143,10 @@ def regroup(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer
 # name: the first model and groups, the second ones, the same change in plain torch, keywords of the load
 CASES: dict[str, tuple[Any, ...]] = {
     "freeze": ({}, trained, {"frozen": 1}, trained, freeze, {"load_optimizer_strict": False}),
-    "thaw": ({"frozen": 1}, trained, {}, trained, thaw, {"load_optimizer_strict": False}),
+    "thaw": ({"frozen": 1}, trained, {}, trained, unfreeze, {"load_optimizer_strict": False}),
     "add": ({}, trained, {"layers": 4}, trained, add,
             {"load_optimizer_strict": False, "load_module_strict": False}),
-    "regroup": ({}, trained, {}, apart, regroup, {"load_optimizer_strict": False}),
+    "regroup": ({}, trained, {}, separate_groups, regroup, {"load_optimizer_strict": False}),
 }  # fmt: skip
 SAID = {
     "freeze": [
@@ -170,17 +170,17 @@ REFUSED = {
 }
 
 
-def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
+def load_into(name: str, stage: int, tier: str, folder: str) -> dict[str, Any]:
     """Save with one model or grouping and load with another. Return the result, and plain torch's."""
     from windlass.base.errors import CheckpointError
 
     before, groups, after, other_groups, change, keywords = CASES[name]
     model = net(**before)
-    engine = engine_for(model, groups, stage, home, folder)
+    engine = engine_for(model, groups, stage, tier, folder)
     steps(engine, 0, 2)
     engine.save_checkpoint(folder)
     engine.destroy()
-    other = engine_for(net(**after, seed=9), other_groups, stage, home, folder)
+    other = engine_for(net(**after, seed=9), other_groups, stage, tier, folder)
     untouched = whole(other)
     refused = ""
     try:
@@ -203,11 +203,11 @@ def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize(
-    ("stage", "home"),
+    ("stage", "tier"),
     [(3, "nvme"), pytest.param(0, "none", marks=pytest.mark.slow), pytest.param(2, "cpu", marks=pytest.mark.slow)],
 )
-def test_selected_parts_are_loaded(name: str, stage: int, home: str, tmp_path: Any) -> None:
-    for result in run_ranks(taken_up, 2, name, stage, home, str(tmp_path), env=LATE):
+def test_selected_parts_are_loaded(name: str, stage: int, tier: str, tmp_path: Any) -> None:
+    for result in run_ranks(load_into, 2, name, stage, tier, str(tmp_path), env=LATE):
         assert REFUSED[name] in result["refused"] and result["kept"] == 0.0
         for text in SAID[name]:
             assert any(text in line for line in result["said"]), (text, result["said"])
@@ -221,7 +221,7 @@ def only_the_module(folder: str) -> dict[str, Any]:
     engine.save_checkpoint(folder)
     expected = whole(engine)
     engine.destroy()
-    other = engine_for(net(seed=9), apart, 1, "none", folder)
+    other = engine_for(net(seed=9), separate_groups, 1, "none", folder)
     torch.manual_seed(77)
     before = torch.get_rng_state()
     other.load_checkpoint(folder, load_module_only=True)
@@ -250,7 +250,7 @@ def with_a_schedule(folder: str) -> list[float]:
 
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
     rates = []
-    for groups in (trained, apart):
+    for groups in (trained, separate_groups):
         model = net()
 
         def slower(stepped: Any) -> Any:
@@ -274,11 +274,11 @@ def test_schedule_with_other_groups_continues(tmp_path: Any) -> None:
     assert run_ranks(with_a_schedule, 2, str(tmp_path)) == [pytest.approx([0.001 / 8, 0.01 / 8])] * 2
 
 
-def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
+def unfrozen_with_an_average(tier: str, folder: str) -> dict[str, Any]:
     """Load an average of a model with a frozen layer into a model in which that layer is trained."""
     import windlass
 
-    engine = engine_for(net(frozen=1), trained, 3, home, f"{folder}/first")
+    engine = engine_for(net(frozen=1), trained, 3, tier, f"{folder}/first")
     average = windlass.zero.ExponentialMovingAverage(engine, 0.5)
     for step in range(2):
         steps(engine, step, step + 1)
@@ -287,7 +287,7 @@ def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
     requested = {name: average.full_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     weights = whole(engine)
     engine.destroy()
-    other = engine_for(net(seed=9), trained, 2, home, f"{folder}/second")
+    other = engine_for(net(seed=9), trained, 2, tier, f"{folder}/second")
     average = windlass.zero.ExponentialMovingAverage(other, 0.5)
     other.load_checkpoint(folder, load_optimizer_strict=False)
     results = {name: average.full_param(p).clone() for name, p in other.module.named_parameters()}
@@ -296,9 +296,9 @@ def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
     return {name: bool(torch.equal(results[name], expected[name])) for name in expected}
 
 
-@pytest.mark.parametrize("home", ["none", "nvme"])
-def test_average_of_unfrozen_parameters_starts_with_a_copy(home: str, tmp_path: Any) -> None:
-    for result in run_ranks(thawed_with_an_average, 2, home, str(tmp_path)):
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_average_of_unfrozen_parameters_starts_with_a_copy(tier: str, tmp_path: Any) -> None:
+    for result in run_ranks(unfrozen_with_an_average, 2, tier, str(tmp_path)):
         assert len(result) == 6 and all(result.values()), result
 
 

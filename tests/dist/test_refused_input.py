@@ -18,7 +18,7 @@ import torch
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import homes
+from tests.dist.test_offload import offload_to
 from tests.models import Place
 from tests.oracle import Recipe
 from windlass.base.errors import ModelError
@@ -150,7 +150,7 @@ def bad_disk(what: str, folder: str) -> list[Any]:
     where = bad.get(what, path) if rank == 1 else path
     model = oracle.build(specimen("mlp"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    setting = Setting(stage=3, zero=homes("nvme", "nvme", where))
+    setting = Setting(stage=3, zero=offload_to("nvme", "nvme", where))
     text = ""
     with pytest.MonkeyPatch.context() as patch:
         if what == "full" and rank == 1:
@@ -161,7 +161,7 @@ def bad_disk(what: str, folder: str) -> list[Any]:
             text = f"{type(error).__name__}: {error}"
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     left = [entry.name for entry in path.iterdir() if entry.name != "taken"]
-    config = ds_config(Recipe(), Setting(stage=3, zero=homes("nvme", "nvme", path)))
+    config = ds_config(Recipe(), Setting(stage=3, zero=offload_to("nvme", "nvme", path)))
     engine = windlass.initialize(model=model, config=config)[0]
     batch = specimen("mlp").batch(Place(0, 0, rank))
     specimen("mlp").train(engine, batch, engine.backward)
@@ -191,7 +191,7 @@ def space_taken(folder: str, optimizer: str) -> list[int]:
     """Return the size of the tier's file after `initialize` and after a step."""
     recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
     subject = specimen("four_blocks")
-    zero = (*homes("nvme", "nvme", folder, gradient_device="nvme"), ("sub_group_size", 5000))
+    zero = (*offload_to("nvme", "nvme", folder, gradient_device="nvme"), ("sub_group_size", 5000))
     engine = start(subject, ds_config(recipe, Setting(stage=3, zero=zero)))
     file = engine._sharded.tiers.disk._stripes.descriptors[0]
     sizes = [os.fstat(file).st_size]
@@ -222,7 +222,7 @@ def files_of(folder: str) -> dict[str, Any]:
         Path(path, "stripe").write_text("of a process")
     logging.getLogger("windlass").addHandler(handler)
     try:
-        engine = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=homes("nvme", "none", folder))))
+        engine = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=offload_to("nvme", "none", folder))))
         disk = engine._sharded.tiers.disk
         state = os.fstat(disk._stripes.descriptors[0])
         results = {
@@ -233,7 +233,9 @@ def files_of(folder: str) -> dict[str, Any]:
         }
         engine.destroy()
         results["left"] = sorted(path.name for path in Path(folder).iterdir()) == [live.name]
-        shared = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=homes("nvme", "none", "/dev/shm"))))
+        shared = start(
+            specimen("mlp"), ds_config(Recipe(), Setting(stage=2, zero=offload_to("nvme", "none", "/dev/shm")))
+        )
         shared.destroy()
         results["warned"] = [line for line in received if "this is memory" in line and "/dev/shm" in line]
     finally:

@@ -17,7 +17,7 @@ import windlass
 from tests.dist import parallel_runs, pipeline_engine_runs
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import homes
+from tests.dist.test_offload import offload_to
 from tests.models import Place
 from tests.oracle import Recipe
 
@@ -77,7 +77,7 @@ def zero_steps(case: tuple[int, str, str, dict[str, Any]], folder: str) -> tuple
     stage, state, param, more = case
     subject = specimen("tied")
     recipe = Recipe(accumulation=2, optimizer="AdamW", optimizer_params=ADAMW)
-    engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=homes(state, param, folder, **more))))
+    engine = start(subject, ds_config(recipe, Setting(stage=stage, zero=offload_to(state, param, folder, **more))))
 
     def step(number: int) -> None:
         for micro in range(2):
@@ -118,10 +118,10 @@ def begin(case: Any, folder: str) -> tuple[Any, Callable[[int], None]]:
 
 def settle(engine: Any) -> None:
     """Wait for all transfers, since the last writes of a step continue in the next one."""
-    homes = engine._sharded.tiers
-    if homes.disk is not None:
-        homes.staging.wait_all()
-        homes.disk.io_rates()
+    tiers = engine._sharded.tiers
+    if tiers.disk is not None:
+        tiers.staging.wait_all()
+        tiers.disk.io_rates()
 
 
 def runs(folder: str, cases: list[Any], warm: int, steps: int) -> Iterator[tuple[Any, dict[str, int], dict[str, int]]]:

@@ -16,11 +16,12 @@ Case = tuple[str, dict[str, Any], str]
 
 def law(cases: list[Case], kind: str, tp: dict[str, Any], long: dict[str, Any] | None) -> None:
     """Compare two ranks along tp by two along sp with one process."""
+    from tests.dist.tensor_parallel_runs import gather_full_tensor
     from windlass.comm.mesh import build_mesh
     from windlass.comm.mesh_shape import MeshShape
     from windlass.parallel.placement import get_placement
     from windlass.parallel.sequence import apply_long_context, apply_sequence_parallel
-    from windlass.parallel.tensor import apply_tensor_parallel, gather_full_tensor
+    from windlass.parallel.tensor import apply_tensor_parallel
 
     mesh = build_mesh(MeshShape(sp=2, tp=2))
     for name, changes, of in cases:

@@ -22,7 +22,7 @@ RECIPE = Recipe(ranks=2, steps=3, optimizer="AdamW", optimizer_params=(("lr", 1e
 
 
 @contextmanager
-def cut_at_once() -> Any:
+def shard_at_once() -> Any:
     """Set the size below which parameters stay full to almost 0, so that tiny models are sharded and gathered too."""
     from windlass.zero.sharded_init import init_registry
 
@@ -33,7 +33,7 @@ def cut_at_once() -> Any:
         init_registry._FLOOR = before
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
+def full_values(model: nn.Module) -> dict[str, Tensor]:
     """Return full values of a sharded model, under every name of a tied parameter."""
     import windlass
     from windlass.zero.sharded_init import initial_shard
@@ -63,7 +63,7 @@ def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:
 
     if torch.distributed.get_world_size() > 1 or options.get("remote_device") == "nvme":
         text += [f"{n} is whole" for n, p in model.named_parameters() if not isinstance(p, ShardedParameter)]
-    actual, expected = whole(model), dict(plain.named_parameters(remove_duplicate=False))
+    actual, expected = full_values(model), dict(plain.named_parameters(remove_duplicate=False))
     if list(actual) != list(expected):
         text.append(f"names {list(actual)} and {list(expected)}")
     for name, value in expected.items():
@@ -187,7 +187,7 @@ def hugging_face(name: str) -> nn.Module:
 def all_differences(names: list[str], floor: bool) -> dict[str, list[str]]:
     """Return the differences by name of the model. Names without differences are absent."""
     text: dict[str, list[str]] = {}
-    with cut_at_once() if floor else _nothing():
+    with shard_at_once() if floor else _nothing():
         for name in names:
             try:
                 if name in AWKWARD:
@@ -245,7 +245,7 @@ def train_both(names: list[str], recipe: Recipe, settings: list[Setting]) -> lis
     build = oracle.build
 
     def sharded(subject: Any, rank: int = 0) -> nn.Module:
-        with cut_at_once(), windlass.zero.Init():
+        with shard_at_once(), windlass.zero.Init():
             return build(subject, rank)
 
     for name in names:
@@ -300,7 +300,7 @@ def test_mics_and_secondary_shards(zero: dict[str, Any]) -> None:
         assert not text
 
 
-def said_at_stage(stage: int) -> list[str]:
+def log_lines_at_stage(stage: int) -> list[str]:
     """Return the log lines about a model that was sharded in vain."""
     import logging
 
@@ -321,9 +321,9 @@ def said_at_stage(stage: int) -> list[str]:
 
 
 def test_stage_without_sharded_parameters_logs_one_line() -> None:
-    for text in run_ranks(said_at_stage, 2, 1):
+    for text in run_ranks(log_lines_at_stage, 2, 1):
         assert len(text) == 1 and "sharded 2 parameters" in text[0] and "stage 1 gathers" in text[0]
-    assert run_ranks(said_at_stage, 2, 3) == [[], []]
+    assert run_ranks(log_lines_at_stage, 2, 3) == [[], []]
 
 
 # ----------------------------------------------------------------------------------------------- access before training
@@ -467,7 +467,7 @@ def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": directory}},
     }
-    with cut_at_once():
+    with shard_at_once():
         text = differences(specimen("tied").build, config_dict_or_path=config)
     with windlass.zero.Init(config=config):
         model = nn.Linear(50, 50)

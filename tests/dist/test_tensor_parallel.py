@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from tests.dist.tensor_parallel_runs import (
     trained_beside,
 )
 from tests.oracle import relative_error
+from windlass.parallel.placement import compute_shard_range
 from windlass.parallel.tensor import (
-    count_step_bytes,
     get_sharded_vocabulary,
-    keep_logits_sharded,
     vocab_parallel_cross_entropy,
 )
-from windlass.parallel.tensor.layer_stacks import find_layer_stacks
+from windlass.parallel.tensor.layer_stacks import LayerStack, find_layer_stacks
+from windlass.parallel.tensor.rank_ranges import count_elements
+from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, TensorParallelPlan
 
 NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # rounding is amplified by their norms; see the test in 64 bits
 
@@ -101,7 +103,77 @@ def test_sharded_loss_has_full_precision(name: str, options: dict[str, Any]) -> 
 # ------------------------------------------------------------------------------------------------------------ volume
 
 
-def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+_LOSS_NUMBERS = 3  # per token: maximum, sum, and the label's logit, in 4 bytes each
+
+
+def count_step_bytes(
+    plan: TensorParallelPlan,
+    rank: int,
+    *,
+    batch: int,
+    tokens: int,
+    hidden: int,
+    itemsize: int,
+    top_k: int = 0,
+    stacks: list[LayerStack] | None = None,
+) -> Counter[str]:
+    """Compute the bytes that a rank receives in the forward and backward of one micro-batch with labels, by operation.
+
+    With n ranks and B = batch x tokens x hidden x itemsize: each chain, and each module of experts, costs an all-reduce
+    of B in forward and one in backward, `2 B (n - 1) / n` bytes each; so do the embedding in forward and the head in
+    backward. The loss costs three numbers a token. With sequence sharding, chains use all-gathers and reduce-scatters
+    instead, with the same number of bytes.
+
+    The formula assumes no recomputation, that all parameters are trained, and that each chain has one input tensor
+    (latent attention has several, of other widths).
+
+    Args:
+        plan: plan of the model.
+        rank: index of the rank along the axis.
+        batch, tokens: samples, and the length of each.
+        hidden: features between layers.
+        itemsize: bytes of an element of the hidden states.
+        top_k: experts per token.
+        stacks: layer stacks with sequence sharding; None: none.
+    """
+    nbytes: Counter[str] = Counter()
+    ranks, rows = plan.ranks, batch * tokens
+    if ranks == 1:
+        return nbytes
+
+    def all_reduce(numbers: int, size: int = itemsize) -> None:
+        nbytes["all_reduce"] += 2 * numbers * size * (ranks - 1) // ranks
+
+    def all_gather(features: int, own: int) -> None:
+        nbytes["all_gather"] += rows * (features - own) * itemsize
+
+    start, stop = compute_shard_range(tokens, ranks, rank)
+    own = batch * (stop - start) * hidden * itemsize
+    full = rows * hidden * itemsize
+    chains = {chain for stack in stacks or [] for chain in stack.chains}
+    for shard in plan.shards:
+        if shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and shard.chain in chains:
+            nbytes["all_gather"] += 2 * (full - own)
+            nbytes["reduce_scatter"] += 2 * own * (ranks - 1)
+        elif shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
+            all_reduce(rows * hidden)
+            all_reduce(rows * hidden)
+        elif shard.style is ShardStyle.EXPERTS:
+            all_reduce(rows * hidden)
+            all_reduce(rows * hidden)
+            all_reduce(rows * top_k)
+        elif shard.style is ShardStyle.VOCABULARY:
+            all_reduce(rows * hidden)
+        if shard.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT):
+            all_gather(shard.sharded_size, count_elements(shard.rank_ranges[rank]))
+    for stack in stacks or []:
+        nbytes["all_gather"] += (2 + 2 * len(stack.full_sequence_modules)) * (full - own)
+    all_reduce(rows, 4)
+    all_reduce((_LOSS_NUMBERS - 1) * rows, 4)
+    return nbytes
+
+
+def moved_and_predicted(name: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     _, model, axis, plan = pair(name, {}, options)
     model.config.output_router_logits = False
     axis.traffic.reset()
@@ -109,10 +181,10 @@ def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, in
     stacks = find_layer_stacks(model, plan) if options.get("tp_sequence_norms") else None
     config = model.config
     chosen = config.num_experts_per_tok if name in ("mixtral", "gpt_oss") else 0
-    foretold = count_step_bytes(
+    predicted = count_step_bytes(
         plan, axis.index, batch=2, tokens=7, hidden=config.hidden_size, itemsize=4, top_k=chosen, stacks=stacks
     )
-    return dict(axis.traffic.bytes_moved), dict(foretold)
+    return dict(axis.traffic.bytes_moved), dict(predicted)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +192,15 @@ def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, in
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "olmo2"])
 def test_bytes_equal_the_formula(name: str, options: dict[str, Any], ranks: int) -> None:
-    for moved, foretold in run_ranks(moved_and_foretold, ranks, name, options):
-        assert moved == foretold
+    for moved, predicted in run_ranks(moved_and_predicted, ranks, name, options):
+        assert moved == predicted
 
 
 def test_a_llama_layer_costs_four_all_reduces() -> None:
     """The formula by hand: 2 layers, an embedding and a head on 2 ranks, where an all-reduce of B bytes moves B."""
     tensor = 2 * 7 * 32 * 4
     by_hand = (2 * 4 + 2) * tensor + 3 * 2 * 7 * 4
-    for moved, _ in run_ranks(moved_and_foretold, 2, "llama", {}):
+    for moved, _ in run_ranks(moved_and_predicted, 2, "llama", {}):
         assert moved == {"all_reduce": by_hand}
 
 
@@ -199,8 +271,9 @@ def logits_and_losses(name: str) -> dict[str, Any]:
         seen["items"] = float(
             model(**batch, num_items_in_batch=items).loss - plain(**batch, num_items_in_batch=items).loss
         )
-        with keep_logits_sharded(model):
-            cut = model(input_ids=batch["input_ids"]).logits
+        vocabulary.keeps_logits_sharded = True
+        cut = model(input_ids=batch["input_ids"]).logits
+        vocabulary.keeps_logits_sharded = False
         seen["cut"] = cut.shape[-1]
         expected = plain(**batch)
         seen["together"] = float((vocabulary.gather_logits(cut) - expected.logits).abs().max())

@@ -12,6 +12,7 @@ from tests.causal_models import VOCABULARY, build, language
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.tensor_parallel_runs import (
     EXACT,
+    gather_full_tensor,
     pair,
     stepped,
     tensor_axis,
@@ -21,7 +22,7 @@ from tests.oracle import relative_error
 from windlass.comm.mesh import build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.parallel.placement import Placement, compute_shard_range, get_placement, make_ranges_along, set_placement
-from windlass.parallel.tensor import apply_tensor_parallel, gather_full_tensor
+from windlass.parallel.tensor import apply_tensor_parallel
 
 
 class Mixer(nn.Module):
@@ -151,7 +152,7 @@ def test_experts_can_be_distributed_over_other_ranks() -> None:
     assert all(cut == {"ep", "tp"} and same for cut, same, _ in result)
 
 
-def cut_twice() -> None:
+def shard_twice() -> None:
     model, axis = build("llama"), tensor_axis()
     apply_tensor_parallel(model, axis)
     apply_tensor_parallel(model, axis)
@@ -159,4 +160,4 @@ def cut_twice() -> None:
 
 def test_model_is_sharded_once() -> None:
     with pytest.raises(RankError, match="model.embed_tokens.weight is sharded over tp already; shard a model once"):
-        run_ranks(cut_twice, 2)
+        run_ranks(shard_twice, 2)

@@ -14,7 +14,7 @@ from windlass.compat.pipeline_grid import PipelineParallelGrid
 from windlass.compat.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
-def said(grid: PipelineParallelGrid) -> dict[str, Any]:
+def query_grid(grid: PipelineParallelGrid) -> dict[str, Any]:
     """Return everything that a script may query, and the sum over each group."""
     sums = {}
     for axis in ("pipe", "data", "model", "slice"):
@@ -34,9 +34,9 @@ def said(grid: PipelineParallelGrid) -> dict[str, Any]:
 
 def in_three_layouts() -> list[Any]:
     results = [
-        said(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))),
-        said(PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))),
-        said(PipelineParallelGrid()),
+        query_grid(PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))),
+        query_grid(PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))),
+        query_grid(PipelineParallelGrid()),
     ]
     try:
         PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=1))

@@ -14,7 +14,7 @@ import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.test_offload import LATE, hold, homes
+from tests.dist.test_offload import LATE, hold, offload_to
 from tests.models import DIFFERING, WIDTH, Place, Specimen, rows
 from tests.models.rank_dependent import EarlyExit
 from tests.oracle import Recipe, relative_error
@@ -27,9 +27,9 @@ FROZEN_KNOBS = (
 )
 
 
-def settings(transport: str, home: str, *zero: tuple[str, Any]) -> list[Setting]:
-    """Return every sharding stage, with its shards on the tier `home`."""
-    away = {s: homes("cpu", "cpu" if s == 3 else "none", "") if home == "host" else () for s in (1, 2, 3)}
+def settings(transport: str, tier: str, *zero: tuple[str, Any]) -> list[Setting]:
+    """Return every sharding stage, with its shards on the tier `tier`."""
+    away = {s: offload_to("cpu", "cpu" if s == 3 else "none", "") if tier == "host" else () for s in (1, 2, 3)}
     return [Setting(stage=s, transport=transport, zero=(*away[s], *zero)) for s in (1, 2, 3)]
 
 
@@ -42,14 +42,14 @@ def test_ranks_that_run_different_modules_equal_one_process(name: str, transport
 @pytest.mark.parametrize(
     "knobs", [(), FROZEN_KNOBS, (("unit_merge_threshold", 3000),)], ids=["default", "frozen", "merged"]
 )
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", DIFFERING)
 def test_all_rank_dependent_models_equal_one_process(
-    name: str, ranks: int, home: str, transport: str, knobs: Any
+    name: str, ranks: int, tier: str, transport: str, knobs: Any
 ) -> None:
     recipe = Recipe(ranks=ranks, accumulation=3, steps=6)
-    hold(name, recipe, [Setting(stage=0, transport=transport), *settings(transport, home, *knobs)], LATE)
+    hold(name, recipe, [Setting(stage=0, transport=transport), *settings(transport, tier, *knobs)], LATE)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_ranks_that_differ_in_smaller_groups(name: str, transport: str, sections
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["towers_reentrant", "uneven"])
 def test_ranks_that_differ_in_smaller_groups_on_disk(name: str, transport: str, tmp_path: Any) -> None:
-    zero = (("mics_shard_size", 2), *homes("nvme", "nvme", tmp_path))
+    zero = (("mics_shard_size", 2), *offload_to("nvme", "nvme", tmp_path))
     hold(name, Recipe(ranks=4, accumulation=2, steps=4), [Setting(stage=3, transport=transport, zero=zero)], LATE)
 
 

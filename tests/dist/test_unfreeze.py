@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.custom_optimizers import Foreign
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, offload_to
 from tests.dist.test_partial_load import Net, batch, plain_steps, whole
 from tests.oracle import relative_error
 from windlass import checkpoint
@@ -43,16 +43,16 @@ def net(seed: int = 0) -> Net:
     return made
 
 
-def thawed(model: Any) -> list[list[nn.Parameter]]:
+def planned_unfreezing(model: Any) -> list[list[nn.Parameter]]:
     """Return the parameters unfrozen after two steps, a layer and half of another, and the rest after three."""
     layers = model.layers
     return [[*layers[1].parameters(), layers[2].bias], [layers[2].weight, layers[3].weight, layers[0].weight]]
 
 
-def engine_for(model: nn.Module, kind: str, everything: bool, stage: int, home: str, folder: str, bits: str) -> Any:
+def engine_for(model: nn.Module, kind: str, everything: bool, stage: int, tier: str, folder: str, bits: str) -> Any:
     import windlass
 
-    zero = dict(homes(home, home if stage == 3 else "none", folder))
+    zero = dict(offload_to(tier, tier if stage == 3 else "none", folder))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.0,
@@ -75,11 +75,11 @@ def steps(engine: Any, first: int, last: int, bits: str = "fp32") -> None:
 def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
     """Train, unfreeze twice, save, and resume in an engine where all is trainable. Compare with plain torch."""
     results = []
-    for number, (kind, everything, stage, home) in enumerate(cases):
+    for number, (kind, everything, stage, tier) in enumerate(cases):
         place = f"{folder}/{number}"
-        engine = engine_for(net(), kind, everything, stage, home, place, "fp32")
+        engine = engine_for(net(), kind, everything, stage, tier, place, "fp32")
         steps(engine, 0, 2)
-        for step, parameters in enumerate(thawed(engine.module), 2):
+        for step, parameters in enumerate(planned_unfreezing(engine.module), 2):
             laid_out = engine._sharded
             for parameter in parameters:
                 parameter.requires_grad_(True)
@@ -94,7 +94,7 @@ def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
         engine.destroy()
         model = net()
         model.requires_grad_(True)
-        other = engine_for(model, kind, True, stage, home, place, "fp32")
+        other = engine_for(model, kind, True, stage, tier, place, "fp32")
         other.load_checkpoint(place, load_optimizer_strict=False)
         same = other.fingerprint() == taken
         steps(other, 4, 6)
@@ -108,7 +108,7 @@ def plain(kind: str) -> dict[str, torch.Tensor]:
     model = net()
     stepped = OPTIMIZERS[kind](list(model.parameters()))
     plain_steps(model, stepped, 0, 2)
-    for step, parameters in enumerate(thawed(model), 2):
+    for step, parameters in enumerate(planned_unfreezing(model), 2):
         for parameter in parameters:
             parameter.requires_grad_(True)
         plain_steps(model, stepped, step, step + 1)
@@ -145,9 +145,9 @@ def test_unfreezing_equals_plain_torch_in_every_case(ranks: int, transport: str,
     hold(ranks, transport, CASES, tmp_path)
 
 
-def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
+def in_sixteen_bits(stage: int, tier: str, folder: str) -> float:
     """Return the change of an unfrozen parameter."""
-    engine = engine_for(net(), "AdamW", True, stage, home, folder, "bf16")
+    engine = engine_for(net(), "AdamW", True, stage, tier, folder, "bf16")
     steps(engine, 0, 1, "bf16")
     before = whole(engine)["layers.1.weight"].float()
     engine.module.layers[1].requires_grad_(True)
@@ -159,13 +159,13 @@ def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
     return float((after - before).abs().max())
 
 
-@pytest.mark.parametrize(("stage", "home"), [(2, "cpu"), (3, "nvme")])
-def test_unfreezing_with_16_bit_master_weights(stage: int, home: str, tmp_path: Any) -> None:
-    result = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
+@pytest.mark.parametrize(("stage", "tier"), [(2, "cpu"), (3, "nvme")])
+def test_unfreezing_with_16_bit_master_weights(stage: int, tier: str, tmp_path: Any) -> None:
+    result = run_ranks(in_sixteen_bits, 2, stage, tier, str(tmp_path), env=LATE)
     assert result[0] == result[1] and 0.01 < result[0] < 0.03
 
 
-def thawed_apart(alone: bool, stage: int) -> str:
+def unfrozen_on_one_rank(alone: bool, stage: int) -> str:
     """Unfreeze another layer on rank 1 than on rank 0, or none."""
     import windlass
 
@@ -180,10 +180,10 @@ def thawed_apart(alone: bool, stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_unfreeze_different_parameters_raise(stage: int, transport: str) -> None:
-    for text in run_ranks(thawed_apart, 2, False, stage, transport=transport):
+    for text in run_ranks(unfrozen_on_one_rank, 2, False, stage, transport=transport):
         assert "'layers.1.weight'" in text and "trained, in group 0 of the optimizer on rank 0" in text
         assert "frozen, in group 0 of the optimizer on rank 1" in text
-    for text in run_ranks(thawed_apart, 2, True, stage, transport=transport):
+    for text in run_ranks(unfrozen_on_one_rank, 2, True, stage, transport=transport):
         assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in text
 
 
@@ -217,10 +217,10 @@ def to_and_fro(model: Any, step: int) -> None:
             what.requires_grad_(trained)
 
 
-def frozen_again(stage: int, home: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+def frozen_again(stage: int, tier: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
     import windlass
 
-    engine = engine_for(Tied(), "AdamW", True, stage, home, folder, "fp32")
+    engine = engine_for(Tied(), "AdamW", True, stage, tier, folder, "fp32")
     average = windlass.zero.ExponentialMovingAverage(engine, 0.9)
     for step in range(7):
         to_and_fro(engine.module, step)
@@ -236,10 +236,10 @@ def frozen_again(stage: int, home: str, folder: str) -> dict[str, dict[str, torc
 
 
 @pytest.mark.parametrize(
-    ("stage", "home"),
+    ("stage", "tier"),
     [(3, "none"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, "none"), (1, "nvme"), (3, "nvme")])],
 )
-def test_freeze_and_unfreeze_with_an_average(stage: int, home: str, transport: str, tmp_path: Any) -> None:
+def test_freeze_and_unfreeze_with_an_average(stage: int, tier: str, transport: str, tmp_path: Any) -> None:
     model = Tied()
     stepped = OPTIMIZERS["AdamW"](list(model.parameters()))
     averages: dict[str, torch.Tensor] = {}
@@ -249,7 +249,7 @@ def test_freeze_and_unfreeze_with_an_average(stage: int, home: str, transport: s
         for name, parameter in model.named_parameters():
             averages.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for result in run_ranks(frozen_again, 2, stage, home, str(tmp_path), env=LATE, transport=transport):
+    for result in run_ranks(frozen_again, 2, stage, tier, str(tmp_path), env=LATE, transport=transport):
         assert relative_error(result["params"], params)[0] <= 1e-6
         assert relative_error(result["averages"], averages)[0] <= 1e-6
 

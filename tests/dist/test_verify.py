@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests import oracle
 from tests.dist.equivalence_runs import SGD, Setting, adamw, ds_config, specimen
 from tests.dist.harness import RankError
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, offload_to
 from tests.dist.verified_runs import verify, verify_training
 from tests.hf_models import HF_ZOO
 from tests.models import ZOO, Place
@@ -127,7 +127,7 @@ def test_skipped_steps_are_reported_and_equal(stage: int) -> None:
 def test_offloaded_runs_are_equal(case: tuple[int, str, str], precision: str, tmp_path: Path) -> None:
     stage, state, param = case
     recipe = Recipe(2, 2, 3, precision, "AdamW", (("lr", 1e-3),))
-    assert_equal(verdict("tied", stage, recipe, zero=homes(state, param, str(tmp_path)), env=LATE))
+    assert_equal(verdict("tied", stage, recipe, zero=offload_to(state, param, str(tmp_path)), env=LATE))
 
 
 @pytest.mark.slow

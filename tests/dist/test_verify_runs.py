@@ -134,7 +134,7 @@ def test_engines_with_a_joint_backward_are_equal() -> None:
     assert_equal(critic)
 
 
-def born_sharded(stage: int) -> None:
+def under_sharded_init(stage: int) -> None:
     import windlass
 
     with windlass.zero.Init():
@@ -147,7 +147,7 @@ def born_sharded(stage: int) -> None:
 
 
 def test_model_with_sharded_init_is_equal() -> None:
-    (result,) = verify_training(born_sharded, 3)
+    (result,) = verify_training(under_sharded_init, 3)
     assert_equal(result)
 
 

@@ -15,7 +15,7 @@ import windlass
 from tests.deepspeed_checkpoint_writer import Trained
 from tests.fuzz.mutations import Reader, as_text
 from windlass.base.errors import WindlassError
-from windlass.checkpoint import FlatShard, SavedState, read_full, read_meta_tensors, read_plain, save
+from windlass.checkpoint import FlatShard, SavedState, read_full, read_plain, save
 from windlass.checkpoint.checkpoint_listing import list_checkpoints
 from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.checkpoint.safetensors_file import TensorFileWriter
@@ -156,14 +156,14 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
         list_checkpoints(directory, verify=True)
         return {}
 
-    def told() -> dict[str, torch.Tensor]:
+    def outline() -> dict[str, torch.Tensor]:
         read_plain(directory)
-        read_meta_tensors(directory)
+        StoredCheckpoint(directory).outline()
         return {}
 
     return {
         "read_full": lambda: dict(read_full(directory)),
-        "outline": told,
+        "outline": outline,
         "export": exported,
         "to_windlass": converted,
         "plain": plain,

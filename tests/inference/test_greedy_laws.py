@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.causal_models import CAUSAL, VOCABULARY, build, model_of
+from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_of
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.attention import attention
 from windlass.inference.llm import LLM
@@ -22,16 +22,9 @@ OWN_CACHE = {"bloom", "mpt", "falcon", "gptj", "gpt_neo", "qwen3_next"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
-def longer(name: str, **changes: Any) -> Any:
-    """Return a model for 96 tokens, if its configuration has a limit."""
-    key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
-    known = {} if name in ("bloom", "falcon") else {key.get(name, "max_position_embeddings"): 96}
-    return build(name, **{**known, **changes}).eval()
-
-
 @pytest.mark.parametrize("name", CAUSAL)
 def test_families_generate_what_the_plain_model_does(name: str) -> None:
-    model = longer(name)
+    model = build_longer(name)
     with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
         outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
         kind = OwnCacheModelRunner if name in OWN_CACHE else PagedModelRunner
@@ -118,7 +111,7 @@ def _schedules() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
     """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
-    model = longer(name)
+    model = build_longer(name)
     prompts = make_prompts(40, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
     with LLM(model, **options, kv_cache_tokens=112, max_model_len=96, check_at_load=False) as llm:
@@ -140,7 +133,7 @@ def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> 
 
 @pytest.mark.parametrize("changes", [{"prefix_caching": False}, {"block_size": 32}, {"swap_bytes": 1 << 20}])
 def test_options_change_no_token(changes: dict[str, Any]) -> None:
-    model = longer("llama")
+    model = build_longer("llama")
     with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
         outputs = llm.generate(make_prompts(16, VOCABULARY, 30, shared=18), GREEDY.replace(max_tokens=20))
         stats = llm.stats()
@@ -153,7 +146,7 @@ def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
     """A cost model in which computing again is slow lets blocks be moved."""
     from windlass.inference.step_cost import StepCost
 
-    model = longer("llama")
+    model = build_longer("llama")
     for changes in ({"swap_bytes": 1 << 24}, {"swap_directory": tmp_path}):
         with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
             llm.engine._preempted._cost = StepCost(100.0)
@@ -173,7 +166,7 @@ def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
 
 
 def test_greedy_tokens_are_those_of_transformers_generate() -> None:
-    model = longer("llama")
+    model = build_longer("llama")
     prompts = make_prompts(6, VOCABULARY)
     with LLM(model, max_tokens_per_step=16, max_sequences=4) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
@@ -236,7 +229,7 @@ def test_modules_without_a_cache_are_computed_again() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
     """Tokens and logprobs are equal alone, in a batch, and for every split of the prompt."""
-    model = longer(name)
+    model = build_longer(name)
     prompts = make_prompts(12, VOCABULARY, 40)
     params = GREEDY.replace(logprobs=3, max_tokens=16)
     found = []
@@ -268,7 +261,7 @@ def test_training_on_a_served_module_is_untouched() -> None:
 
 
 def test_changed_weights_are_served_after_the_prefix_cache_is_cleared() -> None:
-    model = longer("llama")
+    model = build_longer("llama")
     prompt = list(range(3, 40))
     with LLM(model, max_tokens_per_step=64, max_sequences=4) as llm:
         llm.generate([prompt], GREEDY)

@@ -67,7 +67,7 @@ def run_deepspeed(module: str, out: Path, stage: int, precision: str, ranks: int
             process.wait()
 
 
-def gone_on(folder: str, stage: int, precision: str) -> dict[str, object]:
+def load_and_continue(folder: str, stage: int, precision: str) -> dict[str, object]:
     """Load DeepSpeed's checkpoint, and continue training."""
     engine = engine_for(stage, precision, 50)
     path, client = engine.load_checkpoint(folder)
@@ -87,7 +87,7 @@ def test_run_of_deepspeed_resumes_in_windlass(
 ) -> None:
     make(tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
-    for rank, actual in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):
+    for rank, actual in enumerate(run_ranks(load_and_continue, ranks, str(tmp_path), here, precision)):
         expected = json.loads((tmp_path / f"losses_{rank}.json").read_text())
         assert actual["counts"] == (SAVED_AT, SAVED_AT * 2 * ranks)
         assert actual["client"]["words"] == CLIENT["words"] and torch.equal(actual["client"]["t"], CLIENT["t"])

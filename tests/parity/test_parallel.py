@@ -39,7 +39,7 @@ MORE = [
     Case("gpt2", (("pp", 2), ("sp", 2), ("tp", 2)), stage=1, accumulation=2, tied=True, sequence="ring"),
     Case("mixtral", (("pp", 2), ("ep", 2), ("tp", 2)), stage=2, accumulation=2, host=True),
     Case("mixtral", (("ep", 2), ("sp", 2), ("tp", 2)), stage=3),
-    Case("llama", (("pp", 2), ("tp", 2)), stage=3, accumulation=2, world=8, born=True),
+    Case("llama", (("pp", 2), ("tp", 2)), stage=3, accumulation=2, world=8, under_init=True),
     Case("llama", (("pp", 3),), stage=2, accumulation=3),
     Case("uneven", (("tp", 3),), stage=3),
     Case("llama", (("sp", 3),), stage=3, sequence="ring"),

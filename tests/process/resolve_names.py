@@ -16,7 +16,7 @@ from typing import Any
 from windlass.compat.not_built import NotBuiltError, _RefusedType
 
 
-def found(name: str) -> dict[str, Any]:
+def resolve(name: str) -> dict[str, Any]:
     """Return the result of `from module import name` for a dotted name."""
     module, _, own = name.rpartition(".")
     try:
@@ -105,4 +105,4 @@ def habits() -> dict[str, bool]:
 if __name__ == "__main__":
     print(json.dumps(habits()))
     names = [line.split()[0] for line in sys.stdin if line.strip() and not line.startswith("#")]
-    print(json.dumps({name: found(name) for name in names}))
+    print(json.dumps({name: resolve(name) for name in names}))

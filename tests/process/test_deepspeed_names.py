@@ -27,7 +27,7 @@ PENDING: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def said() -> list[Any]:
+def resolved() -> list[Any]:
     """Run `resolve_names.py` in its own process, so that no other test imports `deepspeed`."""
     text = "\n".join([*SYMBOLS, *STAND_IN_NAMES])
     paths = os.pathsep.join([str(STAND_IN_FOLDER), str(ROOT)])
@@ -44,9 +44,9 @@ def said() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def walked(said: list[Any]) -> dict[str, dict[str, Any]]:
+def walked(resolved: list[Any]) -> dict[str, dict[str, Any]]:
     """Result for each name."""
-    names: dict[str, dict[str, Any]] = said[1]
+    names: dict[str, dict[str, Any]] = resolved[1]
     return names
 
 
@@ -59,8 +59,8 @@ def is_sentence(name: str, text: str) -> bool:
     return text.startswith("deepspeed") and ": " in text and "\n" not in text and len(text.split()) >= 6
 
 
-def test_common_uses_of_modules(said: list[Any]) -> None:
-    assert [habit for habit, holds in said[0].items() if not holds] == []
+def test_common_uses_of_modules(resolved: list[Any]) -> None:
+    assert [habit for habit, holds in resolved[0].items() if not holds] == []
 
 
 def test_every_imported_name_exists_or_is_refused(walked: dict[str, dict[str, Any]]) -> None:

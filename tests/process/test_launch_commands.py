@@ -53,7 +53,7 @@ def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return call
 
 
-def told(folder: Path) -> list[dict[str, object]]:
+def read_records(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("tells.*"))]
 
 
@@ -82,7 +82,7 @@ def test_the_deepspeed_command(program: Callable[..., subprocess.CompletedProces
     done = program(*DEEPSPEED, *words, "script.py", "fail", "--local", "x")
     assert done.returncode == 9 and done.stdout == ""
     assert "no hostfile at /job/hostfile: only this machine is used" in done.stderr
-    result = told(tmp_path)
+    result = read_records(tmp_path)
     assert [entry["arguments"] for entry in result] == [
         [f"--local_rank={rank}", "fail", "--local", "x"] for rank in (0, 1)
     ]
@@ -98,7 +98,7 @@ def test_the_deepspeed_command(program: Callable[..., subprocess.CompletedProces
     assert [re.sub(r"^\d{14}_", "TIME_", name) for name in names] == ["TIME_rank0.log", "TIME_rank1.log"]
     alone = program(*DEEPSPEED, "--no_local_rank", "--master_port", port, "script.py")
     assert alone.returncode == 0 and alone.stdout == "said by 0\n", "output of DeepSpeed has no labels"
-    assert told(tmp_path)[0]["arguments"] == []
+    assert read_records(tmp_path)[0]["arguments"] == []
     refused = program(*DEEPSPEED, "--autotuning", "run", "script.py")
     assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith(
         "deepspeed: --autotuning is not built"
@@ -130,7 +130,10 @@ def test_ranks_bind_themselves_to_cores(
     first, second = sorted(os.sched_getaffinity(0))[:2]
     words = ["-n", "2", "--bind_cores_to_rank", "--bind_core_list", f"{second},{first}"]
     assert program(*RUN, *words, "script.py", environ={"OMP_NUM_THREADS": "7"}).returncode == 0
-    assert [(item["cores"], item["OMP_NUM_THREADS"]) for item in told(tmp_path)] == [([second], "1"), ([first], "1")]
+    assert [(item["cores"], item["OMP_NUM_THREADS"]) for item in read_records(tmp_path)] == [
+        ([second], "1"),
+        ([first], "1"),
+    ]
     done = program(*RUN, "-n", "99", "--bind_cores_to_rank", "script.py")
     assert done.returncode == 1 and "--bind_cores_to_rank: " in done.stderr and "cores for 99 ranks" in done.stderr
 
@@ -140,7 +143,7 @@ def test_a_program_and_a_path(program: Callable[..., subprocess.CompletedProcess
     assert (done.stdout, done.returncode) == ("0 of 1: a  b --nproc\n", 0)
     assert program(*RUN, "--no-python", "no-such-program").returncode == 127
     done = program(*RUN, "--run-path", str(tmp_path / "script.py"), "x")
-    assert done.stdout == "said by 0\n" and told(tmp_path)[0]["arguments"] == ["x"]
+    assert done.stdout == "said by 0\n" and read_records(tmp_path)[0]["arguments"] == ["x"]
 
 
 def test_nested_launcher_starts_no_ranks(
@@ -150,11 +153,11 @@ def test_nested_launcher_starts_no_ranks(
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     slurm |= {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert program(*RUN, "script.py", environ=slurm).stdout == "said by 1\n"
-    item = told(tmp_path)[0]
+    item = read_records(tmp_path)[0]
     assert (item["RANK"], item["WORLD_SIZE"], item["MASTER_ADDR"], item["MASTER_PORT"]) == ("1", "2", "n7", "15005")
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "m", "MASTER_PORT": "9"}
     assert program(*DEEPSPEED, "script.py", environ=torchrun).stdout == "said by 3\n"
-    assert told(tmp_path)[1]["arguments"] == ["--local_rank=3"]
+    assert read_records(tmp_path)[1]["arguments"] == ["--local_rank=3"]
     started = program(*RUN, "-n", "2", "script.py", environ=torchrun).stdout.splitlines()
     assert sorted(started) == ["[rank 0] said by 0", "[rank 1] said by 1"]
 
@@ -226,7 +229,7 @@ def test_slurm_starts_ranks(program: Callable[..., subprocess.CompletedProcess[s
         environ = {**job, "SLURM_JOB_ID": number, "SLURM_TASKS_PER_NODE": str(tasks), "NCCL_MINE": "a  b"}
         done = program(*RUN, *flags, "script.py", "a b", "$x", environ=environ)
         assert done.returncode == 0, done.stderr
-        ranks = told(tmp_path)[:tasks]
+        ranks = read_records(tmp_path)[:tasks]
         assert [item["RANK"] for item in ranks] == [str(rank) for rank in range(tasks)]
         assert {(item["WORLD_SIZE"], item["MASTER_PORT"]) for item in ranks} == {(str(tasks), f"1500{number}")}
         assert all(item["arguments"] == ["a b", "$x"] for item in ranks)
@@ -255,4 +258,4 @@ def test_mpi_starts_ranks(
     assert sorted(done.stdout.splitlines()) == ["0 0 3.0", "1 1 3.0"]
     done = program(*RUN, *flags, "script.py", "fail", "a b", environ=root)
     assert done.returncode == 9, done.stderr
-    assert [item["arguments"] for item in told(tmp_path)] == [["fail", "a b"]] * 2
+    assert [item["arguments"] for item in read_records(tmp_path)] == [["fail", "a b"]] * 2

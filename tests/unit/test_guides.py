@@ -37,7 +37,7 @@ def _text(node: ast.expr) -> str:
 
 
 @cache
-def said() -> list[str]:
+def message_texts() -> list[str]:
     results = []
     for path in (ROOT / "windlass").rglob("*.py"):
         tree = list(ast.walk(ast.parse(path.read_text())))
@@ -57,7 +57,7 @@ def messages() -> list[str]:
 def is_said(message: str) -> bool:
     parts = [part.strip() for part in message.split("...") if part.strip()]
     expected = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
-    return any(expected.search(text) for text in said())
+    return any(expected.search(text) for text in message_texts())
 
 
 @pytest.mark.parametrize("message", messages())

@@ -10,7 +10,7 @@ from windlass.checkpoint.checkpoint_directory import list_tags, read_latest
 from windlass.checkpoint.checkpoint_load import load
 from windlass.checkpoint.checkpoint_save import save
 from windlass.checkpoint.checkpoint_state import FlatShard, LazyFlatTensor, LazyStorage, LoadedState, SavedState
-from windlass.checkpoint.read import read_full, read_meta_tensors, read_plain
+from windlass.checkpoint.stored_checkpoint import read_full, read_plain
 from windlass.checkpoint.torch_state_dicts import PlainCheckpoint, read_checkpoint
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "read_checkpoint",
     "read_full",
     "read_latest",
-    "read_meta_tensors",
     "read_plain",
     "save",
     "list_tags",

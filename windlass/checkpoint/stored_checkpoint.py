@@ -251,3 +251,36 @@ class StoredCheckpoint:
 def missing_names(stored: StoredCheckpoint, names: Iterable[str]) -> list[str]:
     """Return the names that a checkpoint does not hold."""
     return [name for name in names if name not in stored]
+
+
+def read_full(
+    directory: str | os.PathLike[str], tag: str | None = None, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full CPU tensor) for each of `names`, or for all tensors if it is None.
+
+    No process group, not collective.
+
+    Memory: one full tensor at a time, if the caller drops each before taking the next.
+
+    Args:
+        tag: None: the tag in `latest`.
+
+    Raises:
+        CheckpointError: no such checkpoint or name, or a damaged file.
+    """
+    stored = StoredCheckpoint(directory, tag)
+    requested = stored.names() if names is None else list(names)
+    if unknown := missing_names(stored, requested):
+        raise CheckpointError(f"{stored.path} holds no tensor named {', '.join(map(repr, unknown[:8]))}")
+    return _whole_tensors(stored, requested)
+
+
+def read_plain(directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
+    """Return the plain data that all ranks share, with its tensors. Raises CheckpointError as `read_full` does."""
+    return StoredCheckpoint(directory, tag).plain
+
+
+def _whole_tensors(stored: StoredCheckpoint, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    with stored:
+        for name in names:
+            yield name, stored.read_full(name)

@@ -147,13 +147,73 @@ def transport(
     _exit_on_mismatch(experiment.run_transport_bench(settings, nproc or default_nproc(), sizes, stage, out))
 
 
+@bench_app.command("serve")
+def serve(
+    workload: Annotated[
+        str, typer.Option(help="fastgen: service levels under three policies; load: a server under 64 clients.")
+    ] = "fastgen",
+    model: Annotated[Path | None, typer.Option(help="Directory of a model. [a random Llama]")] = None,
+    hidden: HiddenOption = 512,
+    layers: LayersOption = 8,
+    clients: Annotated[str, typer.Option(help="fastgen: numbers of clients, with commas.")] = "1,2,4,6,8,16,32",
+    requests: Annotated[int | None, typer.Option(min=8, help="Requests of a run. [fastgen: 128; load: 1000]")] = None,
+    prompt: Annotated[int, typer.Option(min=1, help="fastgen: mean tokens of a prompt.")] = 260,
+    answer: Annotated[int, typer.Option(min=1, help="fastgen: mean tokens of an answer.")] = 60,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="fastgen: tokens of a step.")] = 77,
+    seeds: Annotated[int, typer.Option(min=1, help="fastgen: runs with each number of clients.")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="fastgen: call the engine's steps, in one thread.")] = False,
+    unscaled: Annotated[
+        bool, typer.Option("--unscaled", help="fastgen: lengths and times of the original, for a GPU.")
+    ] = False,
+    max_gap_ms: Annotated[float, typer.Option(min=0.1, help="load: option of the server.")] = 20.0,
+    out: OutOption = _DEFAULT_OUT,
+) -> None:
+    """Measure a server: FastGen's effective throughput under three scheduling policies, or a load of bad, cancelled and
+    long requests over HTTP."""
+    if workload not in ("fastgen", "load"):
+        raise typer.BadParameter(f"{workload!r} is no workload; write fastgen or load", param_hint="--workload")
+    _check_hidden_size(hidden)
+    if workload == "load":
+        from windlass.cli.benches.load_bench import LoadSettings, run_load_bench
+
+        settings = LoadSettings(model, hidden, layers, requests or 1000, max_gap_ms=max_gap_ms)
+        _exit_on_mismatch(run_load_bench(settings, out))
+        return
+    from windlass.cli.benches.fastgen_bench import FastgenSettings, run_fastgen_bench
+
+    lengths = (2600, 60, 768) if unscaled else (prompt, answer, tokens_per_step)
+    _exit_on_mismatch(
+        run_fastgen_bench(
+            FastgenSettings(
+                model,
+                hidden,
+                layers,
+                _parse_clients(clients),
+                requests or (512 if unscaled else 128),
+                *lengths,
+                seeds=seeds,
+                in_thread=not raw,
+                scaled=not unscaled,
+            ),
+            out,
+        )
+    )
+
+
+def _parse_clients(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of positive numbers; write e.g. 1,4,16", param_hint="--clients")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def _check_hidden_size(hidden: int) -> int:
     if hidden % 64:
         raise typer.BadParameter(f"{hidden} is not a multiple of 64, the size of a head; try {hidden // 64 * 64}")
     return hidden
 
 
-def _exit_on_mismatch(losses_equal: bool) -> None:
-    """Exit with code 1 if the losses differ: the engines then train different models, and the figures mean nothing."""
-    if not losses_equal:
+def _exit_on_mismatch(is_valid: bool) -> None:
+    """Exit with code 1 if losses or tokens differ, or a request was lost: the figures then mean nothing."""
+    if not is_valid:
         raise typer.Exit(1)

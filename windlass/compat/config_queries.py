@@ -23,6 +23,7 @@ CONFIG_KEYS: dict[str, str] = {
     "data_efficiency_config": "data_efficiency",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "load_universal_checkpoint": "checkpoint.load_universal",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",
     "zero_overlap_comm": "zero_optimization.overlap_comm_enabled",
     "zero_offload_optimizer": "zero_optimization.offload_optimizer",

@@ -21,6 +21,7 @@ from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
 from windlass.compat.engine_config import asked
 from windlass.compat.engine_groups import groups_of_engine, set_current_engine
+from windlass.compat.full_state_dicts import FullStateDicts
 from windlass.compat.loss_scaler_view import LossScalerView, scale_of
 from windlass.compat.not_built import NotBuiltError
 from windlass.compat.optimizer_classes import KIND_ATTRIBUTE as KIND
@@ -85,7 +86,7 @@ REFUSED_METHODS = {
 }
 
 
-class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engine):
+class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts, Precision, Engine):
     """Engine with DeepSpeed's API.
 
     `windlass.Engine` does the training; this class adds what DeepSpeed's scripts use besides.
@@ -365,22 +366,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
     def monitor(self) -> Any:
         """Monitor that writes to TensorBoard, W&B and CSV files; None without an optimizer."""
         return self._reporter.monitor
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Return full parameters and buffers in their compute dtype, on the CPU of rank 0; None on other ranks.
-
-        Collective.
-
-        Raises:
-            ValueError: every rank holds all of them: the stage is below 3 and there is no tensor parallelism.
-        """
-        if self.zero_optimization_stage() == 3 or self.mesh.tp.size == 1:
-            return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        found, frozen = self.full_state_dict(), set()
-        if exclude_frozen_parameters:
-            frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        kept = {name: value for name, value in found.items() if name not in frozen}
-        return kept if self.mesh.world.index == 0 else None
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
         """Return `value` of every rank of the group. Collective."""

@@ -94,6 +94,9 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         """Return this rank's stage."""
         return self.stage_id
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Accept and ignore the argument: stages exchange the layouts of their outputs themselves."""
+
     def get_additional_losses(self) -> None:
         """Return None: a pipeline has only the loss of its loss function."""
 

@@ -10,7 +10,6 @@ from windlass.config.key_status import accepted, honoured, refused
 _NO_GRAPH = "the decode step needs no graph to be correct"
 _OWN_ATTENTION = "attention goes through windlass's kernels and torch's, which need no choice"
 _GROUPS = "groups are made from tp and ep over neighbouring ranks; start the ranks in that order and delete the key"
-_INJECTION = "layers are sharded by the model's own plan, not replaced; delete the key"
 _QUANT = "this engine packs weights, and has no such setting; set dtype to torch.int8, or pass weights='int8'"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -85,50 +84,17 @@ class CheckpointMethods(EngineParts):
         At stage 3 parameters are sharded, and this raises outside of `GatheredParameters`, as `module.state_dict()`
         does. `full_state_dict` gathers them instead.
         """
-        found: dict[str, Any] = self._module().state_dict(
+        state: dict[str, Any] = self._module().state_dict(
             destination=cast("dict[str, Any]", destination), prefix=prefix, keep_vars=keep_vars
         )
         if exclude_frozen_parameters:
             for name, parameter in self._module().named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
-                    found.pop(prefix + name, None)
-        return found
+                    state.pop(prefix + name, None)
+        return state
 
     def _module(self) -> torch.nn.Module:
         return self._sharded.model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks.
-
-        Collective.
-
-        Raises:
-            ValueError: the stage is not 3.
-        """
-        if self._sharded.policy.stage != 3:
-            raise ValueError(
-                "this function requires ZeRO-3 mode: parameters are sharded at stage 3 only; call "
-                "engine.full_state_dict() at any stage"
-            )
-        found = self.full_state_dict()
-        if self._sharded.mesh.world.index:
-            return None
-        left_out = _frozen_names(self._module()) if exclude_frozen_parameters else set()
-        return OrderedDict((name, value) for name, value in found.items() if name not in left_out)
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Call `_zero3_consolidated_16bit_state_dict`."""
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def load_universal_checkpoint(self) -> bool:
-        """Return `checkpoint.load_universal` of the configuration. Every checkpoint here loads in any layout."""
-        return self._config.checkpoint.load_universal
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """Call `save_16bit_model` (older name)."""
-        return self.save_16bit_model(save_dir, save_filename)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -251,10 +217,10 @@ class CheckpointMethods(EngineParts):
             load_progress=not load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        found = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
+        loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         for observer in self._observers:
             observer.after_load()
-        return found
+        return loaded
 
     def _state(self) -> EngineState:
         return EngineState(
@@ -269,7 +235,3 @@ class CheckpointMethods(EngineParts):
             async_save=self._async_save,
             saved_tags=self.saved_tags,
         )
-
-
-def _frozen_names(model: torch.nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}

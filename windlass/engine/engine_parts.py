@@ -86,7 +86,7 @@ class EngineParts:
         raise NotImplementedError
 
     def _on_backward_end(self) -> None:
-        """Clear what belongs to one backward."""
+        """Clear the state of one backward."""
         raise NotImplementedError
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -103,8 +103,4 @@ class EngineParts:
 
     def _report_external_gradients(self, names: list[str]) -> None:
         """Report gradients of these parameters that the script set and the step drops."""
-        raise NotImplementedError
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks."""
         raise NotImplementedError

@@ -1,8 +1,13 @@
-"""Adaptation of an engine to a model that changed during the run: unfrozen, added or removed parameters."""
+"""Adaptation of an engine to a model that changed during the run: unfrozen, added or removed parameters.
+
+Master weights, optimizer states and averages move to the new layout through host memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +16,11 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.engine.parallelize import mesh_of_model
-from windlass.zero.access.state_transfer import StateTransfer
+from windlass.zero.access.shard_values import part_param, part_states, set_part_param, set_part_state, set_plain_state
 from windlass.zero.access.unfreezing import can_unfreeze, unfreeze
 from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.model_consistency import check_same_model
+from windlass.zero.core.parameter_registry import require
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.unit_builder import check_devices
@@ -46,7 +52,7 @@ def refresh_model(
     check_devices(before.model, before.device)
     if before.update is not None:
         check_parameters(before.update.optimizer, before.model)
-    transfer = StateTransfer(before)
+    transfer = _StateTransfer(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     before_destroy()
     before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # the new layout uses the same process groups
@@ -106,11 +112,80 @@ def drop_external_gradients(model: ShardedModel) -> list[str]:
     The engine takes gradients out of `.grad` during a backward, so a `.grad` at a step was set by the script. It was
     not reduced, and the next backward would add to it.
     """
-    found = []
+    dropped = []
     with torch._C.DisableTorchFunctionSubclass():  # placeholders of sharded parameters would otherwise raise or gather
         for slot in model.slots:
             for name, parameter in zip(slot.unit.names, slot.unit.parameters, strict=True):
                 if raw_grad(parameter) is not None:
                     put_grad(parameter, None)
-                    found.append(name)
-    return found
+                    dropped.append(name)
+    return dropped
+
+
+@dataclass
+class _TransferredState:
+    weight: torch.Tensor
+    states: dict[str, Any] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _StateTransfer:
+    """Copy of a model's trained parameters, optimizer states and averages in host memory. Collective.
+
+    Each parameter is kept unsharded on one rank. So a rank needs `1 / ranks` of the size of weights, states and
+    averages in host memory, and temporarily one full parameter with its states.
+
+    Args:
+        model: Model to copy from. It may be destroyed afterwards.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._states: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
+        self._averages = list(model.averages.values())
+        # every rank stays and keeps its own, see [Note: per-rank states]
+        self._rank_states = {
+            (id(state.unit.parameters[state.index]), state.key): state.values.cpu().clone()
+            for state in (model.update.rank_states() if model.update is not None else ())
+        }
+        with torch.no_grad():
+            for unit in model.units:
+                group = unit.dp_group.mesh.data
+                for parameter in unit.parameters if model.masters.chunks_of(unit) else ():
+                    owner = len(self._states) % group.size
+                    copied = _TransferredState(part_param(parameter), part_states(parameter))
+                    for average in self._averages:
+                        if average.updates:
+                            copied.averages[average.name] = average.part_param(parameter)
+                    self._states.append((parameter, owner, _in_host_memory(copied) if owner == group.index else None))
+
+    def restore(self, model: ShardedModel) -> None:
+        """Set the copied values in `model`, which has the same parameters, and free the copy. Collective.
+
+        Parameters that are frozen in `model` keep their values.
+        """
+        for average in self._averages:
+            average.rebind(model)
+        trained = {id(p) for unit in model.units if model.masters.chunks_of(unit) for p in unit.parameters}
+        for parameter, owner, copied in self._states:
+            if id(parameter) not in trained:
+                continue
+            received = require(parameter).unit.dp_group.mesh.data.broadcast_object(copied, owner)
+            assert received is not None
+            set_part_param(parameter, received.weight.to(model.device))
+            for key, value in received.states.items():
+                if isinstance(value, torch.Tensor):
+                    set_part_state(parameter, key, value)
+                else:
+                    set_plain_state(parameter, key, value)
+            for name, value in received.averages.items():
+                model.averages[name].set_part_param(parameter, value.to(model.device))
+        self._states = []
+        for state in model.update.rank_states() if model.update is not None else ():
+            values = self._rank_states.get((id(state.unit.parameters[state.index]), state.key))
+            if values is not None:
+                state.values.copy_(values)
+
+
+def _in_host_memory(state: _TransferredState) -> _TransferredState:
+    states = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in state.states.items()}
+    return _TransferredState(state.weight.cpu(), states, {name: value.cpu() for name, value in state.averages.items()})

@@ -234,9 +234,9 @@ class PipelineEngine(Engine):
         key = mode, micro_batches
         if key not in self._programs:
             ranks, name = self._axis.size, self._config.pipeline.schedule
-            made = build_schedule(name, ranks, micro_batches, self._stages_per_rank) if mode == "train" else None
+            schedule = build_schedule(name, ranks, micro_batches, self._stages_per_rank) if mode == "train" else None
             self._programs[key] = add_transfers(
-                made or build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
+                schedule or build_forward_schedule(ranks, micro_batches, self._stages_per_rank)
             )[self._axis.index]
         return self._programs[key]
 
@@ -246,10 +246,10 @@ class PipelineEngine(Engine):
         """Read and check the micro-batches of a step on every rank before any stage runs. Collective."""
 
         def read() -> list[Any]:
-            found = self._batch_reader.read(count, data, purpose=purpose, loader=loader)
-            for batch in found:
+            micro_batches = self._batch_reader.read(count, data, purpose=purpose, loader=loader)
+            for batch in micro_batches:
                 self._stages.check_batch(batch, compute_loss=loss)
-            return found
+            return micro_batches
 
         batches: list[Any] = self._error_check.run(read, "reading micro-batches", _NOT_STARTED)
         if self._batch_reader.is_first_use(purpose):
@@ -384,9 +384,6 @@ class PipelineEngine(Engine):
         if self._stage_transfer is not None:
             self._stage_transfer.forget_layouts()
 
-    def set_has_attention_mask(self, value: bool) -> None:
-        """Accept and ignore the argument: stages exchange the layouts of their outputs themselves."""
-
 
 class _NoInputCheck(InputConsistencyCheck):
     """Input check that does nothing: full micro-batches were compared before, and a stage's inputs may be parts."""
@@ -405,8 +402,8 @@ def engine_class_for(engine_class: type[PipelineEngineT], model: torch.nn.Module
             if engine_class is Engine
             else type(f"Pipeline{engine_class.__name__}", (PipelineEngine, engine_class), {})
         )
-    found: type[PipelineEngineT] = _pipeline_classes[engine_class]
-    return found
+    pipeline_class: type[PipelineEngineT] = _pipeline_classes[engine_class]
+    return pipeline_class
 
 
 _pipeline_classes: dict[type[Engine], Any] = {}  # base engine class -> its pipeline variant

@@ -90,10 +90,6 @@ class QueryMethods(EngineParts):
         """Return True if the loss scale is dynamic."""
         return self._scaler.dynamic
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return `stage3_gather_16bit_weights_on_model_save` of the configuration."""
-        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
     @property
     def mesh(self) -> Mesh:
         """Mesh of all ranks."""

@@ -139,9 +139,10 @@ def _build(
             )
         logger.info("the KV cache holds %d tokens, so requests may have as many, not %d", capacity, longest)
         longest = capacity
-    cost = (
-        measure_step_cost(runner, find_device(module), options.max_tokens_per_step) if options.check_at_load else None
-    )
+    cost = None
+    if options.check_at_load:
+        tokens = options.max_tokens_per_step
+        cost = measure_step_cost(runner, find_device(module), tokens, longest, is_sharded=ranks is not None)
     if ranks is not None:
         if not ranks.is_leader:
             return RankWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)

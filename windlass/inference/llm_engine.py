@@ -43,7 +43,7 @@ from windlass.inference.sampler import (
     take_logprobs,
 )
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, StepPlan, schedule
+from windlass.inference.scheduler import Policy, SchedulerLimits, SequenceSnapshot, ServiceLevel, StepPlan, schedule
 from windlass.inference.speculation import DraftProposer
 from windlass.inference.step_batch import ModelRunner, PipelinedRunner, StepBatch
 from windlass.inference.step_cost import StepCost
@@ -59,6 +59,7 @@ class _StartedStep:
         chosen: sequences with their numbers of tokens.
         rows: rows of the logits of each.
         began: time of the start.
+        predicted: seconds of the step, on a machine as fast as at the measurement.
         pending: tokens that the device draws; None: the step runs when it is finished, or on other ranks.
     """
 
@@ -66,7 +67,12 @@ class _StartedStep:
     chosen: list[tuple[GenerationSequence, int]]
     rows: list[list[int]]
     began: float
+    predicted: float
     pending: PendingTokens | None = None
+
+
+_SCALE_WEIGHT = 0.1  # of the latest step in the ratio of actual to predicted times
+_SCALE_RANGE = (0.5, 4.0)  # a step that was held up, or ran alone for once, changes little
 
 
 class LLMEngine:
@@ -280,6 +286,10 @@ class LLMEngine:
             finished=dict(self._finished_counts),
         )
 
+    def set_policy(self, policy: Policy) -> None:
+        """Schedule by another policy from the next step on."""
+        self._limits = replace(self._limits, policy=policy)
+
     def clear_prefix_cache(self) -> None:
         """Forget cached prefixes, after the weights have changed."""
         self.finish_started()
@@ -334,7 +344,7 @@ class LLMEngine:
             return False
         for sequence, _ in chosen:
             sequence.in_flight, sequence.last_step = sequence.in_flight + 1, self._stats.steps
-        self._started.append(_StartedStep(batch, chosen, rows, began))
+        self._started.append(_StartedStep(batch, chosen, rows, began, self._predict(chosen)))
         if self._pipelined is not None:
             self._pipelined.start(batch)
         elif self._looks_ahead and self._draws_later(batch, chosen):
@@ -382,7 +392,9 @@ class LLMEngine:
         for sequence, total in zip(going, totals, strict=True):
             self._grow(sequence, total, [])
             sequence.in_flight += 1
-        step = _StartedStep(self._make_next_batch(going, totals, ids), [(s, 1) for s in going], [], self._clock())
+        decodes = [(sequence, 1) for sequence in going]
+        batch = self._make_next_batch(going, totals, ids)
+        step = _StartedStep(batch, decodes, [], self._clock(), self._predict(decodes))
         self._run_later(step)
         self._started.append(step)
 
@@ -413,11 +425,15 @@ class LLMEngine:
         if step.pending is not None:
             self._take_tokens(step.chosen, step.pending)
         else:
+            before = self._clock()
             logits = self.runner.run(step.batch) if self._pipelined is None else self._pipelined.finish()
+            self._stats.forward_seconds += self._clock() - before
             self._take_logits(step.chosen, step.rows, logits)
         self._propose_drafts()
         now = self._clock()
-        self._count_step(step.batch.num_tokens, now - max(step.began, self._finished_at))
+        seconds = now - max(step.began, self._finished_at)
+        self._count_step(step.batch.num_tokens, seconds)
+        self._correct_cost(seconds, step.predicted)
         self._finished_at = now
 
     def _check_weights(self) -> None:
@@ -483,12 +499,16 @@ class LLMEngine:
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
         """Plan a step of at most `share` running sequences, those first that have waited longest."""
+        # blocks that a preemption frees are counted where one is possible: it takes a look at every block
+        drafts = max((len(sequence.drafts) for sequence in self._running.values()), default=0)
+        enough = len(self._running) * (2 + drafts // self._blocks.block_size + 1)
+        counts = bool(self._waiting) or self._blocks.num_free < enough
         idle = [sequence for sequence in self._running.values() if not sequence.in_flight]
         if share is not None:
             idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
         places = sum(self._candidates(sequence) for sequence in self._running.values())
         return schedule(
-            [self._snapshot_running(sequence) for sequence in idle],
+            [self._snapshot_running(sequence, counts_freed=counts) for sequence in idle],
             [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
             self._blocks.num_free,
             self._limits,
@@ -498,13 +518,30 @@ class LLMEngine:
             share=share,
         )
 
-    def _snapshot_running(self, sequence: GenerationSequence) -> SequenceSnapshot:
+    def _predict(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> float:
+        """Return the time of a step, without the correction by earlier ones."""
+        cached, pairs = 0, 0.0
+        for sequence, count in chosen:
+            if sequence.has_sampled:
+                cached += sequence.num_computed
+            else:
+                pairs += count * (sequence.num_computed + count / 2)
+        return self.cost.step_seconds(sum(count for _, count in chosen), cached, pairs) / self.cost.scale
+
+    def _correct_cost(self, seconds: float, predicted: float) -> None:
+        """Let the next predictions follow the speed of the machine, e.g. while others use its cores."""
+        if predicted > 0:
+            least, most = _SCALE_RANGE
+            ratio = min(max(seconds / predicted, least), most)
+            self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
+
+    def _snapshot_running(self, sequence: GenerationSequence, *, counts_freed: bool) -> SequenceSnapshot:
         references = self._blocks.references
         last = sequence.num_computed // self._blocks.block_size
         return sequence.snapshot(
             num_computed=sequence.num_computed,
             num_blocks=len(sequence.blocks),
-            num_freed=sum(references(block) == 1 for block in sequence.blocks),
+            num_freed=sum(references(block) == 1 for block in sequence.blocks) if counts_freed else 0,
             copies_block=last < len(sequence.blocks) and references(sequence.blocks[last]) > 1,
             now_candidates=self._candidates(sequence),
         )
@@ -969,10 +1006,8 @@ class LLMEngine:
 def _make_table(sequences: Sequence[GenerationSequence]) -> torch.Tensor:
     """Return the block table of a batch."""
     widest = max(len(sequence.blocks) for sequence in sequences)
-    table = torch.zeros(len(sequences), widest, dtype=torch.int32)
-    for row, sequence in enumerate(sequences):
-        table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
-    return table
+    rows = [sequence.blocks + [0] * (widest - len(sequence.blocks)) for sequence in sequences]
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -110,6 +110,7 @@ class EngineStats:
         kv_cache_usage: share of the KV blocks that running requests hold, 0 to 1.
         prefix_cache_queries, prefix_cache_hits: tokens of prompts looked up, and found.
         steps: forwards that were run; `step_tokens`: tokens in them.
+        step_seconds: time of steps, of which `forward_seconds` in the model.
     """
 
     num_running: int = 0
@@ -126,4 +127,5 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     step_seconds: float = 0.0
+    forward_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from windlass.kernels.packed_gemm import (
     packed_linear,
 )
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.panel_memory import share_parameters
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
@@ -124,6 +125,7 @@ class PackedModules:
                     _free_weight(module)
         if frees_weights:
             self._replace()
+            share_parameters(model.parameters())
         logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
 
     @property

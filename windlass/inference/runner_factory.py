@@ -32,6 +32,9 @@ from windlass.storage.staging_memory import available_memory
 _CHECKED_TOKENS = 8
 _CHECKED_PROMPTS = (11, 5)  # tokens of each
 _OWN_CACHE_TOKENS = 1 << 16
+_MEASURED_TOKENS = (1, 8, 32, 128)  # steps whose time is measured, below that of the most tokens
+_LEFT_TOKENS = 24  # of a sequence, for the steps that measure attention
+_LONG_STEP = 0.5  # seconds; larger steps are not measured, and each only once
 _CACHE_SHARE = 0.4  # of the free host memory
 
 
@@ -274,25 +277,57 @@ def _pack(
     )
 
 
-def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int) -> StepCost:
-    """Measure a step of one token and one of many tokens of a single sequence."""
-    many = min(max_tokens, 64, runner.num_blocks * runner.block_size)
+def measure_step_cost(
+    runner: ModelRunner, device: torch.device, max_tokens: int, longest: int, *, is_sharded: bool = False
+) -> StepCost:
+    """Measure steps of one token up to `max_tokens` of a single sequence, and attention to their keys.
 
-    def seconds(count: int) -> float:
-        table = [list(range(-(-count // runner.block_size)))]
-        batch = _flat_batch([[0] * count], [0], table, runner.block_size, device)
+    Args:
+        longest: tokens of a sequence, which bounds the measurement too.
+        is_sharded: other ranks compute the same steps, so their number does not depend on times.
+    """
+    long_step = float("inf") if is_sharded else _LONG_STEP
+    room = min(max_tokens, longest - _LEFT_TOKENS, runner.num_blocks * runner.block_size - _LEFT_TOKENS)
+    table = [list(range(min(-(-longest // runner.block_size), runner.num_blocks)))]
+
+    def seconds(first: int, count: int) -> float:
+        batch = _flat_batch([[0] * (first + count)], [first], table, runner.block_size, device)
+        began = time.perf_counter()
+        runner.run(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    points: list[tuple[int, float]] = []
+    for count in [size for size in _MEASURED_TOKENS if size < room] + [max(room, 1)]:
         times = []
         for _ in range(2):
-            began = time.perf_counter()
-            runner.run(batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
+            times.append(seconds(0, count))
+            many = count
             runner.release(0)
-        return min(times)
-
-    one, all_of_them = seconds(1), seconds(many)
-    return StepCost(0.0, one, max(all_of_them / many, 1e-9), one / 1e5)
+            if points and times[-1] > long_step:
+                break
+        least = points[-1][1] * 1.001 if points else 0.0
+        points.append((count, max(min(times), least, 1e-9)))
+        if len(points) > 1 and min(times) > long_step:
+            break
+    fewest = points[0][1]
+    token = points[-1][1] / points[-1][0]
+    if len(points) == 1:
+        return StepCost(0.0, fewest, token, fewest / 1e5)
+    seconds(0, many)  # the tokens that the next steps attend to
+    decode = min(seconds(many + place, 1) for place in range(2))
+    # a model with its own cache computes a chunk token by token
+    chunk = min(seconds(many + 2, 8), seconds(many + 10, 8)) if runner.computes_drafts else 0.0
+    runner.release(0)
+    expected = StepCost(points=tuple(points)).step_seconds(8, 0)
+    return StepCost(
+        weight_seconds=fewest,
+        token_seconds=token,
+        cached_token_seconds=max(decode - fewest, 0.0) / many,
+        pair_seconds=max(chunk - expected, 0.0) / (8 * many),
+        points=tuple(points),
+    )
 
 
 def _flat_batch(

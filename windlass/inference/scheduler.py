@@ -22,6 +22,8 @@ POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
 _MIN_CHUNK = 64  # tokens of a prompt in one step, below which more steps cost more than sharing gains
 _LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
+_LEAST_PART = 1 / 8  # of the time of a step, that prompts get in any case
+_LEVEL_SHARE = 0.8  # of the declared time between two tokens, which a step may be predicted to take
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class SchedulerLimits:
         max_tokens_per_step: tokens of a forward. Whole prompts of the other two policies may exceed it.
         max_sequences: sequences that run at the same time.
         block_size, num_blocks: of the KV cache.
-        max_gap_seconds: predicted time of a step that has decodes, in the limits of which prompts get tokens. None:
-            tokens alone count.
+        max_gap_seconds: predicted time of a step, in the limits of which prompts get tokens. None: tokens alone count,
+            unless a running answer has a service level.
         max_wait_seconds: a request that waits longer for its first token goes before all others.
     """
 
@@ -177,10 +179,12 @@ class _Planner:
         self._elsewhere, self._share = elsewhere, share
         self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
         self._running = sorted(running, key=_seniority)
+        self._token_seconds = self._predict_token_seconds()
         self._waiting = sorted(waiting, key=self._urgency)
         self._admitted: set[int] = set()
         self._used_tokens = 0
         self._cached_tokens = 0  # keys that the decodes of the step read
+        self._pairs = 0.0  # keys that the tokens of its prompts are multiplied by
 
     def run_decodes(self) -> None:
         """Give each decoding sequence its token and drafts, the senior first; preempt the junior if blocks run out."""
@@ -254,38 +258,81 @@ class _Planner:
         """Share the remaining tokens of the step among prompts by max-min fairness.
 
         A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
-        `_MIN_CHUNK`, overdue prompts are first, then those with the fewest tokens left.
+        `_MIN_CHUNK`, overdue prompts are first, then those with the earliest deadline, if any prompt has a service
+        level, or those with the least work left. Time is left to each in the same order.
         """
         prompts = self._prompts()
-        left = self._prompt_budget()
-        if left <= 0:
+        gap = self._gap()
+        left = self._prompt_budget(gap)
+        if left <= 0 or not prompts:
             return
-        prompts.sort(key=lambda sequence: (*self._urgency(sequence)[:3], sequence.remaining, sequence.arrival))
-        prompts = prompts[: max(left // _MIN_CHUNK, 1)]
-        smallest_first = sorted(prompts, key=lambda sequence: sequence.remaining)
-        for number, prompt in enumerate(smallest_first):
-            granted = min(prompt.remaining, left // (len(prompts) - number))
-            left -= granted
-            if granted:
-                self._run(prompt, granted)
+        if any(sequence.level is not None for sequence in prompts):
+            prompts.sort(key=self._urgency)
+        else:
+            prompts.sort(key=lambda sequence: (*self._urgency(sequence)[:3], self._work(sequence), sequence.arrival))
+        sharing = prompts[: max(left // _MIN_CHUNK, 1)]
+        shares = _max_min_shares([sequence.remaining for sequence in sharing], left)
+        left -= sum(shares)
+        for place, prompt in enumerate(prompts):
+            granted = shares[place] if place < len(shares) else min(prompt.remaining, left)
+            left -= granted if place >= len(shares) else 0
+            granted = self._within(gap, prompt, granted, is_first=place == 0)
+            if not granted:
+                continue
+            self._pairs += granted * (prompt.num_computed + granted / 2)
+            self._run(prompt, granted)
+
+    def _work(self, prompt: SequenceSnapshot) -> float:
+        """Return the seconds that the rest of a prompt takes: the last tokens of a long one attend to many."""
+        left = prompt.remaining
+        return self._cost.step_seconds(left, 0, left * (prompt.num_computed + left / 2))
+
+    def _within(self, gap: float | None, prompt: SequenceSnapshot, most: int, *, is_first: bool) -> int:
+        """Return how many tokens of a prompt, at most `most`, fit into a step of `gap` seconds.
+
+        The first prompt always advances, or decodes of a slow machine would starve it.
+        """
+        if gap is None:
+            return most
+        low, high = min(int(is_first), most), most
+        if is_first:
+            decodes = self._cost.step_seconds(self._used_tokens, self._cached_tokens) if self._used_tokens else 0.0
+            gap = max(gap, decodes + gap * _LEAST_PART)
+        while low < high:  # the predicted time grows with the tokens
+            middle = (low + high + 1) // 2
+            pairs = self._pairs + middle * (prompt.num_computed + middle / 2)
+            if self._cost.step_seconds(self._used_tokens + middle, self._cached_tokens, pairs) <= gap:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _prompts(self) -> list[SequenceSnapshot]:
         """Return running sequences that are no decodes, and those that were admitted in this step."""
         return [s for s in self._running if not s.is_decode or s.sequence_id in self._admitted]
 
-    def _prompt_budget(self) -> int:
+    def _gap(self) -> float | None:
+        """Return the time that the step may take: the declared limit, or less for a running answer's service level."""
+        gap = self._limits.max_gap_seconds
+        for sequence in self._running:
+            if sequence.level is not None and sequence.level.tokens_per_second > 0 and sequence.is_decode:
+                promised = _LEVEL_SHARE / sequence.level.tokens_per_second
+                gap = promised if gap is None else min(gap, promised)
+        return gap
+
+    def _least_progress(self, gap: float | None) -> int:
         limits = self._limits
-        left = limits.max_tokens_per_step - self._used_tokens
-        gap = limits.max_gap_seconds
-        rates = [s.level.tokens_per_second for s in self._running if s.level is not None and s.is_decode]
-        for rate in rates:
-            if rate > 0:
-                gap = 1 / rate if gap is None else min(gap, 1 / rate)
-        if gap is None or not self._used_tokens or left <= 0:
+        most = min(_LEAST_PROGRESS, limits.max_tokens_per_step // 8)
+        if gap is not None:
+            most = min(most, int(self._cost.tokens_within(gap, 0) * _LEAST_PART))
+        return max(most, 1)
+
+    def _prompt_budget(self, gap: float | None) -> int:
+        left = self._limits.max_tokens_per_step - self._used_tokens
+        if gap is None or left <= 0:
             return left
         within = self._cost.tokens_within(gap, self._cached_tokens) - self._used_tokens
-        # prompts always advance, or decodes of a slow machine would starve them
-        return min(left, max(within, min(_LEAST_PROGRESS, limits.max_tokens_per_step // 8), 1))
+        return min(left, max(within, self._least_progress(gap)))
 
     def _run(self, sequence: SequenceSnapshot, tokens: int) -> None:
         self.plan.num_tokens[sequence.sequence_id] = tokens
@@ -301,6 +348,18 @@ class _Planner:
         total = -(-(sequence.num_computed + tokens) // self._limits.block_size)
         return max(total - sequence.num_blocks, 0) + sequence.copies_block
 
+    def _predict_token_seconds(self) -> float:
+        """Return the time that each token of a prompt takes at least, beside the decodes of this step."""
+        gap = self._gap()
+        if gap is None:
+            return 0.0
+        decodes = [sequence for sequence in self._running if sequence.is_decode]
+        within = self._cost.tokens_within(gap, sum(sequence.num_computed for sequence in decodes)) - len(decodes)
+        return gap / max(within, self._least_progress(gap))
+
+    def _prompt_seconds(self, tokens: int) -> float:
+        return max(self._cost.prefill_seconds(tokens), tokens * self._token_seconds)
+
     def _is_overdue(self, sequence: SequenceSnapshot) -> bool:
         return not sequence.has_answered and self._now - sequence.arrival > self._limits.max_wait_seconds
 
@@ -315,9 +374,18 @@ class _Planner:
         late = (
             level is not None
             and not sequence.has_answered
-            and (self._now + self._cost.prefill_seconds(sequence.remaining) > deadline)
+            and (self._now + self._prompt_seconds(sequence.remaining) > deadline)
         )
         return 1, sequence.priority, int(late), sequence.arrival if late else deadline, sequence.arrival
+
+
+def _max_min_shares(wanted: Sequence[int], total: int) -> list[int]:
+    """Divide `total` so that the smallest shares are as large as possible, and none is larger than wanted."""
+    shares = [0] * len(wanted)
+    for number, place in enumerate(sorted(range(len(wanted)), key=lambda place: wanted[place])):
+        shares[place] = min(wanted[place], total // (len(wanted) - number))
+        total -= shares[place]
+    return shares
 
 
 def _seniority(sequence: SequenceSnapshot) -> tuple[int, float, int]:

@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Linear model of a forward: reading weights or multiplying, whichever takes longer, and reading the KV cache.
+    """Model of the time of a forward: weights, then keys and values.
+
+    Weights are read once or multiplied, whichever takes longer; `points`, where there are some, replace that by
+    measured times, because products of few rows are neither.
 
     Attributes:
         fixed_seconds: of a step beside the model.
         weight_seconds: to read the weights once, which is the least that a forward takes.
         token_seconds: to multiply all weights by one token.
         cached_token_seconds: to read keys and values of one token.
+        pair_seconds: to multiply a token of a prompt by the keys and values of one token.
+        points: measured numbers of tokens, ascending from 1, and seconds, which do not fall.
+        scale: actual by predicted time of the latest steps.
     """
 
     fixed_seconds: float = 0.0
     weight_seconds: float = 0.0
     token_seconds: float = 0.0
     cached_token_seconds: float = 0.0
+    pair_seconds: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()
+    scale: float = 1.0
 
-    def step_seconds(self, tokens: int, cached_tokens: int) -> float:
+    def step_seconds(self, tokens: int, cached_tokens: float, pairs: float = 0.0) -> float:
         """Return the predicted time of a step.
 
         Args:
             tokens: of the batch.
-            cached_tokens: sum over the sequences of the batch of the cached tokens that each attends to.
+            cached_tokens: sum over the decodes of the batch of the cached tokens that each attends to.
+            pairs: sum over the tokens of prompts of the tokens that each attends to.
         """
-        compute = max(self.weight_seconds, tokens * self.token_seconds)
-        return self.fixed_seconds + compute + cached_tokens * self.cached_token_seconds
+        attention = cached_tokens * self.cached_token_seconds + pairs * self.pair_seconds
+        return self.scale * (self.fixed_seconds + self._product_seconds(tokens) + attention)
 
-    def tokens_within(self, seconds: float, cached_tokens: int) -> int:
+    def tokens_within(self, seconds: float, cached_tokens: float) -> int:
         """Return the largest number of tokens whose step takes at most `seconds`; 0 if even one takes longer."""
-        left = seconds - self.fixed_seconds - cached_tokens * self.cached_token_seconds
-        if left < self.weight_seconds or left <= 0:
+        left = seconds / self.scale - self.fixed_seconds - cached_tokens * self.cached_token_seconds
+        if left <= 0 or left < self._product_seconds(1):
             return 0
-        return int(min(left / self.token_seconds, 1e9)) if self.token_seconds > 0 else 10**9
+        if self.points and left < self.points[-1][1]:
+            place = max(bisect_left(self.points, left, key=lambda point: point[1]), 1)
+            (low, shortest), (high, longest) = self.points[place - 1], self.points[place]
+            return low + int((high - low) * (left - shortest) / (longest - shortest))
+        if self.token_seconds <= 0:
+            return 10**9
+        last, longest = self.points[-1] if self.points else (0, 0.0)
+        return int(min(last + (left - longest) / self.token_seconds, 1e9))
 
     def prefill_seconds(self, tokens: int) -> float:
         """Return the predicted time of computing `tokens` tokens of one prompt alone."""
-        return self.step_seconds(tokens, 0) if tokens else 0.0
+        return self.step_seconds(tokens, 0, tokens * tokens / 2) if tokens else 0.0
+
+    def _product_seconds(self, tokens: int) -> float:
+        points = self.points
+        if not points:
+            return max(self.weight_seconds, tokens * self.token_seconds)
+        if tokens >= points[-1][0]:
+            return points[-1][1] + (tokens - points[-1][0]) * self.token_seconds
+        place = bisect_left(points, tokens, key=lambda point: point[0])
+        if place == 0 or points[place][0] == tokens:
+            return points[place][1]
+        (low, shortest), (high, longest) = points[place - 1], points[place]
+        return shortest + (longest - shortest) * (tokens - low) / (high - low)

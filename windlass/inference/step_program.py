@@ -1,4 +1,9 @@
-"""Program of a step: the recorded operators of a model's forward, replayed with buffers that are allocated once."""
+"""Program of a step: the recorded operators of a model's forward, replayed with buffers that are allocated once.
+
+[Note: native runs] Buffers have fixed addresses, so for most operators only the number of rows depends on the batch.
+Neighbours of this kind form a native run, which is built once and takes one call from Python in each step. The others
+are bound to a batch size when it first occurs.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,7 @@ _KEPT = 128  # batch sizes whose calls are kept
 _ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Count = tuple[int, int]  # rows of an operator: of each token, and of each row of logits
 
 
 @dataclass(eq=False)
@@ -80,6 +86,8 @@ class StepProgram:
         path = get_inference_path()
         if path.module is None:
             raise NotRecordableError("there are no native kernels")
+        if not hasattr(path.module, "StepProgram"):
+            raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
         recordings = [_record(record, *size, seed) for seed, size in enumerate(_SIZES)]
@@ -104,6 +112,12 @@ class StepProgram:
         self._storages = self._allocate()
         self._programs: OrderedDict[tuple[int, int, int], tuple[list[Call], torch.Tensor]] = OrderedDict()
         self._typed: dict[tuple[StorageKey, torch.dtype], torch.Tensor] = {}
+        self._parts = self._divide()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls from Python in each step, about: native runs count once."""
+        return len(self._parts)
 
     @property
     def operators(self) -> list[str]:
@@ -175,7 +189,10 @@ class StepProgram:
         """Return the calls for one batch size, and the tensor of the logits."""
         calls: list[Call] = []
         binder = _Binder(self, tokens, rows)
-        for operator in self._recording.operators:
+        for operator in self._parts:
+            if not isinstance(operator, Operator):
+                calls.append((operator.run, (tokens, rows, sequences, torch.get_num_threads()), {}))
+                continue
             if any(0 in binder.size(ref) for ref in references(operator.outputs)):
                 continue  # no logits are asked for
             if operator.name == "linear":
@@ -193,6 +210,23 @@ class StepProgram:
         assert self._recording.result is not None
         result = binder.tensor(self._recording.result)
         return calls, result.reshape(rows, result.shape[-1])
+
+    def _divide(self) -> list[Any]:
+        """Return native runs, and between them the operators that are bound to each batch size."""
+        parts: list[Any] = []
+        for operator in self._recording.operators:
+            run = parts[-1] if parts and not isinstance(parts[-1], Operator) else None
+            program = run or self._native.StepProgram(self._set)
+            if not _NativeRun(self, program).add(operator):
+                parts.append(operator)
+            elif run is None:
+                parts.append(program)
+        return parts
+
+    @property
+    def native_attributes(self) -> tuple[StepInputs, PagedAttention]:
+        """Tensors of the batch, and the backend with the caches."""
+        return self._inputs, self._backend
 
     def _linear(self, operator: Operator, binder: _Binder) -> Call:
         panels, bias = operator.target
@@ -345,6 +379,151 @@ class StepProgram:
             whole = buffer[: buffer.nbytes // ref.dtype.itemsize * ref.dtype.itemsize]
             found = self._typed[ref.storage, ref.dtype] = whole.view(ref.dtype)
         return found
+
+
+class _NativeRun:
+    """Adds operators to a native run, as far as their tensors lie at fixed addresses."""
+
+    def __init__(self, program: StepProgram, native: Any) -> None:
+        self._program, self._native = program, native
+
+    def add(self, operator: Operator) -> bool:
+        """Return False, and add nothing, if the operator has to be bound to each batch size."""
+        add = {
+            "linear": self._add_linear,
+            "rms_norm": self._add_norm,
+            "rotary": self._add_rotary,
+            "gate": self._add_gate,
+            "attention": self._add_attention,
+            "aten.add.Tensor": self._add_sum,
+        }.get(operator.name)
+        return add is not None and add(operator)
+
+    def _address(self, ref: TensorRef) -> int | None:
+        if ref.offset[1:] != (0, 0) or ref.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        return int(self._program.storage_tensor(ref).data_ptr() + ref.offset[0] * ref.dtype.itemsize)
+
+    def _rows(self, ref: TensorRef, features: int) -> tuple[int, Count] | None:
+        """Return the address and number of rows of a contiguous tensor."""
+        address, count = self._address(ref), _count_elements(ref)
+        if address is None or count is None or any(part % features for part in count):
+            return None
+        return address, (count[0] // features, count[1] // features)
+
+    def _add_linear(self, operator: Operator) -> bool:
+        panels, bias = operator.target
+        source, target = operator.inputs[0], operator.outputs[0]
+        assert target is not None
+        x, out = self._rows(source, panels.in_features), self._rows(target, panels.out_features)
+        fixed = panels.native_weight(bias)
+        if x is None or out is None or fixed is None or x[1] != out[1] or source.dtype != target.dtype:
+            return False
+        is_bf16 = source.dtype == torch.bfloat16
+        self._native.add_linear(*fixed, x[0], out[0], out[1], is_bf16, panels.quantize_inputs)
+        return True
+
+    def _add_norm(self, operator: Operator) -> bool:
+        call, source, target = operator.target, operator.inputs[0], operator.outputs[0]
+        assert isinstance(call, NormCall) and target is not None
+        x, out = self._rows(source, call.features), self._rows(target, call.features)
+        if x is None or out is None or x[1] != out[1] or source.dtype != target.dtype:
+            return False
+        is_bf16 = source.dtype == torch.bfloat16
+        self._native.add_rms_norm(x[0], call.weight.data_ptr(), out[0], is_bf16, out[1], call.features, call.epsilon)
+        return True
+
+    def _add_rotary(self, operator: Operator) -> bool:
+        call = operator.target
+        assert isinstance(call, RotaryCall)
+        x, cosines, sines = (self._address(ref) for ref in operator.inputs)
+        if x is None or cosines is None or sines is None:
+            return False
+        is_bf16 = operator.inputs[0].dtype == torch.bfloat16
+        width = call.head_dim
+        self._native.add_rotary(x, is_bf16, call.token_stride, call.heads, width, width, cosines, sines)
+        return True
+
+    def _add_gate(self, operator: Operator) -> bool:
+        call, source, target = operator.target, operator.inputs[0], operator.outputs[0]
+        assert isinstance(call, GateCall) and target is not None
+        out, address = self._rows(target, call.features), self._address(source)
+        if out is None or address is None or source.dtype != target.dtype:
+            return False
+        code, is_bf16 = _ACTIVATION_CODES[call.activation], source.dtype == torch.bfloat16
+        self._native.add_gated_activation(code, address, out[0], is_bf16, out[1], call.features)
+        return True
+
+    def _add_sum(self, operator: Operator) -> bool:
+        refs = [*operator.inputs[:2], operator.outputs[0]]
+        if operator.named or len(operator.inputs) != 2 or not all(isinstance(ref, TensorRef) for ref in refs):
+            return False
+        found = [self._rows(ref, 1) for ref in refs]
+        if len({(ref.size, ref.dtype) for ref in refs}) > 1 or any(rows is None for rows in found):
+            return False
+        addresses = [rows[0] for rows in found if rows is not None]
+        assert found[0] is not None
+        self._native.add_sum(*addresses, refs[0].dtype == torch.bfloat16, found[0][1])
+        return True
+
+    def _add_attention(self, operator: Operator) -> bool:
+        call = operator.target
+        assert isinstance(call, AttentionCall)
+        places = [self._heads(ref) for ref in operator.inputs[:3]]
+        target = operator.outputs[0]
+        assert target is not None
+        out = self._rows(target, 1)
+        if out is None or any(place is None for place in places):
+            return False
+        query, key, value = (place for place in places if place is not None)
+        inputs, backend = self._program.native_attributes
+        self._native.add_attention(
+            backend.caches[call.layer].handle,
+            *query,
+            *key,
+            *value,
+            out[0],
+            operator.inputs[0].dtype == torch.bfloat16,
+            operator.inputs[0].size[1][0],
+            inputs.slots.data_ptr(),
+            inputs.table.data_ptr(),
+            inputs.table.shape[1],
+            inputs.query_start.data_ptr(),
+            inputs.context_lengths.data_ptr(),
+            call.scaling,
+            call.softcap or 0.0,
+            call.sliding_window or 0,
+            call.chunk_size or 0,
+            0 if call.sinks is None else call.sinks.data_ptr(),
+        )
+        return True
+
+    def _heads(self, ref: TensorRef) -> tuple[int, int] | None:
+        """Return address and elements from token to token of `[1, heads, tokens, features]`, if the heads of a token
+        lie one after the other."""
+        address = self._address(ref)
+        if address is None or len(ref.size) != 4 or ref.size[2] != (0, 1, 0):
+            return None
+        heads, features, stride = ref.size[1], ref.size[3], ref.stride[2]
+        dense = ref.stride[3] == (1, 0, 0) and (heads == (1, 0, 0) or ref.stride[1] == features)
+        return (address, stride[0]) if dense and stride[1:] == (0, 0) else None
+
+
+def _count_elements(ref: TensorRef) -> Count | None:
+    """Return the elements of a contiguous tensor for each token and each row; None if they are no such sum."""
+    inner, outer = 1, None
+    for size, stride in zip(reversed(ref.size), reversed(ref.stride), strict=True):
+        if size == (1, 0, 0):
+            continue
+        if outer is not None or stride != (inner, 0, 0):
+            return None
+        if size[1:] == (0, 0):
+            inner *= size[0]
+        elif size[0] == 0:
+            outer = size
+        else:
+            return None
+    return None if outer is None else (outer[1] * inner, outer[2] * inner)
 
 
 class _Binder:

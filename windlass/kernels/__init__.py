@@ -2,8 +2,8 @@
 
 Reading order: update_rules (coefficients of an update), update_tensors (its tensors), reference (specification of every
 kernel), kernel_dispatch (choice of the path), native_keyed_sum (hash of memory); weight_format, packed_linear (packed
-weights in training); inference_path, packed_gemm, paged_attention, fused_layers (inference on the CPU). native/ has the
-C++ sources.
+weights in training); inference_path, panel_memory, packed_gemm, paged_attention, fused_layers (inference on the CPU).
+native/ has the C++ sources.
 """
 
 from __future__ import annotations

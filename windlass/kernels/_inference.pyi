@@ -92,3 +92,62 @@ def gated_activation(
     threads: int,
 ) -> None: ...
 def read_memory(instruction_set: int, address: int, bytes: int, threads: int) -> int: ...
+
+class StepProgram:
+    def __init__(self, instruction_set: int) -> None: ...
+    def add_linear(
+        self,
+        code: int,
+        panels: int,
+        outputs: int,
+        features: int,
+        scales: int,
+        bias: int,
+        x: int,
+        y: int,
+        count: tuple[int, int],
+        is_bf16: bool,
+        codes_inputs: bool,
+    ) -> None: ...
+    def add_rms_norm(
+        self, x: int, weight: int, out: int, is_bf16: bool, count: tuple[int, int], features: int, epsilon: float
+    ) -> None: ...
+    def add_rotary(
+        self,
+        x: int,
+        is_bf16: bool,
+        token_stride: int,
+        heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        cosines: int,
+        sines: int,
+    ) -> None: ...
+    def add_gated_activation(
+        self, activation: int, gate_up: int, out: int, is_bf16: bool, count: tuple[int, int], features: int
+    ) -> None: ...
+    def add_sum(self, a: int, b: int, out: int, is_bf16: bool, count: tuple[int, int]) -> None: ...
+    def add_attention(
+        self,
+        cache: Cache,
+        query: int,
+        query_stride: int,
+        key: int,
+        key_stride: int,
+        value: int,
+        value_stride: int,
+        out: int,
+        is_bf16: bool,
+        heads: int,
+        slots: int,
+        block_table: int,
+        table_stride: int,
+        query_start: int,
+        context_lengths: int,
+        scaling: float,
+        softcap: float,
+        window: int,
+        chunk: int,
+        sinks: int,
+    ) -> None: ...
+    def run(self, tokens: int, rows: int, sequences: int, threads: int) -> None: ...

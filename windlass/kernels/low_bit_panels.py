@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, TritWeightFormat
-from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import tensor_address
 from windlass.kernels.packed_tensors import PackedWeight
+from windlass.kernels.panel_memory import take_panels
 
 LowBitFormat = CodedWeightFormat | Float8WeightFormat
 
@@ -42,17 +42,20 @@ class LowBitPanels:
         coded = weight_format if isinstance(weight_format, CodedWeightFormat) else None
         codes = tensors["weight" if coded is None else "weight_packed"].contiguous()
         code = _FLOAT8_CODES if coded is None else coded.bits
-        self._panels = empty_on_huge_pages((module.panel_bytes(code, out_features, in_features),), torch.uint8)
-        module.pack(
-            code,
-            isinstance(coded, TritWeightFormat),
-            tensor_address("packed weight", codes),
-            codes.shape[1] * codes.element_size(),
-            out_features,
-            in_features,
-            self._panels.data_ptr(),
-            torch.get_num_threads(),
-        )
+
+        def fill(panels: torch.Tensor) -> None:
+            module.pack(
+                code,
+                isinstance(coded, TritWeightFormat),
+                tensor_address("packed weight", codes),
+                codes.shape[1] * codes.element_size(),
+                out_features,
+                in_features,
+                panels.data_ptr(),
+                torch.get_num_threads(),
+            )
+
+        self._panels = take_panels(module.panel_bytes(code, out_features, in_features), fill)
         self._scales = self._group_scales = self._zeros = None
         group, zero = (_ROW_GROUP, 0.0) if coded is None else (coded.group or _ROW_GROUP, coded.zero)
         if coded is None or coded.group is None:

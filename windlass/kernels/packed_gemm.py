@@ -20,9 +20,9 @@ import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
 from windlass.kernels.coded_formats import CodedWeightFormat
-from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.low_bit_panels import LowBitFormat, LowBitPanels, has_native_codes
+from windlass.kernels.panel_memory import take_panels
 from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
@@ -80,8 +80,12 @@ class PackedPanels:
         module = self._path.module
         assert module is not None
         code, weight = _PANEL_CODES[self.format.name], tensors["weight"].contiguous()
-        panels = empty_on_huge_pages((module.panel_bytes(code, *weight.shape),), torch.uint8)
-        module.pack(code, tensor_address("weight", weight), *weight.shape, panels.data_ptr(), torch.get_num_threads())
+
+        def fill(panels: torch.Tensor) -> None:
+            source, threads = tensor_address("weight", weight), torch.get_num_threads()
+            module.pack(code, source, *weight.shape, panels.data_ptr(), threads)
+
+        panels = take_panels(module.panel_bytes(code, *weight.shape), fill)
         packed = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight"}
         scales = packed.get("weight_scale")
         self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
@@ -112,6 +116,13 @@ class PackedPanels:
             torch.get_num_threads(),
             self.quantize_inputs,
         )
+
+    def native_weight(self, bias: torch.Tensor | None) -> tuple[int, ...] | None:
+        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None where other
+        code, or none, multiplies it."""
+        if self._path.module is None or self._low_bit is not None:
+            return None
+        return (*self._address, 0 if bias is None else tensor_address("bias", bias))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear`, whose checks have passed."""

@@ -19,11 +19,6 @@ class TimerTotal:
     count: int = 0
     seconds: float = 0.0
 
-    @property
-    def mean_ms(self) -> float:
-        """Mean milliseconds per run; 0 without runs."""
-        return 1000 * self.seconds / self.count if self.count else 0.0
-
 
 class Timers:
     """Group of named timers: `with timers("forward"): ...`, or `start(name)` and `stop(name)`.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from windlass.base.shared_weights_file import inherited_shared_weights
 from windlass.serving.served_engine import ServedEngine
 
 T = TypeVar("T")
@@ -114,8 +115,11 @@ def load_llm_engine(
     from windlass.inference.engine_factory import make_engine
     from windlass.inference.engine_options import EngineOptions
     from windlass.inference.model_loading import parse_dtype
+    from windlass.kernels.panel_memory import SharedWeights
 
     checked = EngineOptions.from_arguments(**options)
     parse_dtype(dtype)
-    engine = make_engine(model, checked, tokenizer=tokenizer, dtype=dtype, trust_remote_code=trust_remote_code)
+    file = inherited_shared_weights()  # of the replicas of one server
+    with contextlib.nullcontext() if file is None else SharedWeights(file).active():
+        engine = make_engine(model, checked, tokenizer=tokenizer, dtype=dtype, trust_remote_code=trust_remote_code)
     return AsyncLLMEngine(engine)

@@ -175,7 +175,7 @@ def main(out: Path, cases: list[dict[str, Any]]) -> None:
         case = Case(**given)
         results[case.name] = (run_two if two else run)(case, out)
     if os.environ.get("RANK", "0") == "0":
-        (out / f"told-{case.ranks}.json").write_text(json.dumps(results))
+        (out / f"results-{case.ranks}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

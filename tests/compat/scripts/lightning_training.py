@@ -166,10 +166,10 @@ def main(out: Path, cases: list[Case]) -> None:
         results[case.name] = train(case, out)
         folder = out / f"{case.name}-{case.ranks}"
         if case.config is not None and case.config.get("checkpoint") and os.environ.get("RANK", "0") == "0":
-            # lightning's own function
+            # the conversion function of lightning
             convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")
     if os.environ.get("RANK", "0") == "0":
-        (out / f"told-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(
+        (out / f"results-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(
             json.dumps(results)
         )
 

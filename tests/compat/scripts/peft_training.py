@@ -197,7 +197,7 @@ def main(out: Path, cases: list[Case]) -> None:
                 "moved": float((result - logits(base(out, case.variant), grown(case))).abs().max()),
             }
     if os.environ.get("RANK", "0") == "0":
-        name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
+        name = f"results-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
         (out / name).write_text(json.dumps(results))
 
 

@@ -178,7 +178,7 @@ def main(out: Path, cases: list[Case]) -> None:
     """Run all cases from the same initial model. Rank 0 writes the results."""
     results = {case.name: train(case, out, out / "start") for case in cases}
     if os.environ.get("RANK", "0") == "0":
-        name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
+        name = f"results-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
         (out / name).write_text(json.dumps(results))
 
 

@@ -156,7 +156,7 @@ def main(out: Path, cases: list[Case]) -> None:
         results[case.name] = train(case, out)
         gc.collect()
     if os.environ.get("RANK", "0") == "0":
-        name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
+        name = f"results-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"
         (out / name).write_text(json.dumps(results))
 
 

@@ -203,12 +203,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize(("pickled", "said"), ODD.values(), ids=ODD)
-def test_pickle_that_would_change_the_reader_is_refused(pickled: bytes, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pickled", "error_text"), ODD.values(), ids=ODD)
+def test_pickle_that_would_change_the_reader_is_refused(pickled: bytes, error_text: str, tmp_path: Path) -> None:
     path = write(tmp_path, "t", trained(), stage=0, ranks=1) / MODEL
     good = path.read_bytes()
     repacked(path, pickled)
-    with pytest.raises(CheckpointError, match=said) as refused:
+    with pytest.raises(CheckpointError, match=error_text) as refused:
         StoredCheckpoint(tmp_path)
     assert MODEL in str(refused.value)
     path.write_bytes(good)
@@ -251,43 +251,43 @@ def test_mismatched_files_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "t", trained(), stage=1, ranks=2)
     good = (path / OPTIM).read_bytes()
 
-    def said() -> str:
+    def error_text() -> str:
         with pytest.raises(CheckpointError) as refused:
             StoredCheckpoint(tmp_path)
         return str(refused.value)
 
     (path / OPTIM).unlink()
-    assert "2 ranks saved, and there are 1 files of optim states" in said()
+    assert "2 ranks saved, and there are 1 files of optim states" in error_text()
     (path / OPTIM).write_bytes(good)
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    assert "the file of rank 0 is missing" in said()
+    assert "the file of rank 0 is missing" in error_text()
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(good)
-    assert "does not match the other files" in said()
+    assert "does not match the other files" in error_text()
     path = write(tmp_path, "u", trained(), stage=0, ranks=1)
     full = (path / MODEL).read_bytes()
     (path / MODEL).write_bytes(full[:-100])
-    assert MODEL in said()
+    assert MODEL in error_text()
     (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value.update(mp_world_size=2))
-    assert "model, pipeline or expert parallelism" in said()
+    assert "model, pipeline or expert parallelism" in error_text()
     (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value["module"].update(base=torch.randn(4, 3).t()))
-    assert "'param/base' was saved with strides (1, 3)" in said()
+    assert "'param/base' was saved with strides (1, 3)" in error_text()
     (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value.update(ds_config=5, optimizer={"state": {}}))
     with pytest.raises(CheckpointError, match=r"layout that DeepSpeed 0.19 writes \(KeyError: 'param_groups'\)"):
         StoredCheckpoint(tmp_path, parameter_order=trained().groups)
     (path / MODEL).write_bytes(full)
     changed(path / MODEL, lambda value: value.pop("module"))
-    assert "have no module" in said()
+    assert "have no module" in error_text()
     raw = BytesIO()
     torch.save({"module": OrderedDict()}, raw, _use_new_zipfile_serialization=False)
     (path / MODEL).write_bytes(raw.getvalue())
-    assert "an old file of torch.save" in said()
+    assert "an old file of torch.save" in error_text()
 
 
 def test_file_names_are_those_of_the_directory(tmp_path: Path) -> None:
-    """`latest` cannot point outside the directory, whatever it contains."""
+    """`latest` cannot point outside the directory, for any content."""
     write(tmp_path / "run", "t", trained(), stage=0, ranks=1)
     os.rename(tmp_path / "run" / "t", tmp_path / "outside")
     (tmp_path / "run" / "latest").write_text("../outside")

@@ -127,8 +127,10 @@ class Simulation:
             new = self.waiting.pop(number)
             held = blocks(new.num_known)
             self.running[number] = replace(new, num_blocks=held, num_freed=held)
-        cached = sum(self.running[n].num_computed for n in plan.num_tokens)
-        self.now += self.cost.step_seconds(sum(plan.num_tokens.values()), cached)
+        states = [(self.running[n], tokens) for n, tokens in plan.num_tokens.items()]
+        cached = sum(s.num_computed for s, _ in states if s.is_decode)
+        pairs = sum(tokens * (s.num_computed + tokens / 2) for s, tokens in states if not s.is_decode)
+        self.now += self.cost.step_seconds(sum(plan.num_tokens.values()), cached, pairs)
         for number, tokens in plan.num_tokens.items():
             s = self.running[number]
             computed = s.num_computed + tokens
@@ -212,6 +214,60 @@ def test_steps_with_decodes_keep_the_gap() -> None:
         simulation.step()
     assert max(simulation.gaps) <= 0.0501
     assert len(simulation.gaps) > 100
+
+
+def test_steps_keep_the_gap_where_attention_takes_most_of_the_time() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 1e-6, pair_seconds=1e-6)
+    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
+    simulation.add(0, 30, 2000)
+    for _ in range(10):
+        simulation.step()
+    simulation.gaps.clear()
+    simulation.add(10, 10_000, 4)
+    while 10 not in simulation.first:
+        simulation.step()
+    assert max(simulation.gaps) <= 0.0501
+    assert len(simulation.gaps) > 500  # the last tokens of the prompt attend to 10,000: a few fit into a step
+
+
+def test_the_end_of_a_long_prompt_does_not_pass_a_short_one() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 0.0, pair_seconds=1e-6)
+    limits = SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05)
+    running = [SequenceSnapshot(0, 0.0, 10_000, 9900, blocks(10_000), blocks(10_000))]
+    plan = schedule(running, [SequenceSnapshot(1, 1.0, 120, 0, 0)], 2000, limits, cost, 1.0)
+    assert plan.num_tokens[1] >= 40
+
+
+def test_a_gap_bounds_steps_of_prompts_alone() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 0.0)
+    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
+    simulation.add(0, 5000, 1)
+    assert simulation.step().num_tokens == {0: 50}
+
+
+def test_running_answers_keep_their_service_level_while_prompts_are_computed() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 0.0)
+    level = ServiceLevel(1.0, 20.0)
+    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000), cost)
+    simulation.add(0, 30, 200, level=level)
+    simulation.step()
+    simulation.add(1, 3000, 4)
+    while 1 not in simulation.first:
+        simulation.step()
+    assert max(simulation.gaps) <= 0.05 and len(simulation.gaps) > 50
+
+
+def test_prompts_with_a_service_level_go_by_deadline() -> None:
+    limits = SchedulerLimits("splitfuse", 64, 8, BLOCK, 400)
+    near = SequenceSnapshot(1, 0.0, 300, 0, 0, level=ServiceLevel(1.0))
+    far = SequenceSnapshot(2, 0.0, 100, 0, 0, level=ServiceLevel(9.0))
+    assert schedule([], [far, near], 400, limits, COST, 0.1).num_tokens == {1: 64}
+
+
+def test_tokens_that_a_short_prompt_leaves_go_to_the_next_one() -> None:
+    limits = SchedulerLimits("splitfuse", 100, 8, BLOCK, 400)
+    waiting = [SequenceSnapshot(1, 0.0, 300, 0, 0), SequenceSnapshot(2, 0.0, 60, 0, 0)]
+    assert schedule([], waiting, 400, limits, COST, 0.1).num_tokens == {2: 60, 1: 40}
 
 
 def test_service_levels_order_admission() -> None:

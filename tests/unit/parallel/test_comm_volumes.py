@@ -99,7 +99,7 @@ SHAPE = ModelShape(hidden=256, layers=8, heads=16, kv_heads=8, vocabulary=1024, 
 MIXED = ModelShape(hidden=256, layers=8, heads=16, vocabulary=1024, intermediate=512, experts=8, top_k=2)
 
 
-def told(found: list[CommVolume], axis: str) -> int:
+def nbytes_along(found: list[CommVolume], axis: str) -> int:
     return sum_bytes_by_axis(found).get(axis, 0)
 
 
@@ -112,7 +112,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_zero_volume_equals_the_paper(stage: int, multiple: int) -> None:
     """2P for stages 0 and 1, 3P per micro-batch for stage 3. Stage 2 reduces every micro-batch and gathers once."""
     grid, work = MeshShape(dp_shard=4), StepWorkload(1, micro_batches=3, zero_stage=stage, parameter_bytes=4)
-    assert told(compute_step_volumes(SHAPE, grid, work), "data") == multiple * SHAPE.numel * 4 * 3 // 4
+    assert nbytes_along(compute_step_volumes(SHAPE, grid, work), "data") == multiple * SHAPE.numel * 4 * 3 // 4
 
 
 def test_replicas_reduce_only_their_shards() -> None:
@@ -179,12 +179,12 @@ def test_sequence_parallel_norms_add_nothing_and_recomputation_half() -> None:
     grid = MeshShape(tp=4)
     plain, cut = (compute_step_volumes(SHAPE, grid, StepWorkload(64, tp_sequence_norms=cut)) for cut in (False, True))
     ends = 2 * 64 * SHAPE.hidden * 2 * 3 // 4  # gathered at the ends of layers, forward and backward
-    assert told(plain, "tp") == told(cut, "tp") - ends
+    assert nbytes_along(plain, "tp") == nbytes_along(cut, "tp") - ends
     assert {item.operation for item in plain} == {"all_reduce"}
     loss = next(item.nbytes for item in plain if "loss" in item.tensors)
     again = compute_step_volumes(SHAPE, grid, StepWorkload(64, recompute=True))
     often = 4 * SHAPE.layers + 2
-    assert (told(again, "tp") - loss) * often == (told(plain, "tp") - loss) * (often + 2 * SHAPE.layers)
+    assert (nbytes_along(again, "tp") - loss) * often == (nbytes_along(plain, "tp") - loss) * (often + 2 * SHAPE.layers)
 
 
 # -------------------------------------------------------------------------------------- counted, on 1,024 ranks
@@ -268,8 +268,8 @@ def layer(x: torch.Tensor, model: ModelShape, axes: dict[str, MeshAxis], cut_nor
         torch.ones(entered.shape[0], model.top_k, 1, requires_grad=True), tp
     )
     chosen = autograd_collectives.all_to_all(entered.repeat_interleave(model.top_k, 0), axes["ep"])
-    home = autograd_collectives.all_to_all(chosen * 1.5, axes["ep"]).view(-1, model.top_k, model.hidden)
-    return leave((home * weights.to(home.dtype)).sum(1))
+    tier = autograd_collectives.all_to_all(chosen * 1.5, axes["ep"]).view(-1, model.top_k, model.hidden)
+    return leave((tier * weights.to(tier.dtype)).sum(1))
 
 
 def step(model: ModelShape, grid: MeshShape, work: StepWorkload, axes: dict[str, MeshAxis], pipe: int) -> None:

@@ -47,7 +47,7 @@ def through(how: RecomputeSettings) -> Callable[..., Any]:
 
 
 @cache
-def wanted(name: str, autocast: bool = False) -> dict[str, Tensor]:
+def plain_result(name: str, autocast: bool = False) -> dict[str, Tensor]:
     return trained(name, plainly, autocast=autocast)
 
 
@@ -55,7 +55,7 @@ def wanted(name: str, autocast: bool = False) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", NETS)
 def test_checkpointing_keeps_results(name: str, place: str) -> None:
     how = manner(PLACES[place]())
-    assert not differences(trained(name, through(how)), wanted(name))
+    assert not differences(trained(name, through(how)), plain_result(name))
     if how.offloader is not None:
         assert how.offloader.counters.offloaded_bytes > 0
         gc.collect()
@@ -64,13 +64,13 @@ def test_checkpointing_keeps_results(name: str, place: str) -> None:
 
 @pytest.mark.parametrize("place", ["as they are", "far"])
 def test_a_recomputation_runs_under_the_same_autocast(place: str) -> None:
-    want = wanted("Net", autocast=True)
-    assert differences(want, wanted("Net")), "it does compute in 16 bits"
+    want = plain_result("Net", autocast=True)
+    assert differences(want, plain_result("Net")), "it does compute in 16 bits"
     assert not differences(trained("Net", through(manner(PLACES[place]())), autocast=True), want)
 
 
 def test_checkpoint_works_without_configure() -> None:
-    assert not differences(trained("Nested", checkpointing.checkpoint), wanted("Nested"))
+    assert not differences(trained("Nested", checkpointing.checkpoint), plain_result("Nested"))
 
 
 def saved_bytes(run: Callable[[], Any]) -> int:
@@ -180,7 +180,7 @@ def test_exceptions_propagate_and_leave_no_state() -> None:
 
     with pytest.raises(ArithmeticError, match="no"):
         call(fails, torch.ones(3, requires_grad=True))
-    assert not differences(trained("Net", call), wanted("Net"))
+    assert not differences(trained("Net", call), plain_result("Net"))
 
 
 def test_named_generators_are_restored() -> None:

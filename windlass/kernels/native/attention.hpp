@@ -153,12 +153,12 @@ inline VisibleKeys visible_keys(const AttentionJob& job, const AttentionPart& pa
     return {lowest, position};
 }
 
-// Element of the query, or of the output with its own number of features, at which a row begins.
+// Element of the query or the output at which a row begins.
 inline std::int64_t row_offset(const AttentionJob& job, const AttentionPart& part, std::int64_t row,
-                               std::int64_t features) {
+                               std::int64_t token_stride, std::int64_t features) {
     const std::int64_t token = job.query_start[part.sequence] + (part.first + row) / job.group();
     const std::int64_t head = part.cache_head * job.group() + (part.first + row) % job.group();
-    return (token * job.heads + head) * features;
+    return token * token_stride + head * features;
 }
 
 inline void pack_query(const AttentionJob& job, const AttentionPart& part, std::int64_t first, std::int64_t count,
@@ -169,7 +169,7 @@ inline void pack_query(const AttentionJob& job, const AttentionPart& part, std::
             for (std::int64_t i = 0; i < features; ++i) to[i * padded + row] = 0;
             continue;
         }
-        const std::int64_t from = row_offset(job, part, first + row, features);
+        const std::int64_t from = row_offset(job, part, first + row, job.query_stride, features);
         if (job.is_bf16) {
             const auto* line = static_cast<const std::uint16_t*>(job.query) + from;
             for (std::int64_t i = 0; i < features; ++i) to[i * padded + row] = float_of(line[i]);
@@ -324,7 +324,7 @@ inline void finish_rows(const AttentionJob& job, const AttentionPart& part, cons
         float total = 0;
         for (int lane = 0; lane < kPanel; ++lane) total += scratch.total[row * kPanel + lane];
         const float* sums = scratch.sums + row * stride;
-        const std::int64_t to = row_offset(job, part, row, features);
+        const std::int64_t to = row_offset(job, part, row, job.heads * features, features);
         if (job.is_bf16) {
             auto* out = static_cast<std::uint16_t*>(job.out) + to;
             for (std::int64_t i = 0; i < features; ++i) out[i] = bf16_of(sums[i] / total);
@@ -427,12 +427,14 @@ void write_heads(const WriteJob& job, std::int64_t begin, std::int64_t end) {
             const std::int64_t slot = job.slots[token];
             if (slot < 0) continue;
             const std::int64_t block = slot / cache.block_size * cache.heads + head, offset = slot % cache.block_size;
-            const std::int64_t row = token * cache.heads + head, place = block * cache.block_size + offset;
-            const float* key = float_row(job.key, job.is_bf16, row * cache.key_dim, cache.key_dim, room);
+            const std::int64_t place = block * cache.block_size + offset;
+            const float* key = float_row(job.key, job.is_bf16, token * job.key_stride + head * cache.key_dim,
+                                         cache.key_dim, room);
             const float key_scale = store_row(
                 cache.code, key, cache.key_dim,
                 cache.keys + (block * cache.key_dim * cache.block_size + offset) * bytes, cache.block_size);
-            const float* value = float_row(job.value, job.is_bf16, row * cache.value_dim, cache.value_dim, room);
+            const float* value = float_row(job.value, job.is_bf16, token * job.value_stride + head * cache.value_dim,
+                                           cache.value_dim, room);
             const float value_scale =
                 store_row(cache.code, value, cache.value_dim, cache.values + place * cache.value_row() * bytes, 1);
             if (cache.code == CacheCode::int8) {

@@ -9,6 +9,7 @@
 namespace {
 
 using windlass::Activation;
+using windlass::AddJob;
 using windlass::GateJob;
 using windlass::NormJob;
 using windlass::RotaryJob;
@@ -79,6 +80,15 @@ void normalize_rows(const NormJob& job, std::int64_t begin, std::int64_t end) {
             const F weight = load_row(job.weight, i, features - i, false);
             store_values(job.out, first + i, features - i, job.is_bf16, value * weight);
         }
+    }
+}
+
+// out = a + b, elements [begin, end) of two arrays.
+void add_elements(const AddJob& job, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; i += kLanes) {
+        const std::int64_t count = end - i < kLanes ? end - i : kLanes;
+        store_values(job.out, i, count, job.is_bf16,
+                     load_row(job.a, i, count, job.is_bf16) + load_row(job.b, i, count, job.is_bf16));
     }
 }
 

@@ -1,6 +1,7 @@
 // The module windlass.kernels._inference: packed products and paged attention on raw addresses, linked against nothing
 // but Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,10 +9,12 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "inference_job.hpp"
@@ -137,7 +140,6 @@ void pack(int code, std::uint64_t weight, std::int64_t outputs, std::int64_t fea
     refuse(weight == 0 || panels == 0 || outputs <= 0 || features <= 0 || threads <= 0,
            "a weight to be packed needs addresses, sizes and threads above 0");
     char* to = reinterpret_cast<char*>(panels);
-    const nb::gil_scoped_release released;
     run_parallel(threads, static_cast<int>(job.num_panels()), [&](int panel) {
         switch (job.code) {
             case PanelCode::fp32:
@@ -200,7 +202,6 @@ void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::
     refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
     refuse(rows <= 0 || outputs <= 0 || features <= 0 || threads <= 0, "a product needs sizes and threads above 0");
     refuse(panels % kStepBytes != 0, "a packed weight begins at a multiple of 64 bytes");
-    const nb::gil_scoped_release released;
     const std::int64_t width = is_bf16 ? 2 : 4;
     for (std::int64_t first = 0; first < rows; first += kRowsAtOnce) {
         GemmJob part = job;
@@ -260,34 +261,10 @@ void check_tables(const AttentionJob& job, std::int64_t sequences, std::int64_t 
     }
 }
 
-void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uint64_t out, bool is_bf16,
-               std::int64_t tokens, std::int64_t heads, std::uint64_t block_table, std::int64_t table_stride,
-               std::uint64_t query_start, std::uint64_t context_lengths, std::int64_t sequences, double scaling,
-               double softcap, std::int64_t window, std::int64_t chunk, std::uint64_t sinks, int threads) {
-    const InferenceSet& chosen = set_at(set);
-    refuse(query == 0 || out == 0 || query_start == 0 || context_lengths == 0 || block_table == 0,
-           "attention needs the addresses of queries, output and tables");
-    refuse(tokens <= 0 || heads <= 0 || heads % cache.heads != 0 || table_stride <= 0 || sequences <= 0 || threads <= 0,
-           "attention needs sizes and threads above 0, and a multiple of the cache's heads");
-    refuse(window < 0 || chunk < 0 || softcap < 0, "attention needs limits of 0 or more");
-    AttentionJob job{};
-    job.cache = cache;
-    job.query = reinterpret_cast<const void*>(query);
-    job.out = reinterpret_cast<void*>(out);
-    job.is_bf16 = is_bf16;
-    job.heads = heads;
-    job.block_table = reinterpret_cast<const std::int32_t*>(block_table);
-    job.table_stride = table_stride;
-    job.query_start = reinterpret_cast<const std::int32_t*>(query_start);
-    job.context_lengths = reinterpret_cast<const std::int32_t*>(context_lengths);
-    job.scaling = static_cast<float>(scaling);
-    job.softcap = static_cast<float>(softcap);
-    job.window = window;
-    job.chunk = chunk;
-    job.sinks = reinterpret_cast<const float*>(sinks);
+void attend_all(const InferenceSet& chosen, const AttentionJob& job, std::int64_t tokens, std::int64_t sequences,
+                int threads) {
     check_tables(job, sequences, tokens);
-
-    const nb::gil_scoped_release released;
+    const CacheOfLayer& cache = job.cache;
     static thread_local std::vector<AttentionPart> kept;
     std::vector<AttentionPart>& parts = kept;
     parts.clear();
@@ -310,13 +287,38 @@ void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uin
     });
 }
 
-void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uint64_t value, bool is_bf16,
-                 std::uint64_t slots, std::int64_t tokens, int threads) {
+void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uint64_t out, bool is_bf16,
+               std::int64_t tokens, std::int64_t heads, std::uint64_t block_table, std::int64_t table_stride,
+               std::uint64_t query_start, std::uint64_t context_lengths, std::int64_t sequences, double scaling,
+               double softcap, std::int64_t window, std::int64_t chunk, std::uint64_t sinks, int threads) {
     const InferenceSet& chosen = set_at(set);
-    refuse(key == 0 || value == 0 || slots == 0, "a write needs the addresses of keys, values and slots");
-    refuse(tokens <= 0 || threads <= 0, "a write needs tokens and threads above 0");
-    const WriteJob job{cache,   reinterpret_cast<const void*>(key),         reinterpret_cast<const void*>(value),
-                       is_bf16, reinterpret_cast<const std::int64_t*>(slots), tokens};
+    refuse(query == 0 || out == 0 || query_start == 0 || context_lengths == 0 || block_table == 0,
+           "attention needs the addresses of queries, output and tables");
+    refuse(tokens <= 0 || heads <= 0 || heads % cache.heads != 0 || table_stride <= 0 || sequences <= 0 || threads <= 0,
+           "attention needs sizes and threads above 0, and a multiple of the cache's heads");
+    refuse(window < 0 || chunk < 0 || softcap < 0, "attention needs limits of 0 or more");
+    AttentionJob job{};
+    job.cache = cache;
+    job.query = reinterpret_cast<const void*>(query);
+    job.query_stride = heads * cache.key_dim;
+    job.out = reinterpret_cast<void*>(out);
+    job.is_bf16 = is_bf16;
+    job.heads = heads;
+    job.block_table = reinterpret_cast<const std::int32_t*>(block_table);
+    job.table_stride = table_stride;
+    job.query_start = reinterpret_cast<const std::int32_t*>(query_start);
+    job.context_lengths = reinterpret_cast<const std::int32_t*>(context_lengths);
+    job.scaling = static_cast<float>(scaling);
+    job.softcap = static_cast<float>(softcap);
+    job.window = window;
+    job.chunk = chunk;
+    job.sinks = reinterpret_cast<const float*>(sinks);
+    attend_all(chosen, job, tokens, sequences, threads);
+}
+
+void write_all(const InferenceSet& chosen, const WriteJob& job, int threads) {
+    const CacheOfLayer& cache = job.cache;
+    const std::int64_t tokens = job.tokens;
     for (std::int64_t token = 0; token < tokens; ++token) {
         if (job.slots[token] >= cache.blocks * cache.block_size) {
             throw std::invalid_argument("slot " + std::to_string(job.slots[token]) + " of token " +
@@ -325,7 +327,6 @@ void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uin
                                         std::to_string(cache.block_size) + " tokens");
         }
     }
-    const nb::gil_scoped_release released;
     const bool is_small = tokens * cache.heads * (cache.key_dim + cache.value_dim) < kSerialElements;
     const std::int64_t parts = is_small ? 1 : std::min<std::int64_t>(threads, cache.heads);
     run_parallel(threads, static_cast<int>(parts), [&](int part) {
@@ -333,10 +334,21 @@ void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uin
     });
 }
 
+void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uint64_t value, bool is_bf16,
+                 std::uint64_t slots, std::int64_t tokens, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(key == 0 || value == 0 || slots == 0, "a write needs the addresses of keys, values and slots");
+    refuse(tokens <= 0 || threads <= 0, "a write needs tokens and threads above 0");
+    write_all(chosen,
+              {cache, reinterpret_cast<const void*>(key), reinterpret_cast<const void*>(value),
+               cache.heads * cache.key_dim, cache.heads * cache.value_dim, is_bf16,
+               reinterpret_cast<const std::int64_t*>(slots), tokens},
+              threads);
+}
+
 // Calls `rows(begin, end)` on as many threads as pay for themselves.
 template <class Rows>
 void over_rows(std::int64_t count, std::int64_t elements, int threads, const Rows& rows) {
-    const nb::gil_scoped_release released;
     const std::int64_t parts = count * elements < kSerialElements ? 1 : std::min<std::int64_t>(count, threads);
     run_parallel(threads, static_cast<int>(parts),
                  [&](int part) { rows(count * part / parts, count * (part + 1) / parts); });
@@ -384,7 +396,6 @@ std::uint64_t read_memory(int set, std::uint64_t address, std::int64_t bytes, in
     refuse(address == 0 || bytes <= 0 || threads <= 0, "a read needs an address, bytes and threads above 0");
     constexpr std::int64_t kPart = 4 << 20;
     std::atomic<std::uint64_t> total{0};
-    const nb::gil_scoped_release released;
     run_parallel(threads, static_cast<int>((bytes + kPart - 1) / kPart), [&](int part) {
         const std::int64_t begin = part * kPart;
         total += chosen.read_words(reinterpret_cast<const char*>(address) + begin, std::min(kPart, bytes - begin));
@@ -392,29 +403,183 @@ std::uint64_t read_memory(int set, std::uint64_t address, std::int64_t bytes, in
     return total;
 }
 
+// Sum of elements, with the bits of a + b in the arrays' own dtype.
+void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elements, int threads) {
+    const std::int64_t parts = elements < kSerialElements ? 1 : threads;
+    run_parallel(threads, static_cast<int>(parts), [&](int part) {
+        // whole cache lines of either dtype
+        const auto bound = [&](std::int64_t number) {
+            return number == parts ? elements : elements * number / parts / 64 * 64;
+        };
+        chosen.add_elements(job, bound(part), bound(part + 1));
+    });
+}
+
+// Native operators of a step, whose tensors lie at fixed addresses. Their numbers of rows depend on the batch.
+class StepProgram {
+   public:
+    // Rows or elements of an operator: of each token and of each row of logits.
+    using Count = std::pair<std::int64_t, std::int64_t>;
+
+    explicit StepProgram(int set) : set_(set) { set_at(set); }
+
+    void add_linear(int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
+                    std::uint64_t bias, std::uint64_t x, std::uint64_t y, Count count, bool is_bf16,
+                    bool codes_inputs) {
+        const int set = set_;
+        add([=](const Sizes& sizes) {
+            if (const std::int64_t rows = sizes.of(count)) {
+                linear(set, code, panels, outputs, features, scales, bias, x, y, rows, is_bf16, sizes.threads,
+                       codes_inputs);
+            }
+        });
+    }
+
+    void add_rms_norm(std::uint64_t x, std::uint64_t weight, std::uint64_t out, bool is_bf16, Count count,
+                      std::int64_t features, double epsilon) {
+        const int set = set_;
+        add([=](const Sizes& sizes) {
+            if (const std::int64_t rows = sizes.of(count)) {
+                rms_norm(set, x, 0, weight, out, is_bf16, rows, features, epsilon, sizes.threads);
+            }
+        });
+    }
+
+    void add_rotary(std::uint64_t x, bool is_bf16, std::int64_t token_stride, std::int64_t heads,
+                    std::int64_t head_dim, std::int64_t rotary_dim, std::uint64_t cosines, std::uint64_t sines) {
+        const int set = set_;
+        add([=](const Sizes& sizes) {
+            rotary(set, x, is_bf16, sizes.tokens, token_stride, heads, head_dim, rotary_dim, cosines, sines,
+                   sizes.threads);
+        });
+    }
+
+    void add_gated_activation(int activation, std::uint64_t gate_up, std::uint64_t out, bool is_bf16, Count count,
+                              std::int64_t features) {
+        const int set = set_;
+        add([=](const Sizes& sizes) {
+            if (const std::int64_t rows = sizes.of(count)) {
+                gated_activation(set, activation, gate_up, out, is_bf16, rows, features, sizes.threads);
+            }
+        });
+    }
+
+    void add_sum(std::uint64_t a, std::uint64_t b, std::uint64_t out, bool is_bf16, Count count) {
+        refuse(a == 0 || b == 0 || out == 0, "a sum needs addresses");
+        const InferenceSet& chosen = set_at(set_);
+        const AddJob job{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b),
+                         reinterpret_cast<void*>(out), is_bf16};
+        add([=, &chosen](const Sizes& sizes) {
+            if (const std::int64_t elements = sizes.of(count)) add_arrays(chosen, job, elements, sizes.threads);
+        });
+    }
+
+    // Stores keys and values of the tokens, and attends to those of their sequences.
+    void add_attention(const CacheOfLayer& cache, std::uint64_t query, std::int64_t query_stride, std::uint64_t key,
+                       std::int64_t key_stride, std::uint64_t value, std::int64_t value_stride, std::uint64_t out,
+                       bool is_bf16, std::int64_t heads, std::uint64_t slots, std::uint64_t block_table,
+                       std::int64_t table_stride, std::uint64_t query_start, std::uint64_t context_lengths,
+                       double scaling, double softcap, std::int64_t window, std::int64_t chunk, std::uint64_t sinks) {
+        refuse(query == 0 || key == 0 || value == 0 || out == 0 || slots == 0 || block_table == 0 ||
+                   query_start == 0 || context_lengths == 0,
+               "attention needs addresses");
+        refuse(heads <= 0 || heads % cache.heads != 0 || table_stride <= 0 || window < 0 || chunk < 0 || softcap < 0,
+               "attention needs sizes above 0, and a multiple of the cache's heads");
+        refuse(query_stride < heads * cache.key_dim || key_stride < cache.heads * cache.key_dim ||
+                   value_stride < cache.heads * cache.value_dim,
+               "attention needs tokens that do not overlap");
+        const InferenceSet& chosen = set_at(set_);
+        const WriteJob written{cache,      reinterpret_cast<const void*>(key),
+                               reinterpret_cast<const void*>(value),
+                               key_stride, value_stride,
+                               is_bf16,    reinterpret_cast<const std::int64_t*>(slots),
+                               0};
+        AttentionJob job{};
+        job.cache = cache;
+        job.query = reinterpret_cast<const void*>(query);
+        job.query_stride = query_stride;
+        job.out = reinterpret_cast<void*>(out);
+        job.is_bf16 = is_bf16;
+        job.heads = heads;
+        job.block_table = reinterpret_cast<const std::int32_t*>(block_table);
+        job.table_stride = table_stride;
+        job.query_start = reinterpret_cast<const std::int32_t*>(query_start);
+        job.context_lengths = reinterpret_cast<const std::int32_t*>(context_lengths);
+        job.scaling = static_cast<float>(scaling);
+        job.softcap = static_cast<float>(softcap);
+        job.window = window;
+        job.chunk = chunk;
+        job.sinks = reinterpret_cast<const float*>(sinks);
+        add([=, &chosen](const Sizes& sizes) {
+            WriteJob now = written;
+            now.tokens = sizes.tokens;
+            write_all(chosen, now, sizes.threads);
+            attend_all(chosen, job, sizes.tokens, sizes.sequences, sizes.threads);
+        });
+    }
+
+    void run(std::int64_t tokens, std::int64_t rows, std::int64_t sequences, int threads) const {
+        refuse(tokens <= 0 || rows < 0 || sequences <= 0 || threads <= 0, "a step needs tokens, sequences and threads");
+        const Sizes sizes{tokens, rows, sequences, threads};
+        for (const auto& call : calls_) call(sizes);
+    }
+
+   private:
+    struct Sizes {
+        std::int64_t tokens, rows, sequences;
+        int threads;
+
+        std::int64_t of(const Count& count) const { return count.first * tokens + count.second * rows; }
+    };
+    using Call = std::function<void(const Sizes&)>;
+
+    void add(Call call) { calls_.push_back(std::move(call)); }
+
+    const int set_;
+    std::vector<Call> calls_;
+};
+
 }  // namespace
 }  // namespace windlass
 
 NB_MODULE(_inference, module) {
     using namespace nb::literals;
+    using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+    using windlass::StepProgram;
     module.def("instruction_sets", windlass::instruction_sets);
     module.def("panel_bytes", windlass::panel_bytes, "code"_a, "outputs"_a, "features"_a);
-    module.def("pack", windlass::pack, "code"_a, "weight"_a, "outputs"_a, "features"_a, "panels"_a, "threads"_a);
+    module.def("pack", windlass::pack, "code"_a, "weight"_a, "outputs"_a, "features"_a, "panels"_a, "threads"_a, WithoutGil());
     nb::class_<windlass::CacheOfLayer>(module, "Cache");
     module.def("cache", windlass::make_cache, "code"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a,
                "blocks"_a, "heads"_a, "key_dim"_a, "value_dim"_a, "block_size"_a);
     module.def("attention", windlass::attention, "instruction_set"_a, "cache"_a, "query"_a, "out"_a, "is_bf16"_a,
                "tokens"_a, "heads"_a, "block_table"_a, "table_stride"_a, "query_start"_a, "context_lengths"_a,
-               "sequences"_a, "scaling"_a, "softcap"_a, "window"_a, "chunk"_a, "sinks"_a, "threads"_a);
+               "sequences"_a, "scaling"_a, "softcap"_a, "window"_a, "chunk"_a, "sinks"_a, "threads"_a, WithoutGil());
     module.def("write_cache", windlass::write_cache, "instruction_set"_a, "cache"_a, "key"_a, "value"_a, "is_bf16"_a,
-               "slots"_a, "tokens"_a, "threads"_a);
+               "slots"_a, "tokens"_a, "threads"_a, WithoutGil());
     module.def("rms_norm", windlass::rms_norm, "instruction_set"_a, "x"_a, "residual"_a, "weight"_a, "out"_a,
-               "is_bf16"_a, "rows"_a, "features"_a, "epsilon"_a, "threads"_a);
+               "is_bf16"_a, "rows"_a, "features"_a, "epsilon"_a, "threads"_a, WithoutGil());
     module.def("rotary", windlass::rotary, "instruction_set"_a, "x"_a, "is_bf16"_a, "tokens"_a, "token_stride"_a,
-               "heads"_a, "head_dim"_a, "rotary_dim"_a, "cosines"_a, "sines"_a, "threads"_a);
+               "heads"_a, "head_dim"_a, "rotary_dim"_a, "cosines"_a, "sines"_a, "threads"_a, WithoutGil());
     module.def("gated_activation", windlass::gated_activation, "instruction_set"_a, "activation"_a, "gate_up"_a,
-               "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a);
-    module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a);
+               "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a, WithoutGil());
+    module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a, WithoutGil());
     module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
-               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a);
+               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a, WithoutGil());
+    nb::class_<StepProgram>(module, "StepProgram")
+        .def(nb::init<int>(), "instruction_set"_a)
+        .def("add_linear", &StepProgram::add_linear, "code"_a, "panels"_a, "outputs"_a, "features"_a, "scales"_a,
+             "bias"_a, "x"_a, "y"_a, "count"_a, "is_bf16"_a, "codes_inputs"_a)
+        .def("add_rms_norm", &StepProgram::add_rms_norm, "x"_a, "weight"_a, "out"_a, "is_bf16"_a, "count"_a,
+             "features"_a, "epsilon"_a)
+        .def("add_rotary", &StepProgram::add_rotary, "x"_a, "is_bf16"_a, "token_stride"_a, "heads"_a, "head_dim"_a,
+             "rotary_dim"_a, "cosines"_a, "sines"_a)
+        .def("add_gated_activation", &StepProgram::add_gated_activation, "activation"_a, "gate_up"_a, "out"_a,
+             "is_bf16"_a, "count"_a, "features"_a)
+        .def("add_sum", &StepProgram::add_sum, "a"_a, "b"_a, "out"_a, "is_bf16"_a, "count"_a)
+        .def("add_attention", &StepProgram::add_attention, "cache"_a, "query"_a, "query_stride"_a, "key"_a,
+             "key_stride"_a, "value"_a, "value_stride"_a, "out"_a, "is_bf16"_a, "heads"_a, "slots"_a, "block_table"_a,
+             "table_stride"_a, "query_start"_a, "context_lengths"_a, "scaling"_a, "softcap"_a, "window"_a, "chunk"_a,
+             "sinks"_a)
+        .def("run", &StepProgram::run, "tokens"_a, "rows"_a, "sequences"_a, "threads"_a, WithoutGil());
 }

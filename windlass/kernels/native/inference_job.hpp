@@ -63,7 +63,8 @@ struct CacheOfLayer {
 
 struct AttentionJob {
     CacheOfLayer cache;
-    const void* query;  // [tokens, heads, key_dim]
+    const void* query;  // [tokens, heads, key_dim], `query_stride` elements from one token to the next
+    std::int64_t query_stride;
     void* out;          // [tokens, heads, value_dim]
     bool is_bf16;       // query and out; else float32
     std::int64_t heads;
@@ -90,6 +91,7 @@ struct WriteJob {
     CacheOfLayer cache;
     const void* key;    // [tokens, heads, key_dim]
     const void* value;  // [tokens, heads, value_dim]
+    std::int64_t key_stride, value_stride;  // elements from one token to the next
     bool is_bf16;
     const std::int64_t* slots;  // [tokens]; negative: skipped
     std::int64_t tokens;
@@ -104,6 +106,14 @@ struct NormJob {
     bool is_bf16;
     std::int64_t features;
     float epsilon;
+};
+
+// out = a + b
+struct AddJob {
+    const void* a;
+    const void* b;
+    void* out;
+    bool is_bf16;
 };
 
 // Rotates the first rotary_dim features of every head in place; halves are paired. cosines, sines: [tokens, rotary_dim].
@@ -147,6 +157,8 @@ struct InferenceSet {
     void (*write_heads)(const WriteJob&, std::int64_t begin, std::int64_t end);
     // Rows or tokens [begin, end).
     void (*normalize_rows)(const NormJob&, std::int64_t begin, std::int64_t end);
+    // Elements [begin, end).
+    void (*add_elements)(const AddJob&, std::int64_t begin, std::int64_t end);
     void (*rotate_rows)(const RotaryJob&, std::int64_t begin, std::int64_t end);
     void (*gate_rows)(const GateJob&, std::int64_t begin, std::int64_t end);
 };

@@ -9,5 +9,5 @@
 namespace windlass {
 const InferenceSet WINDLASS_SET = {WINDLASS_TEXT(WINDLASS_SET), divide_rows, pack_rows,
                                    multiply, panel_group, read_words, attend, attention_scratch, write_heads,
-                                   normalize_rows, rotate_rows, gate_rows};
+                                   normalize_rows, add_elements, rotate_rows, gate_rows};
 }

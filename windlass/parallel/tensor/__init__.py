@@ -5,22 +5,18 @@ tensor_parallel_plan, plan_entry, tensor_table, fused_experts_layout, model_tp_p
 block_tracing, vocabulary_modules; attention_sharding, attention_parameters, dependency_chains, plan_builder.
 Computation: contiguous_non_view, parameter_sharding, local_rng, input_hooks, linear_sharding,
 lora_sharding; local_attention_heads, embedding_sharding, output_head_sharding,
-experts_sharding; layer_stacks, stack_sequence_sharding; apply_tensor_parallel. Also: gather_full_tensor,
-tensor_parallel_volume.
+experts_sharding; layer_stacks, stack_sequence_sharding; apply_tensor_parallel.
 """
 
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
-from windlass.parallel.tensor.gather_full_tensor import gather_full_tensor
 from windlass.parallel.tensor.local_rng import seed_rng_tracker, sync_rng_states
 from windlass.parallel.tensor.output_head_sharding import (
     ShardedVocabulary,
     get_sharded_vocabulary,
-    keep_logits_sharded,
     vocab_parallel_cross_entropy,
 )
 from windlass.parallel.tensor.plan_builder import build_tensor_parallel_plan
 from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle, TensorParallelPlan
-from windlass.parallel.tensor.tensor_parallel_volume import count_step_bytes
 
 __all__ = [
     "ModuleShard",
@@ -29,11 +25,8 @@ __all__ = [
     "ShardStyle",
     "sync_rng_states",
     "apply_tensor_parallel",
-    "gather_full_tensor",
     "build_tensor_parallel_plan",
-    "keep_logits_sharded",
     "seed_rng_tracker",
-    "count_step_bytes",
     "vocab_parallel_cross_entropy",
     "get_sharded_vocabulary",
 ]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,21 +126,6 @@ def get_sharded_vocabulary(model: nn.Module) -> ShardedVocabulary | None:
     """Return the sharded vocabulary of a model, or None if its logits are not sharded."""
     found: ShardedVocabulary | None = _vocabularies.get(model)
     return found
-
-
-@contextmanager
-def keep_logits_sharded(model: nn.Module) -> Iterator[None]:
-    """Keep the logits of the model's head sharded inside this context, for a loss computed outside the model's
-    forward."""
-    vocabulary = get_sharded_vocabulary(model)
-    if vocabulary is None:
-        yield
-        return
-    before, vocabulary.keeps_logits_sharded = vocabulary.keeps_logits_sharded, True
-    try:
-        yield
-    finally:
-        vocabulary.keeps_logits_sharded = before
 
 
 def shard_output_head(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis, model: nn.Module) -> None:

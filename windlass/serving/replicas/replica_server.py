@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 
+from windlass.base.shared_weights_file import create_shared_weights, shared_weights_environment
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.http_server import HttpServer
 from windlass.serving.replicas.replica_router import ReplicaRouter, build_router_app
@@ -27,7 +28,9 @@ def serve_replicas(
     """
 
     async def run() -> int:
-        router = ReplicaRouter(source, settings, count, replica_environment(count), on_ready)
+        shared = create_shared_weights()
+        environment = {**replica_environment(count), **shared_weights_environment(shared)}
+        router = ReplicaRouter(source, settings, count, environment, on_ready)
         app = build_router_app(router)
         return await HttpServer(app, router, router.counter, listener, settings.drain_timeout).run()
 

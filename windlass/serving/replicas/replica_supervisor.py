@@ -14,6 +14,7 @@ from typing import Any
 
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
+from windlass.base.shared_weights_file import shared_descriptors
 from windlass.base.text import escape_unprintable
 from windlass.serving.process_exit import describe_exit
 from windlass.serving.replicas.prefix_index import ReplicaLoad
@@ -75,6 +76,7 @@ class ReplicaSupervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=self._environment,
+            pass_fds=shared_descriptors(self._environment),
             start_new_session=True,  # Ctrl-C reaches the router alone, which drains
         )
         assert process.stdin is not None and process.stdout is not None

@@ -112,9 +112,9 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
         kept = _coded(place)
         local = [(start, _checked_state(kept, state, wanted)) for start, _, state in _state(place)]
-    found = place.unit.dp_group.group.all_gather_object(local)
-    keys = dict.fromkeys(key for entry in found for _, values in entry for key in values)
-    return {key: _assemble_state(place, key, found) for key in keys}
+    of_ranks = place.unit.dp_group.group.all_gather_object(local)
+    keys = dict.fromkeys(key for entry in of_ranks for _, values in entry for key in values)
+    return {key: _assemble_state(place, key, of_ranks) for key in keys}
 
 
 def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -242,8 +242,8 @@ def local_param(parameter: nn.Parameter) -> torch.Tensor:
     place = _updated(parameter)
     masters = place.model.masters
     with masters.resident([place.unit], alone=True):
-        pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
-        return _joined(place, pieces)
+        fragments = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
+        return _joined(place, fragments)
 
 
 def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -276,12 +276,12 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     place = _updated(parameter)
     with place.model.masters.resident([place.unit], alone=True):
         kept = _coded(place)
-        found = [value for _, _, state in _state(place) if (value := _read(kept, state, key)) is not None]
-        if not found:
+        values = [value for _, _, state in _state(place) if (value := _read(kept, state, key)) is not None]
+        if not values:
             return None
-        if not isinstance(found[0], torch.Tensor):
-            return torch.tensor(found[0])
-        return found[0] if found[0].dim() == 0 else _joined(place, found)
+        if not isinstance(values[0], torch.Tensor):
+            return torch.tensor(values[0])
+        return values[0] if values[0].dim() == 0 else _joined(place, values)
 
 
 def local_state_names(parameter: nn.Parameter) -> list[str]:
@@ -299,9 +299,9 @@ def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     place = require(parameter)
     masters = place.model.masters
     with place.model.editing_parameters([place.unit], experts_only=is_expert_only(place)):
-        pieces = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
-        _check_piece(place, sum(piece.numel() for piece in pieces), value)
-        for piece, part in zip(pieces, _split(value, [piece.numel() for piece in pieces]), strict=True):
+        fragments = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
+        _check_piece(place, sum(piece.numel() for piece in fragments), value)
+        for piece, part in zip(fragments, _split(value, [piece.numel() for piece in fragments]), strict=True):
             piece.copy_(part.reshape(-1))
 
 
@@ -421,8 +421,8 @@ def _state(place: ParameterLocation) -> list[tuple[int, int, dict[str, Any]]]:
 def _coded(place: ParameterLocation) -> dict[str, StateFormat]:
     """Return the formats of the parameter's states that are quantized to 8 bits, by name."""
     update = place.model.update
-    found = update.formats().get(id(place.unit.parameters[place.index]), {}) if update is not None else {}
-    return {key: kept for key, kept in found.items() if kept.is_quantized}
+    formats = update.formats().get(id(place.unit.parameters[place.index]), {}) if update is not None else {}
+    return {key: kept for key, kept in formats.items() if kept.is_quantized}
 
 
 def _read(kept: dict[str, StateFormat], state: dict[str, Any], key: str) -> Any:

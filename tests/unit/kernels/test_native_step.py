@@ -1,0 +1,76 @@
+"""Test that a native run computes what its kernels compute one by one, with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.kernels.fused_layers import gated_activation, rms_norm
+from windlass.kernels.inference_path import get_inference_path, list_inference_paths
+from windlass.kernels.packed_gemm import pack_weight, packed_linear
+from windlass.kernels.paged_attention import make_kv_cache, paged_attention, write_kv
+
+NATIVE = [name for name in list_inference_paths() if name != "reference"]
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_run_has_the_bits_of_its_kernels(path: str, dtype: torch.dtype) -> None:
+    found = get_inference_path(path)
+    assert found.module is not None
+    most, features, threads = 40, 48, torch.get_num_threads()
+    is_bf16 = dtype == torch.bfloat16
+    x, y, weight = torch.randn(most, features), torch.randn(most, features), torch.rand(features)
+    x, y = x.to(dtype), y.to(dtype)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    product, gated = torch.empty(most, 96, dtype=dtype), torch.empty(most, features, dtype=dtype)
+    last = torch.empty(most, 32, dtype=dtype)
+    up, head = pack_weight(torch.randn(96, features), path=path), pack_weight(torch.randn(32, features), path=path)
+    program = found.module.StepProgram(found.number)
+    per_token = (1, 0)
+    program.add_sum(x.data_ptr(), y.data_ptr(), total.data_ptr(), is_bf16, (features, 0))
+    program.add_rms_norm(total.data_ptr(), weight.data_ptr(), normed.data_ptr(), is_bf16, per_token, features, 1e-6)
+    program.add_linear(*_fixed(up), normed.data_ptr(), product.data_ptr(), per_token, is_bf16, False)
+    program.add_gated_activation(0, product.data_ptr(), gated.data_ptr(), is_bf16, per_token, features)
+    program.add_linear(*_fixed(head), gated.data_ptr(), last.data_ptr(), (0, 1), is_bf16, False)
+    for tokens, rows in ((1, 1), (17, 3), (most, 0), (most, most)):
+        last.fill_(-1)
+        program.run(tokens, rows, 1, threads)
+        assert torch.equal(total[:tokens], x[:tokens] + y[:tokens])
+        expected = packed_linear(rms_norm(total[:tokens], weight, 1e-6, path=path), up)
+        assert torch.equal(product[:tokens], expected)
+        expected = packed_linear(gated_activation(expected, "silu", path=path)[:rows], head)
+        assert torch.equal(last[:rows], expected)
+        assert last[rows:].eq(-1).all()
+    with pytest.raises(ValueError, match="a step needs tokens"):
+        program.run(0, 0, 1, threads)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+def test_attention_reads_queries_keys_and_values_of_one_product(path: str) -> None:
+    found = get_inference_path(path)
+    assert found.module is not None
+    heads, kv_heads, dim, tokens = 4, 2, 16, 21
+    joined = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    query, key, value = joined.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    tables = [torch.tensor([[1, 3], [2, 0]], dtype=torch.int32), torch.tensor([0, 4, tokens], dtype=torch.int32)]
+    lengths = torch.tensor([4, 17], dtype=torch.int32)
+    slots = torch.cat([torch.arange(16, 20), torch.arange(32, 48), torch.arange(0, 1)])
+    caches = [make_kv_cache(4, 16, kv_heads, dim, dim, torch.float32, path=path) for _ in range(2)]
+    write_kv(caches[0], key.unflatten(1, (-1, dim)), value.unflatten(1, (-1, dim)), slots)
+    expected = paged_attention(query.unflatten(1, (-1, dim)), caches[0], tables[0], tables[1], lengths)
+    out = torch.empty(tokens, heads, dim)
+    program = found.module.StepProgram(found.number)
+    stride = joined.shape[1]
+    places = (query.data_ptr(), stride, key.data_ptr(), stride, value.data_ptr(), stride)
+    pointers = (slots.data_ptr(), tables[0].data_ptr(), 2, tables[1].data_ptr(), lengths.data_ptr())
+    options = (dim**-0.5, 0.0, 0, 0, 0)
+    program.add_attention(caches[1].handle, *places, out.data_ptr(), False, heads, *pointers, *options)
+    program.run(tokens, 0, 2, torch.get_num_threads())
+    assert torch.equal(out, expected)
+
+
+def _fixed(panels: object) -> tuple[int, ...]:
+    fixed = panels.native_weight(None)  # type: ignore[attr-defined]
+    assert fixed is not None
+    return fixed

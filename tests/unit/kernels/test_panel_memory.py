@@ -1,0 +1,80 @@
+"""Tests of packed weights that processes share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.base.shared_weights_file import (
+    create_shared_weights,
+    inherited_shared_weights,
+    shared_descriptors,
+    shared_weights_environment,
+)
+from windlass.kernels.packed_gemm import pack_weight, packed_linear
+from windlass.kernels.panel_memory import SharedWeights, share_parameters, take_panels
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files without a name are Linux's")
+
+_CHILD = """
+import sys, torch
+from windlass.base.shared_weights_file import inherited_shared_weights
+from windlass.kernels.panel_memory import SharedWeights, take_panels
+def never(target):
+    raise AssertionError("packed again")
+with SharedWeights(inherited_shared_weights()).active():
+    first, second = take_panels(5000, never), take_panels(300, never)
+assert first.eq(7).all() and second.eq(9).all()
+first.fill_(1)  # stays in this process
+"""
+
+
+def test_the_second_process_maps_what_the_first_has_packed() -> None:
+    file = create_shared_weights()
+    assert file is not None
+    with SharedWeights(file).active():
+        first = take_panels(5000, lambda target: target.fill_(7))
+        take_panels(300, lambda target: target.fill_(9))
+    environment = {**os.environ, **shared_weights_environment(file), "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", _CHILD], env=environment, pass_fds=[file], check=True)
+    assert first.eq(7).all()
+    assert shared_descriptors(environment) == (file,) and inherited_shared_weights() is None
+    os.close(file)
+
+
+def test_a_region_that_was_not_finished_is_filled_again() -> None:
+    file = create_shared_weights()
+    assert file is not None
+
+    def fail(target: torch.Tensor) -> None:
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError), SharedWeights(file).active():
+        take_panels(100, lambda target: target.fill_(1))
+        take_panels(100, fail)
+    with SharedWeights(file).active():
+        kept, again = take_panels(100, fail), take_panels(100, lambda target: target.fill_(2))
+    assert kept.eq(1).all() and again.eq(2).all()
+    os.close(file)
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+def test_shared_weights_give_the_same_bits(form: str) -> None:
+    file = create_shared_weights()
+    assert file is not None
+    weight, x = torch.randn(96, 80), torch.randn(5, 80)
+    expected = packed_linear(x, pack_weight(weight, form))
+    table = torch.nn.Embedding(64, 96)
+    before = table.weight.detach().clone()
+    for _ in range(2):
+        with SharedWeights(file).active():
+            panels = pack_weight(weight, form)
+            share_parameters(table.parameters(), at_least=1000)
+        assert torch.equal(packed_linear(x, panels), expected)
+        assert torch.equal(table.weight, before)
+    os.close(file)

@@ -1,0 +1,60 @@
+"""Line charts with one panel for each quantity."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.base.atomic_file import write_atomically
+from windlass.base.log import logger
+
+_COLORS = ("#1f4e79", "#c0651a", "#7a7a7a", "#3c8d40", "#8a3d6b")
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """Lines of one quantity: a value for each number in `at`.
+
+    Attributes:
+        limit: value at which a horizontal line is drawn; None: none.
+    """
+
+    title: str
+    unit: str
+    at_unit: str
+    at: Sequence[float]
+    values: Mapping[str, Sequence[float]]
+    limit: float | None = None
+
+
+def draw_lines(panels: Sequence[LinePanel], path: Path, title: str) -> bool:
+    """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
+        return False
+    figure = Figure(figsize=(4.4 * len(panels), 3.8), dpi=140, layout="constrained")
+    everything = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(everything, panels, strict=True):
+        for color, (label, values) in zip(_COLORS, panel.values.items(), strict=False):
+            axes.plot(panel.at, values, color=color, marker="o", markersize=4, label=label)
+        if panel.limit is not None:
+            axes.axhline(panel.limit, color="#b00020", linewidth=0.8, linestyle="--")
+        axes.set(title=panel.title, ylabel=panel.unit, xlabel=panel.at_unit)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(panel.at), [f"{value:g}" for value in panel.at])
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    everything[0].legend(frameon=False)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(drawn)
+    write_atomically(path, drawn.getvalue())
+    return True

@@ -1,0 +1,324 @@
+"""Experiment of `windlass bench serve --workload load`: `windlass serve` under cancelled, malformed and long requests.
+
+A third of the requests is cancelled during its stream, a tenth is malformed, and one has a prompt of 10,000 tokens.
+Nothing may be lost, no KV block leak, and resident memory stay flat. Before that, short requests are timed alone, and
+while long prompts are computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from windlass.base.errors import WindlassError
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.line_chart import LinePanel, draw_lines
+from windlass.cli.benches.server_under_test import ServerUnderTest
+from windlass.cli.benches.service_level import percentile
+from windlass.cli.benches.serving_models import VOCABULARY, make_random_llama
+
+_LONG_PROMPT = 10_000
+_SHORT_PROMPT, _SHORT_ANSWER = 128, 8
+_FLAT_BYTES = 32 << 20  # growth of resident memory that counts as flat
+_GOAL_WAIT = 3.0
+_MALFORMED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("temperature", {"temperature": -1}),
+    ("max_tokens", {"max_tokens": -5}),
+    ("unknown field", {"extra_body": {"no_such_field": 1}}),
+    ("token", {"prompt": [VOCABULARY + 7]}),
+    ("empty prompt", {"prompt": []}),
+    ("model", {"model": "no-such-model"}),
+    ("schema", {"extra_body": {"structured_outputs": {"json": {"type": "nonsense"}}}}),
+)
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Settings of the experiment.
+
+    Attributes:
+        model: directory; None: a random Llama of `hidden` and `layers`.
+        requests: of the load.
+        clients: of the load, at the same time.
+        short_requests: that are timed alone, and again beside long prompts.
+        max_gap_ms: option of the server.
+    """
+
+    model: Path | None = None
+    hidden: int = 512
+    layers: int = 8
+    requests: int = 1000
+    clients: int = 64
+    short_requests: int = 100
+    max_gap_ms: float = 20.0
+    long_prompt: int = _LONG_PROMPT
+
+
+@dataclass
+class LoadOutcome:
+    """Results of the load.
+
+    Attributes:
+        counts: requests by outcome.
+        lost: descriptions of requests that got another outcome than expected.
+        memory: seconds and resident bytes of the server, once in a while.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    first_tokens: list[float] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run_load_bench(settings: LoadSettings, out: Path) -> bool:
+    """Run the experiment; print conclusions, write the JSON file and the picture.
+
+    Returns:
+        True if nothing was lost and no block leaked.
+
+    Raises:
+        WindlassError: the package `openai` is missing, or the server does not start.
+    """
+    try:
+        import openai  # noqa: F401
+    except ImportError:
+        raise WindlassError("this workload uses OpenAI's client: pip install openai") from None
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = settings.model or make_random_llama(Path(folder), settings.hidden, settings.layers)
+        cache = 4 * settings.long_prompt + settings.clients * 512
+        arguments = ["--max-gap-ms", str(settings.max_gap_ms), "--kv-cache-tokens", str(cache)]
+        arguments += ["--served-model-name", "bench", "--max-sequences", str(settings.clients)]
+        server = ServerUnderTest(model, arguments, out / "server.log")
+        try:
+            measured = asyncio.run(_drive(server, settings))
+            code = server.stop()
+        finally:
+            server.process.kill()
+    return _report(settings, measured, code, out)
+
+
+async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, Any]:
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=600)
+    with Progress(console=bench_console(), transient=True) as progress:
+        task = progress.add_task("short requests alone", total=2 * settings.short_requests + settings.requests)
+        for seed in range(3):
+            await _short(client, 10**6 + seed)  # warms up
+        idle = [await _timed_short(client, seed, progress, task) for seed in range(settings.short_requests)]
+        progress.update(task, description="short requests beside long prompts")
+        stopping = asyncio.Event()
+        long_prompts = [asyncio.create_task(_keep_long(client, settings, number, stopping)) for number in range(2)]
+        await asyncio.sleep(0.5)
+        seeds = range(settings.short_requests, 2 * settings.short_requests)
+        beside = [await _timed_short(client, seed, progress, task) for seed in seeds]
+        stopping.set()
+        computed = sum(await asyncio.gather(*long_prompts))
+        progress.update(task, description=f"{settings.requests} requests, {settings.clients} at a time")
+        before = server.metrics()
+        outcome = LoadOutcome()
+        sampling = asyncio.create_task(_sample_memory(server, outcome))
+        began = time.perf_counter()
+        numbers = iter(range(settings.requests))
+
+        async def run_client() -> None:
+            for number in numbers:
+                await _one_request(client, settings, number, outcome)
+                progress.advance(task)
+
+        await asyncio.gather(*(run_client() for _ in range(settings.clients)))
+        outcome.seconds = time.perf_counter() - began
+        sampling.cancel()
+        after = await _wait_until_idle(server)
+    await client.close()
+    return {
+        "idle": idle,
+        "beside": beside,
+        "long_prompts": computed,
+        "outcome": outcome,
+        "metrics": {name: after[name] - before.get(name, 0.0) for name in after},
+        "after": after,
+        "memory_after": server.memory(),
+    }
+
+
+def _prompt(length: int, seed: int) -> list[int]:
+    r = random.Random(seed)
+    return [r.randrange(300, VOCABULARY) for _ in range(length)]
+
+
+async def _short(client: Any, seed: int) -> float:
+    """Return the seconds to the first token of a short request, read to its end."""
+    began = time.perf_counter()
+    first = 0.0
+    stream = await client.completions.create(
+        model="bench",
+        prompt=_prompt(_SHORT_PROMPT, seed),
+        max_tokens=_SHORT_ANSWER,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for _ in stream:
+        first = first or time.perf_counter() - began
+    return first
+
+
+async def _timed_short(client: Any, seed: int, progress: Progress, task: Any) -> float:
+    first = await _short(client, seed)
+    progress.advance(task)
+    await asyncio.sleep(random.Random(seed).random() * 0.05)  # at any moment of a step
+    return first
+
+
+async def _keep_long(client: Any, settings: LoadSettings, number: int, stopping: asyncio.Event) -> int:
+    """Send long prompts until told to stop; return their number."""
+    computed = 0
+    while not stopping.is_set():
+        await client.completions.create(
+            model="bench", prompt=_prompt(settings.long_prompt, 10**7 + 1000 * number + computed), max_tokens=4
+        )
+        computed += 1
+    return computed
+
+
+async def _one_request(client: Any, settings: LoadSettings, number: int, outcome: LoadOutcome) -> None:
+    """Send request `number` of the load, and compare its outcome with the expected one."""
+    import openai
+
+    r = random.Random(number)
+    answer = r.randrange(8, 49)
+    prompt: list[int] = _prompt(r.randrange(8, 193), number)
+    if number == settings.requests // 2:
+        prompt = _prompt(settings.long_prompt, number)
+    fields: dict[str, Any] = {"model": "bench", "prompt": prompt, "max_tokens": answer, "temperature": 0}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
+    kind, expected = "whole", "whole"
+    if number % 10 == 9:
+        name, wrong = _MALFORMED[number // 10 % len(_MALFORMED)]
+        kind, expected = f"malformed ({name})", "refused"
+        fields |= wrong
+    elif number % 3 == 0 and len(prompt) < settings.long_prompt:
+        kind = expected = "cancelled"
+        fields["max_tokens"] = 400
+    try:
+        found = await _read(client, fields, r.randrange(1, 6) if expected == "cancelled" else None, outcome)
+    except openai.APIStatusError as error:
+        found = "refused" if error.status_code in (400, 404, 422) else f"status {error.status_code}"
+    except (openai.OpenAIError, OSError) as error:
+        found = f"{type(error).__name__}: {error}"
+    outcome.counts[found] += 1
+    if found != expected:
+        outcome.lost.append(f"request {number}, {kind}: {found}")
+
+
+async def _read(client: Any, fields: dict[str, Any], stops_after: int | None, outcome: LoadOutcome) -> str:
+    """Read a stream, or its first events; return the outcome."""
+    began, events, usage, reason = time.perf_counter(), 0, None, None
+    stream = await client.completions.create(**fields)
+    async for event in stream:
+        if not events:
+            outcome.first_tokens.append(time.perf_counter() - began)
+        events += 1
+        usage = event.usage or usage
+        reason = next((choice.finish_reason for choice in event.choices if choice.finish_reason), reason)
+        if stops_after is not None and events >= stops_after:
+            await stream.close()
+            return "cancelled"
+    if usage is None or usage.completion_tokens != fields["max_tokens"] or reason != "length":
+        return f"ended with {usage and usage.completion_tokens} of {fields['max_tokens']} tokens, reason {reason}"
+    return "whole"
+
+
+async def _sample_memory(server: ServerUnderTest, outcome: LoadOutcome) -> None:
+    began = time.perf_counter()
+    while True:
+        outcome.memory.append((time.perf_counter() - began, server.memory()["VmRSS"]))
+        await asyncio.sleep(0.5)
+
+
+async def _wait_until_idle(server: ServerUnderTest) -> dict[str, float]:
+    """Return the metrics once nothing runs or waits, or after 30 seconds."""
+    found: dict[str, float] = {}
+    for _ in range(300):
+        found = await asyncio.to_thread(server.metrics)
+        if not found["vllm:num_requests_running"] and not found["vllm:num_requests_waiting"]:
+            break
+        await asyncio.sleep(0.1)
+    return found
+
+
+def _report(settings: LoadSettings, measured: dict[str, Any], code: int, out: Path) -> bool:
+    outcome: LoadOutcome = measured["outcome"]
+    after = measured["after"]
+    idle, beside = percentile(measured["idle"], 0.99), percentile(measured["beside"], 0.99)
+    tail = [size for second, size in outcome.memory if second >= 0.3 * outcome.seconds]
+    growth = (measured["memory_after"]["VmRSS"] - tail[0]) if tail else 0
+    leaked = after["vllm:kv_cache_usage_perc"] * after["windlass:kv_blocks"]
+    left = after["vllm:num_requests_running"] + after["vllm:num_requests_waiting"]
+    conclusions = [
+        f"{settings.requests} requests from {settings.clients} clients in {outcome.seconds:.1f} s: "
+        + ", ".join(f"{count} {name}" for name, count in outcome.counts.most_common()),
+        f"lost: {len(outcome.lost)}" + "".join(f"; {line}" for line in outcome.lost[:5]),
+        f"requests left in the server: {left:.0f}; KV blocks left in use: {leaked:.0f} of "
+        f"{after['windlass:kv_blocks']:.0f}",
+        f"resident memory: {growth / 1e6:+.1f} MB from 30 % of the load to its end "
+        f"({'flat' if growth <= _FLAT_BYTES else 'GROWING'}; {measured['memory_after']['VmRSS'] / 1e6:.0f} MB)",
+        f"first token of short requests, P99: alone {idle * 1e3:.1f} ms, beside {measured['long_prompts']} prompts of "
+        f"{settings.long_prompt} tokens {beside * 1e3:.1f} ms: {beside / idle:.2f} x (goal {_GOAL_WAIT:.0f})",
+        f"exit code after SIGTERM: {code}",
+    ]
+    console = bench_console()
+    for line in conclusions:
+        console.print(line, soft_wrap=True)
+    stored = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
+    written = write_result(
+        out / "load.json",
+        {
+            "bench": "serve load",
+            "settings": stored,
+            "outcomes": dict(outcome.counts),
+            "lost": outcome.lost,
+            "seconds": outcome.seconds,
+            "kv_blocks_left": leaked,
+            "requests_left": left,
+            "memory_growth_bytes": growth,
+            "memory_after": measured["memory_after"],
+            "first_token_alone_ms": [value * 1e3 for value in measured["idle"]],
+            "first_token_beside_long_ms": [value * 1e3 for value in measured["beside"]],
+            "first_token_p99_ratio": beside / idle,
+            "first_token_of_load_ms": {
+                "p50": percentile(outcome.first_tokens, 0.5) * 1e3,
+                "p99": percentile(outcome.first_tokens, 0.99) * 1e3,
+            },
+            "metrics_of_load": measured["metrics"],
+            "exit_code": code,
+            "verdicts": conclusions,
+        },
+    )
+    parts = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+    panel = LinePanel(
+        "first token of short requests",
+        "ms",
+        "percentile",
+        [100 * part for part in parts],
+        {
+            "alone": [percentile(measured["idle"], part) * 1e3 for part in parts],
+            "beside long prompts": [percentile(measured["beside"], part) * 1e3 for part in parts],
+        },
+        _GOAL_WAIT * idle * 1e3,
+    )
+    drawn = draw_lines([panel], out / "load.png", "windlass serve under load")
+    console.print(f"written: {written}{' and its .png' if drawn else ''}", soft_wrap=True)
+    return not outcome.lost and not leaked and not left and code == 0

@@ -1,0 +1,97 @@
+"""Load of a server by clients, and FastGen's measure of how many requests met a service level.
+
+A request meets the level if its first token came in time and every exponentially weighted mean (span 16, as
+`pandas.Series.ewm(span=16).mean()`) of the gaps between its tokens is below a limit. Effective throughput is the rate
+of those requests (Holmes et al. 2024, DeepSpeed-FastGen).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_SPAN = 16
+_SPREAD = 0.3  # standard deviation of lengths, by their mean
+_LONGEST = 3.3  # prompts are cut here, by their mean: FastGen's 4,000 of 1,200
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Prompt as token ids, and the tokens of its answer."""
+
+    prompt: list[int]
+    answer: int
+
+
+@dataclass
+class RequestTimes:
+    """Times of one request in seconds.
+
+    Attributes:
+        prompt: its tokens.
+        sent: when the client sent it.
+        arrivals: when each token of the answer came.
+        tokens: the answer.
+    """
+
+    prompt: int
+    sent: float
+    arrivals: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def first_token(self) -> float:
+        """Return the time to the first token."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Return the times between tokens."""
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Limits of one service level.
+
+    Attributes:
+        token_seconds: of the prompt's length, within which the first token comes.
+        gap_seconds: of the weighted means of gaps.
+    """
+
+    token_seconds: float
+    gap_seconds: float
+
+    def is_met_by(self, times: RequestTimes) -> bool:
+        """Return True if a request met the level."""
+        if times.first_token > times.prompt * self.token_seconds:
+            return False
+        return all(mean < self.gap_seconds for mean in weighted_means(times.gaps))
+
+
+def draw_requests(count: int, prompt_mean: int, answer_mean: int, vocabulary: int, seed: int) -> list[LoadRequest]:
+    """Draw prompts and answers of normally distributed lengths, with a standard deviation of 30 %."""
+    r = random.Random(seed)
+    found = []
+    for _ in range(count):
+        length = min(max(round(r.gauss(prompt_mean, _SPREAD * prompt_mean)), 1), round(_LONGEST * prompt_mean))
+        answer = max(round(r.gauss(answer_mean, _SPREAD * answer_mean)), 1)
+        found.append(LoadRequest([r.randrange(3, vocabulary) for _ in range(length)], answer))
+    return found
+
+
+def weighted_means(values: Sequence[float]) -> list[float]:
+    """Return the exponentially weighted mean of the values up to each one; weights fall by 1 - 2 / 17."""
+    keep = 1 - 2 / (_SPAN + 1)
+    found, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = total * keep + value, weight * keep + 1
+        found.append(total / weight)
+    return found
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """Return the smallest value that at least `part` of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(-int(-part * len(ordered) // 1) - 1, 0)] if ordered else 0.0

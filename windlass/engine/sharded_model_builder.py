@@ -1,0 +1,212 @@
+"""Construction of the sharded model of an engine: settings of the ZeRO core and tiers, from the configuration."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.dtypes import parse_dtype
+from windlass.base.errors import ConfigError, StorageError
+from windlass.comm.mesh import Mesh
+from windlass.comm.rank_group import world_group
+from windlass.comm.transport import WireOptions
+from windlass.config import Config
+from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
+from windlass.zero.core.sharding_policy import sharding_policy
+from windlass.zero.core.unit_partition import UnitRules
+from windlass.zero.core.zero_settings import Placements, ZeroSettings
+from windlass.zero.engine_callbacks import EngineCallbacks
+from windlass.zero.sharded_model import ShardedModel
+
+_TIER_OF_DEVICE = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+_BATCHES_IN_FLIGHT = 3  # batches of an NVMe update in flight: one is read, one is updated, one is written
+_STAGED_BYTES_PER_ELEMENT = 16  # bytes per element of a batch: master weight, two moments and gradient, 4 each
+
+
+def build_sharded_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    device: torch.device,
+    mesh: Mesh,
+    callbacks: EngineCallbacks,
+    timeout: timedelta,
+) -> ShardedModel:
+    """Shard `model` over the data ranks of `mesh`, as the configuration requests. Collective.
+
+    Args:
+        optimizer: the user's optimizer; None: the model is only evaluated.
+        timeout: time-out of collectives.
+
+    Raises:
+        ConfigError: `torch_autocast` names an unknown class.
+        StorageError: the NVMe tier cannot be opened on some rank. Raised on all ranks.
+    """
+    zero = config.zero_optimization
+    tiers = _build_placements(config)
+    has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
+    policy = sharding_policy(
+        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
+    )
+    table = config.dtype_table()
+    mixed = config.fp16.enabled or config.bf16.enabled
+    widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
+    accumulate = widest or parse_dtype(table.accumulation_dtype)
+    wire = widest or parse_dtype(table.reduce_dtype)
+    before, after = _gradient_divide_factors(config, wire, mesh)
+    settings = ZeroSettings(
+        policy=policy,
+        unit_rules=UnitRules(
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            max_persistent_numel=zero.stage3_model_persistence_threshold,
+            merge_below=zero.unit_merge_threshold,
+            split_above=max(zero.stage3_max_live_parameters, 1 << 20),
+            blocks=tuple(zero.blocks or ()),
+            lowered=_autocast_reduced_parameters(model, config),
+        ),
+        lowered_reduce_dtype=parse_dtype(table.compute_dtype) if config.torch_autocast.enabled else None,
+        param_dtype=parse_dtype(table.param_dtype) if mixed else None,
+        master_dtype=parse_dtype(table.master_dtype) if table.master_dtype != "fp32" else None,
+        state_dtype=parse_dtype(table.state_dtype) if table.master_dtype != "fp32" else None,
+        accumulation_dtype=accumulate,
+        reduce_dtype=wire,
+        predivide_factor=before,
+        postdivide_factor=after,
+        overlap_comm=zero.overlap_comm_enabled,
+        wire_options=WireOptions(
+            reduce_chunk=zero.reduce_bucket_size,
+            gather_chunk=zero.allgather_bucket_size,
+            use_reduce_scatter=zero.reduce_scatter,
+            use_all_gather=zero.allgather_partitions,
+            rotate_peers=zero.round_robin_gradients,
+        ),
+        contiguous_gradients=zero.contiguous_gradients,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
+        sub_group_size=zero.sub_group_size,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        max_live_numel=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+        transport=config.comm.transport,
+        timeout=timeout,
+        tiers=tiers,
+        delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
+    )
+    try:
+        return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
+    except BaseException:
+        if tiers.disk is not None:
+            tiers.disk.close()
+        raise
+
+
+def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:
+    """Return the ids of parameters whose gradients are reduced in the autocast dtype.
+
+    Raises:
+        ConfigError: a name is not a class of an imported module.
+    """
+    section = config.torch_autocast
+    kinds: set[Any] = set()
+    for name in (section.lower_precision_safe_modules or ()) if section.enabled else ():
+        package, _, own = name.rpartition(".")
+        # the module is already imported, because the model uses the class
+        kind = getattr(sys.modules.get(package), own, None)
+        if not isinstance(kind, type):
+            raise ConfigError(
+                f"torch_autocast.lower_precision_safe_modules: {name!r} is not a class of an imported module; write "
+                'the full name of a class, such as "torch.nn.Linear"'
+            )
+        kinds.add(kind)
+    modules = [module for module in model.modules() if type(module) in kinds]
+    return frozenset(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
+
+
+def _build_placements(config: Config) -> Placements:
+    """Return the tier of each kind of slot, and open the NVMe tier if any slot is on it."""
+    zero = config.zero_optimization
+    state, param = zero.offload_optimizer, zero.offload_param
+    paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
+    disk = _open_nvme_tier(list(dict.fromkeys(paths)), config) if paths else None
+    staging = StagingPool(disk, _staging_bytes(config)) if disk is not None else None
+    of_state = _TIER_OF_DEVICE[state.device] if state is not None else Tier.DEVICE
+    gradient = of_state
+    if of_state is Tier.NVME and state is not None:
+        gradient = _TIER_OF_DEVICE[state.gradient_device]
+    pins = [section.pin_memory for section in (state, param) if section is not None]
+    return Placements(
+        param=_TIER_OF_DEVICE[param.device] if param is not None else Tier.DEVICE,
+        state=of_state,
+        gradient=gradient,
+        ratio=state.ratio if state is not None else 1.0,
+        pin=any(pins),
+        disk=disk,
+        staging=staging,
+        read_ahead_numel=param.buffer_count * param.buffer_size if param is not None else 0,
+        max_update_numel=staging.limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
+        if staging is not None
+        else 1 << 62,
+    )
+
+
+def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
+    """Open the NVMe tier on every rank; if any rank fails, close it and raise on all ranks. Collective."""
+    disk, problem = None, ""
+    try:
+        disk = DeferredFailureTier(
+            paths,
+            queue_depth=config.aio.queue_depth,
+            block_size=config.aio.block_size,
+            threads=config.aio.intra_op_parallelism if config.aio.intra_op_parallelism > 1 else None,
+        )
+    except StorageError as error:
+        problem = str(error)
+    problems = world_group().all_gather_object(problem)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if disk is None or failures:
+        if disk is not None:
+            disk.close()
+        raise StorageError("; ".join(failures))
+    return disk
+
+
+def _nvme_paths(section: Any) -> list[str]:
+    return list(section.nvme_path or ()) if section.device == "nvme" else []
+
+
+def _staging_bytes(config: Config) -> int:
+    """Return the bytes of host memory that stage this rank's NVMe reads and writes.
+
+    The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.
+    """
+    zero = config.zero_optimization
+    free = max(48 << 20, staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    state = zero.offload_optimizer
+    if state is None or "buffer_count" not in state.model_fields_set:
+        return free
+    return min(free, max(_BATCHES_IN_FLIGHT, state.buffer_count) * zero.sub_group_size * _STAGED_BYTES_PER_ELEMENT)
+
+
+def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Mesh) -> tuple[float, float]:
+    """Return the factors of a gradient before and after the sum over ranks.
+
+    Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
+    loss of one sequence. A predivide factor is then multiplied back after the sum, and prescale_gradients has nothing
+    to divide, as in DeepSpeed.
+
+    Sums in 16 bits are divided after the sum, unless the configuration sets it otherwise: small gradients would
+    underflow before it. In float32 the order does not matter, and dividing before costs nothing.
+    """
+    world = mesh.dense.data.size
+    divide = config.gradient_predivide_factor
+    if config.gradient_allreduce_op == "sum":
+        return mesh.grid.data_loading_size / world / divide, divide
+    if config.prescale_gradients:
+        return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
+    if divide != 1.0:
+        return 1.0 / divide, divide / world
+    return (1.0 / world, 1.0) if reduce_dtype.itemsize >= 4 else (1.0, 1.0 / world)

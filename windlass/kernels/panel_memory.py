@@ -1,0 +1,91 @@
+"""Memory of packed weights: private on huge pages, or shared by the processes that serve one model.
+
+[Note: shared weights] Replicas pack the same weights in the same order. The process that starts them creates a file
+without a name and passes it on; the first replica packs into it, and the others map the same pages. The file begins
+with the number of bytes that are filled. Regions follow one another in the order of packing, so each process finds
+them by counting. The pages go with the last process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from windlass.kernels.huge_pages import empty_on_huge_pages
+
+_PAGE = 4096
+
+
+class SharedWeights:
+    """Weights in a file that several processes map.
+
+    Args:
+        file: descriptor from `windlass.base.shared_weights_file`.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        # a lock belongs to an opening of the file, and the inherited descriptors are one
+        self._lock = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+        self._end = _PAGE  # of the regions that this process has taken
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Take memory of weights from the file inside the `with` block, which one process at a time can enter."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def take(self, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Return the next region; `fill` is called if no other process has filled it."""
+        begin, end = self._end, self._end + -(-nbytes // _PAGE) * _PAGE
+        filled = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        self._end = end
+        if filled < end:
+            os.ftruncate(self._file, end)
+            target = mmap.mmap(self._file, nbytes, access=mmap.ACCESS_WRITE, offset=begin)
+            fill(torch.frombuffer(target, dtype=torch.uint8))
+            os.pwrite(self._file, end.to_bytes(8, "little"), 0)
+        # a private mapping: the pages are those of the file, and a write would not reach the other processes
+        memory = mmap.mmap(self._file, nbytes, access=mmap.ACCESS_COPY, offset=begin)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+_active: contextvars.ContextVar[SharedWeights | None] = contextvars.ContextVar("shared_weights", default=None)
+
+
+def take_panels(nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Return uint8 `[nbytes]` for a packed weight, filled by `fill` or by another process before."""
+    shared = _active.get()
+    if shared is not None and nbytes:
+        return shared.take(nbytes, fill)
+    panels = empty_on_huge_pages((nbytes,), torch.uint8)
+    fill(panels)
+    return panels
+
+
+def share_parameters(parameters: Iterator[torch.nn.Parameter], at_least: int = 1 << 20) -> None:
+    """Move large frozen parameters on the CPU into the shared file, if one is active."""
+    shared = _active.get()
+    if shared is None:
+        return
+    for parameter in parameters:
+        if parameter.device.type == "cpu" and parameter.nbytes >= at_least and parameter.is_contiguous():
+            content = parameter.detach().view(-1).view(torch.uint8)
+            region = shared.take(content.numel(), partial(_copy, content))
+            parameter.data = region.view(parameter.dtype).view(parameter.shape)
+
+
+def _copy(content: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(content)
