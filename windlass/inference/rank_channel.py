@@ -260,6 +260,7 @@ def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] 
             "pp": _reversed(_axis("pp", [tuple(range(s + i, s + count, inner)) for s in starts for i in range(inner)])),
         }
     control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
+    control.barrier()  # a rank that fails next closes its groups, to which others would still connect
     return RankChannel(control, axes, owns_axes=owns)
 
 
