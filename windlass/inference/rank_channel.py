@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -66,6 +66,7 @@ class RankChannel:
         self._notes = StoreNotes.numbered(f"inference on {min(control.ranks)}", control.ranks[control.index])
         self._failed = False
         self._started: deque[list[tuple[Any, torch.Tensor]]] = deque()  # broadcasts of batches
+        self._cleanups: list[Callable[[], None]] = []
 
     @property
     def stages(self) -> int:
@@ -194,8 +195,15 @@ class RankChannel:
             raise PeerError(f"rank {self._control.ranks[found]} of the inference ranks failed: {text}") from error
         raise error
 
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Call a function before the process groups are closed: it drops operations, which keep their sockets open."""
+        self._cleanups.append(function)
+
     def close(self) -> None:
         """Close the process groups."""
+        self._started.clear()
+        while self._cleanups:
+            self._cleanups.pop()()
         closing: list[Any] = [self, *(self.axes.values() if self._owns_axes else ())]
         for holder in closing:
             name = "_control" if holder is self else "group"
@@ -252,6 +260,7 @@ def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] 
             "pp": _reversed(_axis("pp", [tuple(range(s + i, s + count, inner)) for s in starts for i in range(inner)])),
         }
     control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
+    control.barrier()  # a rank that fails next closes its groups, to which others would still connect
     return RankChannel(control, axes, owns_axes=owns)
 
 

@@ -84,6 +84,8 @@ def make_runner(
             if pipeline is not None:
                 split_for_inference(model, pipeline)
     link = open_stage_link(model, pipeline)
+    if ranks is not None and link is not None:
+        ranks.on_close(link.drop_transfers)
     forward = CausalForward(model) if link is None else StageForward(link)
     # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)

@@ -78,6 +78,10 @@ class StageLink:
         """Return the last stage's int64 tensor on all ranks."""
         return self.axis.group.broadcast(value, self.axis.size - 1)
 
+    def drop_transfers(self) -> None:
+        """Forget transfers that are not finished."""
+        self._sends.clear()
+
     def _receive(self, shape: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
         source = self.axis.index - 1
         if shape is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.inference.stage_link import split_for_inference
 
@@ -30,14 +31,29 @@ class StagedModelSource:
 
         def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             kind.__init__(self, config, *args, **kwargs)
-            self.tie_weights()  # transformers would do so after loading, when the split has to know it already
+            _tie_weights(self)
             split_for_inference(self, axis)
             _keep_local_ties(self)
 
-        staged: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-        model = staged.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
+        # the files have the tensors of the other stages too, which is no reason for a report
+        changes = {"__init__": build, "__module__": kind.__module__, "_keys_to_ignore_on_load_unexpected": [r"."]}
+        staged: Any = type(kind.__name__, (kind,), changes)
+        model, facts = staged.from_pretrained(
+            path, trust_remote_code=trust_remote_code, output_loading_info=True, **arguments
+        )
+        if missing := sorted(facts["missing_keys"]):
+            raise ModelError(
+                f"{path} lacks {len(missing)} weights of this stage, e.g. {missing[0]}; fetch or save the model again"
+            )
         model.__class__ = kind
         return model
+
+
+def _tie_weights(model: Any) -> None:
+    """Tie weights before the split, which has to know them; transformers does so at the end of loading."""
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        path, _, name = target.rpartition(".")
+        setattr(model.get_submodule(path), name, model.get_parameter(source))
 
 
 def _keep_local_ties(model: Any) -> None:
