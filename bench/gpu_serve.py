@@ -168,7 +168,7 @@ def _decode(llm: LLM, count: int, prompt: int, answer: int, vocabulary: int) -> 
 def _load_peer(folder: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     return model.to(device).eval()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.dist.harness import RankError, run_ranks
-from tests.dist.test_sharded_init import cut_at_once, fresh_ranks, hugging_face, whole
+from tests.dist.test_sharded_init import fresh_ranks, full_values, hugging_face, shard_at_once
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,13 +75,13 @@ def differences(name: str, directory: str, how: str, **kwargs: Any) -> dict[str,
     torch.manual_seed(6)
     plain = auto(name).from_pretrained(directory, **kwargs)
     torch.manual_seed(6 + rank)
-    with cut_at_once(), counted() as read:
+    with shard_at_once(), counted() as read:
         if how == "ours":
             model = windlass.from_pretrained(auto(name), directory, config=None, **kwargs)
         else:
             with windlass.zero.Init():
                 model = auto(name).from_pretrained(directory, **kwargs)
-    actual, expected = whole(model), dict(plain.named_parameters(remove_duplicate=False))
+    actual, expected = full_values(model), dict(plain.named_parameters(remove_duplicate=False))
     text = [] if list(actual) == list(expected) else [f"names {list(actual)}"]
     for key, value in expected.items():
         if actual[key].dtype != value.dtype or not torch.equal(actual[key], value):

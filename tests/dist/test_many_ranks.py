@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.elastic_runs import LATE, Layout, Row, save_and_go_on, take_up
+from tests.dist.elastic_runs import LATE, Layout, Row, load_and_continue, save_and_continue
 from tests.dist.elastic_runs import complaints as resumed_complaints
 from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank, train_rank_in_turn
 from tests.dist.harness import Pool
@@ -52,11 +52,11 @@ def test_sixteen_ranks_train_as_one_process(transport: str, many: Pool) -> None:
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 2)])
 def test_checkpoint_of_sixteen_ranks_resumes_on_three(first: int, second: int, many: Pool, tmp_path: Any) -> None:
     row = Row(Layout(16, first), Layout(3, second), model="tied", micro_batches=48)
-    expected = many.run(save_and_go_on, 16, row, str(tmp_path), env=LATE, timeout=300.0)
-    actual = many.run(take_up, 3, row, str(tmp_path), env=LATE, timeout=300.0)
+    expected = many.run(save_and_continue, 16, row, str(tmp_path), env=LATE, timeout=300.0)
+    actual = many.run(load_and_continue, 3, row, str(tmp_path), env=LATE, timeout=300.0)
     for of_rank in actual:
         text = resumed_complaints(row, expected[0], of_rank)
         assert not text, "\n".join(text[:8])
     back = replace(row, first=row.second, second=row.first)
-    again = many.run(take_up, 16, back, str(tmp_path), env=LATE, timeout=300.0)
+    again = many.run(load_and_continue, 16, back, str(tmp_path), env=LATE, timeout=300.0)
     assert not resumed_complaints(row, expected[0], again[15])

@@ -275,7 +275,7 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_adapters_and_tensor_parallel_ranks_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="tp is 2; merge the adapter or set tp to 1"):
+    with pytest.raises(ConfigError, match="tp x ep x pp is 2; merge the adapter"):
         LLM("nowhere", lora={"a": "b"}, tp=2)
 
 
