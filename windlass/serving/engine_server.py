@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from windlass.base.errors import CommunicationError, PeerError, WindlassError
+from windlass.base.errors import CommunicationError, WindlassError
 from windlass.base.log import logger
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.engine_ranks import EngineRankError, EngineRanks, needs_ranks
@@ -60,7 +60,7 @@ class EngineBackend:
         ended.cancel()
         error = loading.exception() if loading.done() else None
         # a lost connection is no more than the consequence of the other rank's end; `PeerError` has its message
-        is_lost = isinstance(error, CommunicationError) and not isinstance(error, PeerError)
+        is_lost = isinstance(error, CommunicationError)
         if loading.done() and (error is None or isinstance(error, WindlassError)) and not is_lost:
             return loading.result()
         if error is not None and not await self._has_ended(ranks):
