@@ -227,8 +227,8 @@ def refused_models() -> list[str]:
     from windlass import LLM
 
     texts = []
-    for name, kind in (("bloom", ModelError), ("llama", ConfigError)):
-        with pytest.raises((kind, PeerError)) as error:
+    for name in ("bloom", "llama"):
+        with pytest.raises((ModelError, PeerError)) as error:
             layers = {"num_hidden_layers": 1} if name == "llama" else {}
             LLM(build(name, **layers), pp=2, **{**SMALL, "max_model_len": 32})
         texts.append(str(error.value))
@@ -238,4 +238,4 @@ def refused_models() -> list[str]:
 def test_models_that_cannot_be_split_are_refused() -> None:
     for own_cache, too_few in run_ranks(refused_models, 2):
         assert "cannot be served over pp, which needs a paged KV cache" in own_cache
-        assert "1 layers" in too_few and "for 2 stages" in too_few
+        assert "can't be split into stages" in too_few
