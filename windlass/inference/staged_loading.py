@@ -26,7 +26,7 @@ class StagedModelSource:
 
     def from_pretrained(self, path: str | Path, *, trust_remote_code: bool, **arguments: Any) -> Any:
         """Load this rank's stage; see transformers' method of the same name."""
-        kind = _find_class(self._config, path, trust_remote_code=trust_remote_code)
+        kind = _find_class(self._config, path)
         axis = self._axis
 
         def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,16 +64,17 @@ def _keep_local_ties(model: Any) -> None:
         model.all_tied_weights_keys = {one: other for one, other in ties.items() if {one, other} <= names}
 
 
-def _find_class(config: Any, path: str | Path, *, trust_remote_code: bool) -> Any:
-    """Return the class of the model, which AutoModelForCausalLM would build."""
+def _find_class(config: Any, path: str | Path) -> Any:
+    """Return the class of transformers that AutoModelForCausalLM would build.
+
+    Raises:
+        ModelError: the class lies in the model's directory.
+    """
     import transformers
 
-    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if own is not None and (trust_remote_code or type(config) not in mapping):
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        return get_class_from_dynamic_module(own, path)
+    if (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") is not None:
+        raise ModelError(f"{path} has code of its own for its model, which pp does not split; use tp, or set pp to 1")
     if type(config) not in mapping:
         raise ValueError(f"{type(config).__name__} has no causal language model in transformers")
     found = mapping[type(config)]
