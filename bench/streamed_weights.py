@@ -2,7 +2,7 @@
 
 Each step reads all weights of products once, whatever its batch, so the roof of tokens a second is `batch x read rate /
 bytes`, and never more than the products of the batch take. The read rate is that of plain direct I/O on the same file,
-measured in turns with the steps; for weights in host memory it is a plain read loop on all threads.
+measured alternately with the steps; for weights in host memory it is a plain read loop on all threads.
 
 python bench/streamed_weights.py --path /mnt/nvme
 """

@@ -170,7 +170,7 @@ def pack_modules(
 
 
 def free_weights(modules: Sequence[nn.Module]) -> None:
-    """Leave parameters without memory in the place of packed weights."""
+    """Leave parameters without memory instead of packed weights."""
     for module in modules:
         for name in [name for name, _ in module.named_parameters() if name != "bias"]:
             weight = module.get_parameter(name).detach()

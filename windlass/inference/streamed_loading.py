@@ -18,8 +18,8 @@ from windlass.inference.model_loading import load_config, load_model, parse_dtyp
 from windlass.inference.streamed_modules import DiskUnits, MappedUnits, StreamedModules, WeightLender, store_units
 from windlass.inference.weight_file import (
     MappedFile,
+    StoredTensorPlace,
     StoredUnit,
-    TensorPlace,
     WeightFileWriter,
     WeightIndex,
     file_key,
@@ -139,7 +139,7 @@ class _StreamedLoad:
         logger.info("writing the weights of %s to %s, once", self._path, self._weights_path)
         self._index_path.unlink(missing_ok=True)
         parameters = dict(model.named_parameters())
-        forms = {n: TensorPlace(CODES[p.dtype], tuple(p.shape), 0) for n, p in parameters.items()}
+        forms = {n: StoredTensorPlace(CODES[p.dtype], tuple(p.shape), 0) for n, p in parameters.items()}
         forward = CausalForward(model)
 
         def probe() -> None:

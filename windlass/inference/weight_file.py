@@ -33,7 +33,7 @@ _WRITTEN_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class StoredTensorPlace:
     """Bytes of a tensor. `offset` counts from the begin of its unit."""
 
     dtype: str
@@ -68,7 +68,7 @@ class StoredUnit:
     modules: tuple[str, ...]
     offset: int
     nbytes: int
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, StoredTensorPlace]
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -93,7 +93,7 @@ class WeightIndex:
 
     units: tuple[StoredUnit, ...]
     parameters: dict[str, StoredUnit]
-    absent: dict[str, TensorPlace]
+    absent: dict[str, StoredTensorPlace]
 
     @property
     def streamed_bytes(self) -> int:
@@ -123,7 +123,7 @@ class WeightFileWriter:
         try:
             for name, tensor in tensors.items():
                 at = -(-at // _ALIGNMENT) * _ALIGNMENT
-                places[name] = TensorPlace(CODES[tensor.dtype], tuple(tensor.shape), at)
+                places[name] = StoredTensorPlace(CODES[tensor.dtype], tuple(tensor.shape), at)
                 at += self._write(start + at, tensor)
             self._end = start + page_up(max(at, 1))
             os.ftruncate(self._file, self._end)
@@ -237,8 +237,8 @@ def _unit(fields: Mapping[str, Any]) -> StoredUnit:
     return StoredUnit(tuple(fields["modules"]), fields["offset"], fields["nbytes"], tensors, fields["details"])
 
 
-def _place(fields: Mapping[str, Any]) -> TensorPlace:
-    return TensorPlace(fields["dtype"], tuple(fields["shape"]), fields["offset"])
+def _place(fields: Mapping[str, Any]) -> StoredTensorPlace:
+    return StoredTensorPlace(fields["dtype"], tuple(fields["shape"]), fields["offset"])
 
 
 def _write_error(path: Path, error: OSError) -> StorageError:

@@ -125,7 +125,7 @@ class WeightStream:
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Yield staging memory of any content in the place of units inside the `with` block."""
+        """Yield staging memory of any content instead of units inside the `with` block."""
         self._reads = False
         try:
             yield
