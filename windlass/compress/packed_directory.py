@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from windlass.base.atomic_file import temporary_path_beside
 from windlass.base.errors import ModelError
-from windlass.compress.model_directory import INDEX, SINGLE, ModelDirectory, build_empty, linear_layers, write_json
+from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
+from windlass.compress.partial_directory import open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
-from windlass.storage.safetensors_header import encode_safetensors_header
 
 FILE_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", INDEX)
@@ -49,19 +47,21 @@ def write_packed_directory(
     formats: str | Callable[[str], str | None],
     *,
     pack: PackLayer | None = None,
+    method: Mapping[str, Any] | None = None,
     head: bool = False,
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     trust_remote_code: bool = False,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
-    all.
+    all. A call after an interrupted one with the same arguments continues at the layer where that stopped.
 
     Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
 
     Args:
         formats: format of all linear layers, or a function from a layer's name to its format, or None to leave it wide.
         pack: another rounding than the format's own, with the same packed tensors.
+        method: name and settings of `pack`; a call with others does not continue an interrupted one.
         head: pack the output head too, where `formats` is a name. A head that shares the embedding stays wide.
         overwrite: replace an existing directory.
         file_bytes: of a file with more than one tensor, at most.
@@ -80,21 +80,14 @@ def write_packed_directory(
     model = build_empty(directory, trust_remote_code=trust_remote_code)
     layers, kept = _choose(directory, model, formats, head)
     forms = _file_forms(directory, layers)
-    staging = temporary_path_beside(to.absolute())
-    try:
-        staging.mkdir(parents=True)
-        _write_files(directory, layers, forms, staging, pack or _round, file_bytes)
+    plan = {"layers": layers, "method": dict(method or {}), "source": _source_state(directory)}
+    with open_partial_directory(to, forms, plan, file_bytes) as partial:
+        for source_name in forms:
+            if source_name not in partial.done:
+                partial.write(source_name, _tensors_of(directory, source_name, layers, pack or _round))
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
         config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
-        write_json(staging / "config.json", config)
-        _copy_companions(directory.path, staging)
-        if to.exists():
-            shutil.rmtree(to)
-        os.replace(staging, to)
-    except OSError as error:
-        raise ModelError(f"{to} cannot be written: {error}; free some space or choose another directory") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        partial.finish(config, _companions(directory.path))
     return _report(directory, layers, kept, forms)
 
 
@@ -138,48 +131,6 @@ def _round(layer: str, weight: torch.Tensor, weight_format: WeightFormat) -> Pac
     return weight_format.pack(weight)
 
 
-def _write_files(
-    directory: ModelDirectory,
-    layers: dict[str, str],
-    forms: dict[str, dict[str, PackedTensorForm]],
-    staging: Path,
-    pack: PackLayer,
-    file_bytes: int,
-) -> None:
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, parts in forms.items():
-        here = sum(form.nbytes for form in parts.values())
-        if size + here > file_bytes and files[-1]:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += here
-    names = [SINGLE]
-    if len(files) > 1:
-        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    for file_name, sources in zip(names, files, strict=True):
-        written = {part: form for source in sources for part, form in forms[source].items()}
-        head = encode_safetensors_header({part: (form.dtype, form.shape) for part, form in written.items()}, {})
-        with open(staging / file_name, "xb") as file:
-            file.write(head)
-            for source in sources:
-                tensors = _tensors_of(directory, source, layers, pack)
-                for part, form in forms[source].items():
-                    tensor = tensors.pop(part)
-                    if tensor.dtype != form.dtype or tuple(tensor.shape) != form.shape:
-                        raise ModelError(f"tensor {part!r} is {tensor.dtype} {tuple(tensor.shape)}, not {form}")
-                    file.write(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
-                    del tensor
-            file.flush()
-            os.fsync(file.fileno())
-    if len(files) > 1:
-        places = zip(names, files, strict=True)
-        weight_map = {part: file for file, sources in places for source in sources for part in forms[source]}
-        total = sum(form.nbytes for parts in forms.values() for form in parts.values())
-        write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def _tensors_of(
     directory: ModelDirectory, source: str, layers: dict[str, str], pack: PackLayer
 ) -> dict[str, torch.Tensor]:
@@ -191,16 +142,22 @@ def _tensors_of(
     return {f"{layer}.{part}": tensor for part, tensor in found.items()}
 
 
-def _copy_companions(source: Path, staging: Path) -> None:
-    """Copy the small files of a model: tokenizer, generation settings, chat template."""
-    for path in source.iterdir():
-        if (
-            path.is_file()
-            and path.name != "config.json"
-            and not path.name.startswith(".")
-            and not path.name.endswith(_WEIGHTS)
-        ):
-            shutil.copyfile(path, staging / path.name)
+def _companions(source: Path) -> list[Path]:
+    """Return the small files of a model: tokenizer, generation settings, chat template."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if path.is_file()
+        and path.name != "config.json"
+        and not path.name.startswith(".")
+        and not path.name.endswith(_WEIGHTS)
+    ]
+
+
+def _source_state(directory: ModelDirectory) -> dict[str, list[int]]:
+    """Return size and time of change of the files of weights, by which a later run knows the same model."""
+    states = {path.name: path.stat() for path in {place.path for place in directory.places.values()}}
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
 
 def _report(
