@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from windlass.base.errors import ModelError
 from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
-from windlass.compress.partial_directory import open_partial_directory
+from windlass.compress.partial_directory import PartialDirectory, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
@@ -20,6 +20,18 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", I
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
 """Packs the weight of a layer, given its name, its weight and its format."""
+
+
+class TensorProducer(Protocol):
+    """Source of the tensors of a packed directory."""
+
+    def __call__(self, layers: Mapping[str, str], partial: PartialDirectory) -> Iterator[tuple[str, PackedWeight]]:
+        """Yield name and new tensors of each source that `partial` lacks, in any order.
+
+        Args:
+            layers: format of each packed layer.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,11 +54,12 @@ class PackedReport:
 
 
 def write_packed_directory(
-    source: str | Path,
+    source: str | Path | ModelDirectory,
     target: str | Path,
     formats: str | Callable[[str], str | None],
     *,
     pack: PackLayer | None = None,
+    produce: TensorProducer | None = None,
     method: Mapping[str, Any] | None = None,
     head: bool = False,
     overwrite: bool = False,
@@ -61,7 +74,8 @@ def write_packed_directory(
     Args:
         formats: format of all linear layers, or a function from a layer's name to its format, or None to leave it wide.
         pack: another rounding than the format's own, with the same packed tensors.
-        method: name and settings of `pack`; a call with others does not continue an interrupted one.
+        produce: source of all tensors, in place of `pack`.
+        method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
         head: pack the output head too, where `formats` is a name. A head that shares the embedding stays wide.
         overwrite: replace an existing directory.
         file_bytes: of a file with more than one tensor, at most.
@@ -70,10 +84,10 @@ def write_packed_directory(
         ModelError: the source is no model, is packed already, or the target exists.
         WeightFormatError: a weight does not fit its format.
     """
-    directory, to = ModelDirectory(source), Path(target)
+    directory, to = source if isinstance(source, ModelDirectory) else ModelDirectory(source), Path(target)
     if directory.quantization is not None:
         raise ModelError(
-            f"{source} is quantized already ({directory.quantization.get('quant_method')}); give the wide model"
+            f"{directory.path} is quantized already ({directory.quantization.get('quant_method')}); give the wide model"
         )
     if to.exists() and not overwrite and not (to.is_dir() and not any(to.iterdir())):
         raise ModelError(f"{to} exists; choose another directory, or overwrite it")
@@ -82,9 +96,9 @@ def write_packed_directory(
     forms = _file_forms(directory, layers)
     plan = {"layers": layers, "method": dict(method or {}), "source": _source_state(directory)}
     with open_partial_directory(to, forms, plan, file_bytes) as partial:
-        for source_name in forms:
-            if source_name not in partial.done:
-                partial.write(source_name, _tensors_of(directory, source_name, layers, pack or _round))
+        for name, tensors in (produce or _LayerProducer(directory, pack or _round))(layers, partial):
+            partial.write(name, tensors)
+            del tensors
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
         config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
         partial.finish(config, _companions(directory.path))
@@ -131,15 +145,31 @@ def _round(layer: str, weight: torch.Tensor, weight_format: WeightFormat) -> Pac
     return weight_format.pack(weight)
 
 
-def _tensors_of(
-    directory: ModelDirectory, source: str, layers: dict[str, str], pack: PackLayer
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that a tensor of the source becomes, by their names."""
+@dataclass(frozen=True)
+class _LayerProducer:
+    """Producer that packs one layer after the other."""
+
+    directory: ModelDirectory
+    pack: PackLayer
+
+    def __call__(self, layers: Mapping[str, str], partial: PartialDirectory) -> Iterator[tuple[str, PackedWeight]]:
+        for source in self.directory.places:
+            if source not in partial.done:
+                yield source, pack_source(self.directory, source, layers, self.pack)
+
+
+def pack_source(directory: ModelDirectory, source: str, layers: Mapping[str, str], pack: PackLayer) -> PackedWeight:
+    """Return the tensors that a tensor of the source becomes, by their names in the file."""
     layer = source.removesuffix(".weight")
     if layer not in layers or source == layer:
         return {source: directory.read(source)}
     found = pack(layer, directory.read(source), get_weight_format(layers[layer]))
-    return {f"{layer}.{part}": tensor for part, tensor in found.items()}
+    return name_tensors(layer, found)
+
+
+def name_tensors(layer: str, packed: PackedWeight) -> PackedWeight:
+    """Return the packed tensors of a layer by their names in the file."""
+    return {f"{layer}.{part}": tensor for part, tensor in packed.items()}
 
 
 def _companions(source: Path) -> list[Path]:

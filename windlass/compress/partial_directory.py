@@ -131,7 +131,7 @@ class PartialDirectory:
             self._headers[name], self._sizes[name] = header, offset
 
     def _prepare(self) -> None:
-        """Create the directory, or go on with an earlier one of the same plan."""
+        """Create the directory, or keep an earlier one of the same plan."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
