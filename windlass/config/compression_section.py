@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from windlass.config.config_section import ConfigSection, Count, Float, Int, Names, Positive
-from windlass.config.key_status import refused
+from windlass.config.key_status import accepted, honoured, refused
+
+_SNIP = "belongs to the method snip_momentum, which is not built; use l1 or topk, and delete the key"
 
 
 class LayerReduction(ConfigSection):
@@ -13,18 +15,18 @@ class LayerReduction(ConfigSection):
 
     enable_key = "enabled"
 
-    enabled: bool = refused(False, "")
-    keep_number_layer: Positive | None = refused(None, "")
-    module_name_prefix: str | None = refused(None, "")
-    teacher_layer: list[Int] | None = refused(None, "")
-    other_module_name: Names | None = refused(None, "")
+    enabled: bool = honoured(False)
+    keep_number_layer: Positive | None = honoured(None)
+    module_name_prefix: str | None = honoured(None)
+    teacher_layer: list[Int] | None = honoured(None)
+    other_module_name: Names | None = honoured(None)
 
 
 class MixedQuantize(ConfigSection):
     """Gradual change from fp16 to quantized weights."""
 
-    enabled: bool = refused(False, "")
-    quantize_change_ratio: Float = refused(0.001, "")
+    enabled: bool = honoured(False)
+    quantize_change_ratio: Float = honoured(0.001)
 
 
 class CompressionSharedParams(ConfigSection):
@@ -32,69 +34,71 @@ class CompressionSharedParams(ConfigSection):
 
     enable_key = "enabled"
 
-    enabled: bool = refused(False, "")
-    schedule_offset: Count = refused(1000, "")
+    enabled: bool = honoured(False)
+    schedule_offset: Count = honoured(1000)
 
 
 class WeightQuantizationShared(CompressionSharedParams):
     """Common options of weight quantization."""
 
-    quantizer_kernel: bool = refused(False, "")
-    schedule_offset: Count = refused(0, "")
-    quantize_groups: Positive = refused(1, "")
-    quantize_verbose: bool = refused(False, "")
-    quantization_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
-    rounding: Literal["nearest", "stochastic"] = refused("nearest", "")
-    quantize_weight_in_forward: bool = refused(False, "")
-    fp16_mixed_quantize: MixedQuantize = refused(MixedQuantize, "")
+    quantizer_kernel: bool = accepted(False, "rounding is part of the forward on every device")
+    schedule_offset: Count = honoured(0)
+    quantize_groups: Positive = honoured(1)
+    quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
+    quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
+    rounding: Literal["nearest", "stochastic"] = honoured("nearest")
+    quantize_weight_in_forward: bool = accepted(
+        False, "weights are rounded in the forward; the optimizer keeps the wide ones in every precision"
+    )
+    fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
 
 
 class ActivationQuantizationShared(CompressionSharedParams):
     """Common options of activation quantization."""
 
-    quantization_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
-    range_calibration: Literal["dynamic", "static"] = refused("dynamic", "")
+    quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
+    range_calibration: Literal["dynamic", "static"] = honoured("dynamic")
 
 
 class PruningShared(CompressionSharedParams):
     """Common options of pruning."""
 
-    method: str = refused("l1", "")
+    method: str = honoured("l1")
 
 
 class SparsePruningShared(PruningShared):
     """Common options of sparse pruning."""
 
-    schedule_offset_end: Count = refused(1000, "")
-    schedule_offset_stride: Positive = refused(1, "")
-    block_pattern: str = refused("4x1", "")
-    dense_ratio: Float = refused(0.1, "")
-    excluded_modules: Names = refused(list, "")
+    schedule_offset_end: Count = refused(1000, _SNIP)
+    schedule_offset_stride: Positive = refused(1, _SNIP)
+    block_pattern: str = refused("4x1", _SNIP)
+    dense_ratio: Float = refused(0.1, _SNIP)
+    excluded_modules: Names = refused(list, _SNIP)
 
 
 class HeadPruningShared(PruningShared):
     """Common options of head pruning."""
 
-    method: str = refused("topk", "")
-    num_heads: Positive | None = refused(None, "")
+    method: str = honoured("topk")
+    num_heads: Positive | None = honoured(None)
 
 
 class GroupParams(ConfigSection):
     """Options of one group of modules; each technique reads its own."""
 
-    start_bits: Positive | None = refused(None, "")
-    target_bits: Positive | None = refused(None, "")
-    quantization_period: Positive = refused(1, "")
-    bits: Positive | None = refused(None, "")
-    dense_ratio: Float | None = refused(None, "")
+    start_bits: Positive | None = honoured(None)
+    target_bits: Positive | None = honoured(None)
+    quantization_period: Positive = honoured(1)
+    bits: Positive | None = honoured(None)
+    dense_ratio: Float | None = honoured(None)
 
 
 class CompressionGroup(ConfigSection):
     """Group of modules with the same options."""
 
-    params: GroupParams = refused(GroupParams, "")
-    modules: Names = refused(["*"], "")
-    related_modules: list[Any] | None = refused(None, "")
+    params: GroupParams = honoured(GroupParams)
+    modules: Names = honoured(["*"])
+    related_modules: list[Any] | None = honoured(None)
 
 
 class CompressionTechnique(ConfigSection):
@@ -102,58 +106,56 @@ class CompressionTechnique(ConfigSection):
 
     enable_key = "shared_parameters.enabled"
 
-    shared_parameters: CompressionSharedParams = refused(CompressionSharedParams, "")
-    different_groups: dict[str, CompressionGroup] = refused(dict, "")
+    shared_parameters: CompressionSharedParams = honoured(CompressionSharedParams)
+    different_groups: dict[str, CompressionGroup] = honoured(dict)
 
 
 class WeightQuantizationTraining(CompressionTechnique):
     """Quantization-aware training of weights."""
 
-    shared_parameters: WeightQuantizationShared = refused(WeightQuantizationShared, "")
+    shared_parameters: WeightQuantizationShared = honoured(WeightQuantizationShared)
 
 
 class ActivationQuantization(CompressionTechnique):
     """Quantization of activations."""
 
-    shared_parameters: ActivationQuantizationShared = refused(ActivationQuantizationShared, "")
+    shared_parameters: ActivationQuantizationShared = honoured(ActivationQuantizationShared)
 
 
 class SparsePruning(CompressionTechnique):
     """Pruning of single weights."""
 
-    shared_parameters: SparsePruningShared = refused(SparsePruningShared, "")
+    shared_parameters: SparsePruningShared = honoured(SparsePruningShared)
 
 
 class RowPruning(CompressionTechnique):
     """Pruning of rows of matrices."""
 
-    shared_parameters: PruningShared = refused(PruningShared, "")
+    shared_parameters: PruningShared = honoured(PruningShared)
 
 
 class HeadPruning(CompressionTechnique):
     """Pruning of attention heads."""
 
-    shared_parameters: HeadPruningShared = refused(HeadPruningShared, "")
+    shared_parameters: HeadPruningShared = honoured(HeadPruningShared)
 
 
 class ChannelPruning(CompressionTechnique):
     """Pruning of channels of convolutions."""
 
-    shared_parameters: PruningShared = refused(PruningShared, "")
+    shared_parameters: PruningShared = honoured(PruningShared)
 
 
 class CompressionTraining(ConfigSection):
     """Compression during training."""
 
-    refusal = "not yet built: compression; write false"
-
-    layer_reduction: LayerReduction = refused(LayerReduction, "")
-    weight_quantization: WeightQuantizationTraining = refused(WeightQuantizationTraining, "")
-    activation_quantization: ActivationQuantization = refused(ActivationQuantization, "")
-    sparse_pruning: SparsePruning = refused(SparsePruning, "")
-    row_pruning: RowPruning = refused(RowPruning, "")
-    head_pruning: HeadPruning = refused(HeadPruning, "")
-    channel_pruning: ChannelPruning = refused(ChannelPruning, "")
+    layer_reduction: LayerReduction = honoured(LayerReduction)
+    weight_quantization: WeightQuantizationTraining = honoured(WeightQuantizationTraining)
+    activation_quantization: ActivationQuantization = honoured(ActivationQuantization)
+    sparse_pruning: SparsePruning = honoured(SparsePruning)
+    row_pruning: RowPruning = honoured(RowPruning)
+    head_pruning: HeadPruning = honoured(HeadPruning)
+    channel_pruning: ChannelPruning = honoured(ChannelPruning)
 
 
 class WeightQuantization(ConfigSection):

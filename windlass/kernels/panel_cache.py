@@ -1,4 +1,4 @@
-"""Panels of a packed layer outside of an inference engine: made at the first product, and again when its bytes change."""
+"""Panels of a packed layer outside of an inference engine, made again when its bytes change."""
 
 from __future__ import annotations
 
