@@ -24,6 +24,7 @@ def technique(shared: dict[str, Any], params: dict[str, Any], modules: str) -> d
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.0}},
+    "gradient_clipping": 0.0,
     "train_batch_size": ROWS,
     "compression_training": {
         "weight_quantization": technique(
@@ -71,7 +72,7 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
