@@ -88,7 +88,7 @@ def read_calibration_text(
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """Return the number of tokens that a model's configuration allows, if it says so."""
+    """Return the number of tokens that a model's configuration allows, or None."""
     nested = config.get("text_config")
     for source in (config, nested if isinstance(nested, dict) else {}):
         for key in _LENGTH_KEYS:

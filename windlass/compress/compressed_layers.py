@@ -42,7 +42,7 @@ class WeightRounding:
     mixed_ratio: float = 0.0  # of the wide weight that is taken away in each step; 0: all at once
 
     def bits(self, step: int) -> int:
-        """Return the bits after so many steps."""
+        """Return the bits at a step."""
         bits, period, left = self.start_bits, self.period, step - self.offset
         while bits > self.target_bits and left >= period:
             bits, left, period = bits - 1, left - period, 2 * period

@@ -126,7 +126,7 @@ def clipped_grid(form: WeightFormat, weight: Tensor, importance: Tensor | None =
 def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) -> IntegerGrid:
     """Return the grid found by half-quadratic quantization, which needs no data (Badri and Shaji 2023, HQQ).
 
-    It minimizes `|w - value| ** 0.7` in turns: `e = shrink(w - value)` takes outliers out, then zero point and scale
+    It minimizes `|w - value| ** 0.7` alternately: `e = shrink(w - value)` takes outliers out, then zero point and scale
     are the mean and the least squares of the rest, `w - e`. Zero points stay integers, since formats store them as
     codes. Of all steps each group keeps the best.
     """
