@@ -125,7 +125,7 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", pack=fail)
     assert {path.name for path in tmp_path.iterdir()} == {"wide", ".packed.partial"}, "nothing under the name itself"
-    with open(partial / "journal.0", "a") as journal:
+    with open(partial / "journal", "a") as journal:
         journal.write("model.norm.wei")  # a process that ends in the middle of a line
     report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", pack=count)
     assert sorted(layers) == sorted(report.layers) and not partial.exists()

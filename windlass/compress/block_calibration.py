@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
+from windlass.comm.rank_group import RankGroup
 from windlass.compress.model_directory import ModelDirectory, build_empty
 
 ReadTensor = Callable[[str], Tensor]
@@ -48,6 +50,15 @@ class InputStatistics:
         self.total = self.total + rows.abs().sum(0, dtype=torch.float64)
         self.rows += len(rows)
 
+    def reduce(self, group: RankGroup) -> None:
+        """Add the inputs of all ranks. Collective."""
+        group.all_reduce(self.hessian)
+        group.all_reduce(self.total)
+        group.all_reduce(self.largest, dist.ReduceOp.MAX)
+        rows = group.all_reduce(torch.tensor([self.rows]))
+        self.rows = int(rows)
+        self.hessian = self.hessian.float().double()  # so that the order of the ranks' sums leaves no trace
+
     @property
     def mean(self) -> Tensor:
         """Mean magnitude of each feature."""
@@ -76,6 +87,7 @@ class CalibratedBlock:
     hidden: Sequence[Tensor]
     arguments: dict[str, Any]
     positional: tuple[Any, ...]
+    group: RankGroup | None = None
 
     def run(self, hidden: Tensor) -> Tensor:
         """Return the hidden states after the block."""
@@ -142,6 +154,9 @@ class CalibratedBlock:
         finally:
             for handle in handles:
                 handle.remove()
+        if self.group is not None:
+            for one in found.values():
+                one.reduce(self.group)
         return found
 
     def linear(self, name: str) -> nn.Linear:
@@ -157,12 +172,14 @@ class BlockCalibration:
 
     Args:
         directory: of the model.
-        batches: token ids `[rows, length]`, all of one shape.
+        batches: token ids `[rows, length]`, all of one shape; of this rank.
+        group: ranks that calibrate together.
     """
 
     directory: ModelDirectory
     batches: Sequence[Tensor]
     trust_remote_code: bool = False
+    group: RankGroup | None = None
     model: nn.Module = field(init=False)
     prefix: str = field(init=False)
     _hidden: list[Tensor] = field(init=False, default_factory=list)
@@ -199,7 +216,8 @@ class BlockCalibration:
         """Return a block with its weights in memory, of `read` by their names in the model."""
         self._load_block(number, read)
         positional, arguments = self._log.calls[number]
-        return CalibratedBlock(f"{self.prefix}.{number}", self.blocks[number], self._hidden, arguments, positional)
+        prefix = f"{self.prefix}.{number}"
+        return CalibratedBlock(prefix, self.blocks[number], self._hidden, arguments, positional, self.group)
 
     def advance(self, block: CalibratedBlock) -> None:
         """Replace the hidden states by those after the block, and free its weights."""

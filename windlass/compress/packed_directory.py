@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.comm.rank_group import RankGroup
 from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
-from windlass.compress.partial_directory import PartialDirectory, open_partial_directory
+from windlass.compress.partial_directory import WrittenTensors, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
@@ -25,7 +26,7 @@ PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
 class TensorProducer(Protocol):
     """Source of the tensors of a packed directory."""
 
-    def __call__(self, layers: Mapping[str, str], partial: PartialDirectory) -> Iterator[tuple[str, PackedWeight]]:
+    def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
         """Yield name and new tensors of each source that `partial` lacks, in any order.
 
         Args:
@@ -65,6 +66,7 @@ def write_packed_directory(
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     trust_remote_code: bool = False,
+    group: RankGroup | None = None,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
     all. A call after an interrupted one with the same arguments continues at the layer where that stopped.
@@ -79,6 +81,7 @@ def write_packed_directory(
         head: pack the output head too, where `formats` is a name. A head that shares the embedding stays wide.
         overwrite: replace an existing directory.
         file_bytes: of a file with more than one tensor, at most.
+        group: ranks that make the same call; `produce` is called on each, and the first one writes.
 
     Raises:
         ModelError: the source is no model, is packed already, or the target exists.
@@ -95,13 +98,25 @@ def write_packed_directory(
     layers, kept = _choose(directory, model, formats, head)
     forms = _file_forms(directory, layers)
     plan = {"layers": layers, "method": dict(method or {}), "source": _source_state(directory)}
+    if group is not None:
+        group.barrier()  # no rank finds the directory that this call writes
+    if group is not None and group.index:
+        followed = _FollowedDirectory(group.broadcast_object(None))
+        for _ in (produce or _LayerProducer(directory, pack or _round))(layers, followed):
+            pass
+        group.barrier()
+        return _report(directory, layers, kept, forms)
     with open_partial_directory(to, forms, plan, file_bytes) as partial:
+        if group is not None:
+            group.broadcast_object(set(partial.done))
         for name, tensors in (produce or _LayerProducer(directory, pack or _round))(layers, partial):
             partial.write(name, tensors)
             del tensors
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
         config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
         partial.finish(config, _companions(directory.path))
+    if group is not None:
+        group.barrier()
     return _report(directory, layers, kept, forms)
 
 
@@ -145,6 +160,16 @@ def _round(layer: str, weight: torch.Tensor, weight_format: WeightFormat) -> Pac
     return weight_format.pack(weight)
 
 
+@dataclass
+class _FollowedDirectory:
+    """Directory that the first rank writes."""
+
+    done: set[str]
+
+    def read(self, source: str) -> PackedWeight:
+        raise AssertionError(f"{source} is read by the first rank alone")
+
+
 @dataclass(frozen=True)
 class _LayerProducer:
     """Producer that packs one layer after the other."""
@@ -152,7 +177,7 @@ class _LayerProducer:
     directory: ModelDirectory
     pack: PackLayer
 
-    def __call__(self, layers: Mapping[str, str], partial: PartialDirectory) -> Iterator[tuple[str, PackedWeight]]:
+    def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
         for source in self.directory.places:
             if source not in partial.done:
                 yield source, pack_source(self.directory, source, layers, self.pack)

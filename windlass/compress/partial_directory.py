@@ -1,8 +1,8 @@
 """Model directory that is being written: complete tensors, and a journal of them, so that a stopped run continues.
 
 [Note: partial directory] `.NAME.partial` beside the target holds the safetensors files in their final size, `plan.json`
-and one `journal.RANK` for each rank. A tensor's bytes are on the disk before its line in the journal. A later run with
-an equal plan skips the tensors of the journals. The directory is renamed when every tensor is there.
+and a `journal`. A tensor's bytes are on the disk before its line in the journal. A later run with
+an equal plan skips the tensors of the journal. The directory is renamed when every tensor is there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -33,6 +33,20 @@ _PLAN, _JOURNAL = "plan.json", "journal"
 _COMPLETE = " complete"  # end of a whole line of a journal
 
 
+class WrittenTensors(Protocol):
+    """Tensors of a directory that are complete, by their source.
+
+    Attributes:
+        done: names of the sources.
+    """
+
+    done: set[str]
+
+    def read(self, source: str) -> PackedWeight:
+        """Return the tensors of a complete source."""
+        ...
+
+
 class PartialDirectory:
     """Safetensors files with a fixed place for every tensor, written in any order; see [Note: partial directory].
 
@@ -41,13 +55,10 @@ class PartialDirectory:
         forms: tensors to be written, by the name of their source.
         plan: settings of the run, of JSON types. An existing partial directory with another plan is discarded.
         file_bytes: of a file with more than one source, at most.
-        rank: of this process. Rank 0 must create the directory before the others open it.
     """
 
-    def __init__(
-        self, target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int, *, rank: int = 0
-    ) -> None:
-        self.target, self._forms, self._rank = target.absolute(), forms, rank
+    def __init__(self, target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int) -> None:
+        self.target, self._forms = target.absolute(), forms
         self.path = self.target.with_name(f".{self.target.name}.partial")
         self._files = _split_into_files(forms, file_bytes)
         self._offsets: dict[str, tuple[str, int]] = {}
@@ -56,17 +67,14 @@ class PartialDirectory:
         self._place()
         self._plan = parse_json(_json_bytes({**plan, "sizes": self._sizes}))
         self._lock: int | None = None
-        if rank == 0:
-            self._prepare()
-        self.done = self.read_journals()
+        self._prepare()
+        self.done = self._read_journal()
 
-    def read_journals(self) -> set[str]:
-        """Return the sources whose tensors are complete, of all ranks."""
-        done: set[str] = set()
-        for path in self.path.glob(f"{_JOURNAL}.*"):
-            lines = path.read_text().split("\n")
-            done |= {line.removesuffix(_COMPLETE) for line in lines if line.endswith(_COMPLETE)}
-        return done & set(self._forms)
+    def _read_journal(self) -> set[str]:
+        """Return the sources whose tensors are complete."""
+        path = self.path / _JOURNAL
+        lines = path.read_text().split("\n") if path.is_file() else []
+        return {line.removesuffix(_COMPLETE) for line in lines if line.endswith(_COMPLETE)} & set(self._forms)
 
     def write(self, source: str, tensors: PackedWeight) -> None:
         """Write the tensors of a source, and record them as complete."""
@@ -81,7 +89,7 @@ class PartialDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             del tensor
-        with open(self.path / f"{_JOURNAL}.{self._rank}", "a") as journal:
+        with open(self.path / _JOURNAL, "a") as journal:
             journal.write(f"\n{source}{_COMPLETE}\n")  # begins a line, since a stopped run may have left a part of one
             journal.flush()
             os.fsync(journal.fileno())
@@ -97,7 +105,7 @@ class PartialDirectory:
 
     def finish(self, config: Mapping[str, Any], companions: list[Path]) -> None:
         """Add configuration and small files, and move the directory to its target, which it replaces."""
-        missing = set(self._forms) - self.read_journals()
+        missing = set(self._forms) - self._read_journal()
         if missing:
             raise ModelError(f"{self.path} lacks {len(missing)} tensors, first {min(missing)!r}; run the command again")
         write_json(self.path / "config.json", dict(config))
@@ -107,8 +115,8 @@ class PartialDirectory:
             weight_map = {part: name for part, (name, _) in self._offsets.items()}
             total = sum(form.nbytes for parts in self._forms.values() for form in parts.values())
             write_json(self.path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        for path in (self.path / _PLAN, *self.path.glob(f"{_JOURNAL}.*")):
-            path.unlink()
+        for name in (_PLAN, _JOURNAL):
+            (self.path / name).unlink()
         if self.target.exists():
             shutil.rmtree(self.target)
         os.replace(self.path, self.target)
@@ -164,7 +172,7 @@ class PartialDirectory:
 
 @contextlib.contextmanager
 def open_partial_directory(
-    target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int, *, rank: int = 0
+    target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int
 ) -> Iterator[PartialDirectory]:
     """Yield a partial directory, which stays where the `with` block raises.
 
@@ -172,7 +180,7 @@ def open_partial_directory(
         ModelError: another process writes it, or the disk fails or is full.
     """
     try:
-        partial = PartialDirectory(target, forms, plan, file_bytes, rank=rank)
+        partial = PartialDirectory(target, forms, plan, file_bytes)
         try:
             yield partial
         finally:

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
+from windlass.comm.rank_group import RankGroup
 from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics, LayerGroup
 from windlass.compress.gptq import gptq_codes
 from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid, half_quadratic_grid, is_integer_format
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import PackedReport, name_tensors, pack_source, write_packed_directory
-from windlass.compress.partial_directory import PartialDirectory
+from windlass.compress.partial_directory import WrittenTensors
 from windlass.compress.rotation import RotatedDirectory
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
@@ -74,6 +76,7 @@ class PostTraining:
         options: method of rounding.
         batches: token ids `[rows, length]` of the calibration text; none for methods that need none.
         progress: called after each block or layer with the number of layers that are done, and of all.
+        group: ranks that share the text and the layers.
     """
 
     directory: ModelDirectory
@@ -81,19 +84,21 @@ class PostTraining:
     batches: Sequence[Tensor] = ()
     progress: Callable[[int, int], None] = lambda done, total: None
     trust_remote_code: bool = False
+    group: RankGroup | None = None
     results: list[LayerResult] = field(default_factory=list)
 
-    def __call__(self, layers: Mapping[str, str], partial: PartialDirectory) -> Iterator[tuple[str, PackedWeight]]:
+    def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
         done = 0
         inside: set[str] = set()
         if self.batches and self.options.needs_text:
-            calibration = BlockCalibration(self.directory, self.batches, self.trust_remote_code)
+            mine = self.batches if self.group is None else self.batches[self.group.index :: self.group.size]
+            calibration = BlockCalibration(self.directory, mine, self.trust_remote_code, self.group)
             inside = {name for number in range(len(calibration.blocks)) for name in calibration.block_tensors(number)}
             calibration.start()
             for number in range(len(calibration.blocks)):
                 names = calibration.block_tensors(number)
                 if set(names) <= partial.done:
-                    block = calibration.block(number, lambda name: _read_back(partial, layers, name))
+                    block = calibration.block(number, lambda name: self._read_back(partial, layers, name))
                 else:
                     block = calibration.block(number, self.directory.read)
                     packed = self._round_block(block, layers)
@@ -123,15 +128,31 @@ class PostTraining:
                 if not names:
                     continue
                 statistics = block.statistics(names[:1])[names[0]]
-                for name in names:
+                for place, name in enumerate(names):
                     layer = f"{block.prefix}.{name}"
                     form = get_weight_format(layers[layer])
-                    packed[layer] = self._round_layer(layer, block.linear(name), form, statistics)
+                    packed[layer] = self._round_shared(place, layer, block.linear(name), form, statistics)
             for name, module in block.module.named_modules():
                 layer = f"{block.prefix}.{name}"
                 if layer in layers and layer not in packed:  # no token of the text reached it
                     assert isinstance(module, nn.Linear)
                     packed[layer] = self._round_alone(layer, module.weight, get_weight_format(layers[layer]))
+        return packed
+
+    def _round_shared(
+        self, place: int, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
+    ) -> PackedWeight:
+        """Round a layer on one of the ranks, which take turns, and send it to the others."""
+        if self.group is None:
+            return self._round_layer(layer, linear, form, statistics)
+        source = place % self.group.size
+        own = self._round_layer(layer, linear, form, statistics) if source == self.group.index else None
+        result = self.results[-1] if own is not None else None
+        packed, found = self.group.broadcast_object((own, result), source)
+        assert packed is not None and found is not None
+        if own is None:
+            self.results.append(found)
+            linear.weight = nn.Parameter(form.unpack(packed).float(), requires_grad=False)
         return packed
 
     def _round_layer(
@@ -188,7 +209,18 @@ class PostTraining:
                 scales, before, after = activation_aware_scales(statistics.mean, weights, forms, statistics.hessian)
                 if after >= before:
                     continue
-            _fold_if_preserved(block, producer, consumers, scales)
+            _fold_if_preserved(block, producer, consumers, scales, self.group)
+
+    def _read_back(self, partial: WrittenTensors, layers: Mapping[str, str], name: str) -> Tensor:
+        """Return a tensor of a complete block as float32: a packed weight with its rounded values."""
+        found = partial.read(name) if self.group is None or self.group.index == 0 else None
+        tensors = found if self.group is None else self.group.broadcast_object(found)
+        assert tensors is not None
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in layers:
+            return tensors[name].float()
+        packed = {part.removeprefix(f"{layer}."): tensor for part, tensor in tensors.items()}
+        return get_weight_format(layers[layer]).unpack(packed).float()
 
     def _tensors(self, block: CalibratedBlock, name: str, packed: Mapping[str, PackedWeight]) -> PackedWeight:
         """Return the tensors that a tensor of the block becomes."""
@@ -220,7 +252,11 @@ def _producer(module: nn.Module, group: LayerGroup) -> nn.Module | None:
 
 
 def _fold_if_preserved(
-    block: CalibratedBlock, producer: nn.Module, consumers: Sequence[nn.Linear], scales: Tensor
+    block: CalibratedBlock,
+    producer: nn.Module,
+    consumers: Sequence[nn.Linear],
+    scales: Tensor,
+    group: RankGroup | None = None,
 ) -> bool:
     """Fold scales; undo it where the output of the block changes, as with norms that add 1 to their weight."""
     hidden = block.hidden[0]
@@ -229,21 +265,14 @@ def _fold_if_preserved(
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
     change = (block.run(hidden) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    if group is not None:
+        group.all_reduce(change, dist.ReduceOp.MAX)
     if bool(change <= _PRESERVED):
         return True
     for module, values in zip(modules, saved, strict=True):
         for name, value in values.items():
             module.get_parameter(name).data.copy_(value)
     return False
-
-
-def _read_back(partial: PartialDirectory, layers: Mapping[str, str], name: str) -> Tensor:
-    """Return a tensor of a complete block as float32: a packed weight with its rounded values."""
-    tensors, layer = partial.read(name), name.removesuffix(".weight")
-    if layer == name or layer not in layers:
-        return tensors[name].float()
-    packed = {part.removeprefix(f"{layer}."): tensor for part, tensor in tensors.items()}
-    return get_weight_format(layers[layer]).unpack(packed).float()
 
 
 def compress_directory(
@@ -257,6 +286,7 @@ def compress_directory(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     trust_remote_code: bool = False,
+    group: RankGroup | None = None,
 ) -> tuple[PackedReport, list[LayerResult]]:
     """Write the model of `source` with packed linear layers, rounded by a method of `RoundingOptions`, to `target`.
 
@@ -267,6 +297,8 @@ def compress_directory(
         formats, head, overwrite: as for `write_packed_directory`.
         batches: token ids `[rows, length]` of text, all of one shape.
         progress: called with the number of layers that are done, and of all.
+        group: ranks that make the same call, e.g. `world_group()`: each runs its share of the text and rounds its share
+            of the layers; the first one writes the directory.
 
     Returns:
         Sizes, and the error of each layer that this call rounded.
@@ -284,7 +316,11 @@ def compress_directory(
     directory = ModelDirectory(source)
     if chosen.rotate:
         directory = RotatedDirectory(directory)
-    producer = PostTraining(directory, chosen, batches, progress, trust_remote_code)
+    if group is not None and chosen.needs_text and len(batches) < group.size:
+        raise ConfigError(
+            f"{len(batches)} batches of text do not reach {group.size} ranks; give more text, or smaller batches"
+        )
+    producer = PostTraining(directory, chosen, batches, progress, trust_remote_code, group)
     method: dict[str, Any] = {**asdict(chosen), "text": [_fingerprint(batch) for batch in batches]}
     report = write_packed_directory(
         directory,
@@ -295,6 +331,7 @@ def compress_directory(
         head=head,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
+        group=group,
     )
     logger.debug("%d layers rounded by %s", len(producer.results), chosen.method)
     return report, producer.results
