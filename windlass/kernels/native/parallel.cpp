@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "team.hpp"
@@ -49,6 +50,17 @@ void run_parallel(int threads, int parts, const std::function<void(int)>& part) 
     }
     Work work{part, parts};
     region(take_parts, &work, static_cast<unsigned>(used), 0);
+}
+
+void divide_guided(std::int64_t items, int threads, std::int64_t most, std::vector<std::int64_t>& bounds) {
+    constexpr std::int64_t kPartsOfThread = 8;  // at least: a thread that is held up leaves its parts to others
+    const std::int64_t largest = std::clamp<std::int64_t>(items / (threads * kPartsOfThread), 1, std::max<std::int64_t>(most, 1));
+    bounds.assign(1, 0);
+    while (bounds.back() < items) {
+        const std::int64_t left = items - bounds.back();
+        const std::int64_t size = std::clamp<std::int64_t>(left / (2 * threads), 1, largest);
+        bounds.push_back(bounds.back() + (threads == 1 ? std::min(left, largest) : size));
+    }
 }
 
 }  // namespace windlass
