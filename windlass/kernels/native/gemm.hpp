@@ -114,22 +114,23 @@ struct FetchAhead {
         ahead = ahead_for(kRows) * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
     }
 
-    WINDLASS_INLINE void line(const char* panel, int step) const {
-        __builtin_prefetch(panel + ahead + step * kStepBytes, 0, 2);
-        if constexpr (kRows > 4) __builtin_prefetch(panel + (step + kNear) * kStepBytes);
+    WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
+        __builtin_prefetch(panel + (offset + ahead) + step * kStepBytes, 0, 2);
+        if constexpr (kRows > 4) __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
     }
 };
 
-// Adds one step of kPanels panels to the sums of kRows rows: step `step` from `at` and from `x`.
+// Adds one step of kPanels panels to the sums of kRows rows: step `step` from `offset` bytes in each panel and from `x`.
 template <class Step, int kRows, int kPanels, class Fetch>
-WINDLASS_INLINE void add_step(const char* const (&at)[kPanels], int step, const typename Step::Input* x,
-                              const Fetch& fetch, typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
+WINDLASS_INLINE void add_step(const char* const (&at)[kPanels], std::int64_t offset, int step,
+                              const typename Step::Input* x, const Fetch& fetch,
+                              typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
     constexpr int kColumns = kPanels * kVectors;
     U bits[kColumns];
 #pragma GCC unroll 16
     for (int column = 0; column < kColumns; ++column) {
-        if (column % kVectors == 0) fetch.line(at[column / kVectors], step);
-        bits[column] = load<U>(at[column / kVectors] + step * kStepBytes + (column % kVectors) * sizeof(U));
+        if (column % kVectors == 0) fetch.line(at[column / kVectors], offset, step);
+        bits[column] = load<U>(at[column / kVectors] + offset + step * kStepBytes + (column % kVectors) * sizeof(U));
     }
     x += step * Step::kInputs * kRows;
 #pragma GCC unroll 16
@@ -155,22 +156,17 @@ WINDLASS_INLINE void add_steps(const char* panels, std::int64_t panel_bytes, std
                                typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
     const char* at[kPanels];
 #pragma GCC unroll 16
-    for (int panel = 0; panel < kPanels; ++panel) at[panel] = panels + panel * panel_bytes + begin * kStepBytes;
-    const auto advance = [&](int steps) {
-#pragma GCC unroll 16
-        for (int panel = 0; panel < kPanels; ++panel) at[panel] += steps * kStepBytes;
-        x += steps * Step::kInputs * kRows;
-    };
+    for (int panel = 0; panel < kPanels; ++panel) at[panel] = panels + panel * panel_bytes;
     std::int64_t step = begin;
-    for (; step + kUnroll <= end; step += kUnroll) {
+    for (; step + kUnroll <= end; step += kUnroll, x += kUnroll * Step::kInputs * kRows) {
         fetch.begin(step);
 #pragma GCC unroll 16
-        for (int i = 0; i < kUnroll; ++i) add_step<Step, kRows, kPanels>(at, i, x, fetch, sums);
-        advance(kUnroll);
+        for (int i = 0; i < kUnroll; ++i) {
+            add_step<Step, kRows, kPanels>(at, step * kStepBytes, i, x, fetch, sums);
+        }
     }
-    for (; step < end; ++step) {
-        add_step<Step, kRows, kPanels>(at, 0, x, fetch, sums);
-        advance(1);
+    for (; step < end; ++step, x += Step::kInputs * kRows) {
+        add_step<Step, kRows, kPanels>(at, step * kStepBytes, 0, x, fetch, sums);
     }
 }
 
@@ -332,8 +328,8 @@ struct FetchSlice {
         }
     }
 
-    WINDLASS_INLINE void line(const char* panel, int step) const {
-        __builtin_prefetch(panel + (step + kNear) * kStepBytes);
+    WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
+        __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
     }
 };
 

@@ -186,15 +186,15 @@ void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
     static thread_local std::vector<std::int64_t> kept;
     std::vector<std::int64_t>& bounds = kept;
-    divide_guided(groups, threads, number > kSlicedBlocks ? fitting : groups, bounds);
+    divide_guided(panels, group, threads, number > kSlicedBlocks ? fitting * group : panels, bounds);
     const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
     // Rows are divided too where there are fewer groups of outputs than threads could take.
     const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
     const std::int64_t bands = threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, number);
     run_parallel(threads, static_cast<int>(chunks * bands), [&](int part) {
         const std::int64_t chunk = part / bands, band = part % bands;
-        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, bounds[chunk] * group,
-                     std::min(bounds[chunk + 1] * group, panels));
+        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, bounds[chunk],
+                     bounds[chunk + 1]);
     });
 }
 

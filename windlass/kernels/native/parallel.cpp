@@ -52,14 +52,17 @@ void run_parallel(int threads, int parts, const std::function<void(int)>& part) 
     region(take_parts, &work, static_cast<unsigned>(used), 0);
 }
 
-void divide_guided(std::int64_t items, int threads, std::int64_t most, std::vector<std::int64_t>& bounds) {
+void divide_guided(std::int64_t items, std::int64_t unit, int threads, std::int64_t most,
+                   std::vector<std::int64_t>& bounds) {
     constexpr std::int64_t kPartsOfThread = 8;  // at least: a thread that is held up leaves its parts to others
-    const std::int64_t largest = std::clamp<std::int64_t>(items / (threads * kPartsOfThread), 1, std::max<std::int64_t>(most, 1));
+    const std::int64_t least = unit < 4 ? unit : unit / 4;
+    const std::int64_t largest = std::clamp(items / (threads * kPartsOfThread), unit, std::max(most, unit));
     bounds.assign(1, 0);
     while (bounds.back() < items) {
         const std::int64_t left = items - bounds.back();
-        const std::int64_t size = std::clamp<std::int64_t>(left / (2 * threads), 1, largest);
-        bounds.push_back(bounds.back() + (threads == 1 ? std::min(left, largest) : size));
+        std::int64_t size = threads == 1 ? largest : std::clamp(left / (2 * threads), least, largest);
+        size -= size % (size < unit ? least : unit);
+        bounds.push_back(bounds.back() + std::min(size, left));
     }
 }
 

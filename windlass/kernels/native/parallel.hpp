@@ -12,7 +12,9 @@ namespace windlass {
 void run_parallel(int threads, int parts, const std::function<void(int)>& part);
 
 // Divides `items` into consecutive parts of at most `most`, for `run_parallel`: part i is [bounds[i], bounds[i + 1]).
-// Later parts are smaller, so that threads which began at different times, or were held up, finish together.
-void divide_guided(std::int64_t items, int threads, std::int64_t most, std::vector<std::int64_t>& bounds);
+// Parts are multiples of `unit`. Later ones are smaller, the last ones a quarter of a large unit, so that threads which
+// began at different times, or were held up, finish together.
+void divide_guided(std::int64_t items, std::int64_t unit, int threads, std::int64_t most,
+                   std::vector<std::int64_t>& bounds);
 
 }  // namespace windlass
