@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.dist.pipeline_models import freeze, is_row, row, row_batch, text, transformer
 from windlass.base.errors import PeerError
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
