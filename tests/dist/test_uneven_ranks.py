@@ -125,7 +125,7 @@ def rounds_of(name: str, transport: str) -> list[int]:
     """Return the number of agreement rounds in each step."""
     rank = dist.get_rank()
     subject = Specimen("", Reads, lambda place: {**rows(place), "path": range(4)}) if name == "" else specimen(name)
-    recipe = Recipe(steps=3)
+    recipe = Recipe(steps=5)
     engine = start(subject, ds_config(recipe, Setting(stage=3, transport=transport)))
     board, results = engine._sharded.scheduler._board, []
     post = board.post
