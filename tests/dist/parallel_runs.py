@@ -248,11 +248,11 @@ def near(one: torch.Tensor | None, other: torch.Tensor, what: str, bound: float 
     assert float((one - other).abs().max()) <= bound * scale, f"{what}: {float((one - other).abs().max()) / scale}"
 
 
-def check(case: Case) -> list[Found]:
+def check(case: Case, steps: int = 2) -> list[Found]:
     """Train on ranks, and compare losses, gradients, norms and parameters with one process."""
-    actual: list[Found] = run_ranks(train, case.ranks, case)
+    actual: list[Found] = run_ranks(train, case.ranks, case, steps)
     readers = 1 + max(item.reader for item in actual)
-    expected = plain(case.model, case.tied, readers, case.accumulation, STEPS, case.optimizer, case.params)
+    expected = plain(case.model, case.tied, readers, case.accumulation, steps, case.optimizer, case.params)
     return hold(case, actual, expected)
 
 

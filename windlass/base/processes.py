@@ -1,10 +1,11 @@
-"""Processes of this host: their state, their descendants, and the exit code of the watchdog."""
+"""Processes of this host: their environment and state, their descendants, and the exit code of the watchdog."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 WATCHDOG_EXIT_CODE = 86
@@ -15,6 +16,18 @@ def forbid_world_writable_files() -> None:
     """Make new files of this process and its children not world-writable, even under umask 000."""
     before = os.umask(0o077)
     os.umask(before | 0o002)
+
+
+@contextlib.contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, which processes started in the context inherit; restore all at its end."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def is_alive(pid: int) -> bool:
