@@ -156,7 +156,7 @@ def main(
     console.print(f"roofs: read {read / 1e9:.1f} GB/s, MKL 2048^3 {product / 1e9:.0f} GFLOP/s")
     console.print(table)
     for label, served in over_http.items():
-        times = [f"{name[:-3].replace('_', ' ')} {value:.0f} ms" for name, value in served.items() if "ms" in name]
+        times = [f"{key[:-3].replace('_', ' ')} {value:.0f} ms" for key, value in served.items() if "ms" in key]
         console.print(f"{label}: {', '.join(times)}", soft_wrap=True)
     rates = {label: found.median for label, found in measured.items()}
     rates |= {f"llama.cpp {label}": statistics.median(speeds) for label, speeds in llama.items()}
@@ -171,10 +171,10 @@ def main(
         roof = answers / tokens * product / (2 * parameters)
         console.print(f"mixed load in fp32: at most {roof:.0f} generated tokens/s by arithmetic")
     goals = Table("figure", "measured", "goal", "", box=None)
-    for name, value, goal, is_most in figures:
+    for figure, value, goal, is_most in figures:
         reached = value <= goal if is_most else value >= goal
         bound = f"{'<=' if is_most else '>='} {goal:.3g}"
-        goals.add_row(name, f"{value:.3g}", bound, "reached" if reached else "MISSED")
+        goals.add_row(figure, f"{value:.3g}", bound, "reached" if reached else "MISSED")
     console.print(goals)
     write_result(
         results / f"{name}.json",
@@ -189,8 +189,8 @@ def main(
             "over_http": over_http,
             "outside_of_forward": outside,
             "goals": [
-                {"figure": name, "measured": value, "goal": goal, "at_most": is_most}
-                for name, value, goal, is_most in figures
+                {"figure": figure, "measured": value, "goal": goal, "at_most": is_most}
+                for figure, value, goal, is_most in figures
             ],
         },
     )
