@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import make_directory, open_new, temporary_path_beside
 from windlass.base.errors import ModelError
 from windlass.compress.model_directory import INDEX, SINGLE, ModelDirectory, build_empty, linear_layers, write_json
 from windlass.compress.quantization_config import describe_formats
@@ -82,7 +82,7 @@ def write_packed_directory(
     forms = _file_forms(directory, layers)
     staging = temporary_path_beside(to.absolute())
     try:
-        staging.mkdir(parents=True)
+        make_directory(staging, exist_ok=False)
         _write_files(directory, layers, forms, staging, pack or _round, file_bytes)
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
         config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
@@ -161,7 +161,7 @@ def _write_files(
     for file_name, sources in zip(names, files, strict=True):
         written = {part: form for source in sources for part, form in forms[source].items()}
         head = encode_safetensors_header({part: (form.dtype, form.shape) for part, form in written.items()}, {})
-        with open(staging / file_name, "xb") as file:
+        with open_new(staging / file_name) as file:
             file.write(head)
             for source in sources:
                 tensors = _tensors_of(directory, source, layers, pack)
@@ -200,7 +200,8 @@ def _copy_companions(source: Path, staging: Path) -> None:
             and not path.name.startswith(".")
             and not path.name.endswith(_WEIGHTS)
         ):
-            shutil.copyfile(path, staging / path.name)
+            with path.open("rb") as file, open_new(staging / path.name) as copy:
+                shutil.copyfileobj(file, copy)
 
 
 def _report(
