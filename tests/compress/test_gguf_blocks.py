@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from windlass.base.errors import ModelError
-from windlass.compress.gguf_blocks import BLOCK_TYPES, decode_blocks, encode_blocks, find_block_type
+from windlass.compress.gguf_blocks import BLOCK_TYPES, BlockType, decode_blocks, encode_blocks, find_block_type
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.weight_format import get_weight_format
 
@@ -26,23 +26,31 @@ def read_block(block: np.ndarray, kind: str) -> list[float]:
     return [scale * (1 if codes[i // 8] >> (i % 8) & 1 else -1) for i in range(128)]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("int8_g32", "Q8_0"), ("int8_g128", "Q8_0"), ("int4_g32", "Q4_0"), ("int4", "Q4_0"), ("ternary", "TQ2_0"),
-     ("binary_g128", "Q1_0"), ("binary", "Q1_0")],
-)  # fmt: skip
-def test_blocks_have_the_numbers_of_the_format(name: str, kind: str) -> None:
+NAMES_AND_KINDS = [
+    ("int8_g32", "Q8_0"), ("int8_g128", "Q8_0"), ("int4_g32", "Q4_0"), ("int4_g128", "Q4_0"), ("int4", "Q4_0"),
+    ("ternary", "TQ2_0"), ("binary_g128", "Q1_0"), ("binary", "Q1_0"),
+]  # fmt: skip
+
+
+def pack_rows(name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor, BlockType]:
+    """Return packed weights of three rows, their blocks in GGUF's type `kind`, and that type."""
     form = get_weight_format(name)
     assert isinstance(form, CodedWeightFormat)
     packed = form.pack(torch.randn(3, 512, generator=torch.Generator().manual_seed(0)))
     block = find_block_type(form, 512)
     assert block.name == kind
     data = encode_blocks(form, packed, block)
+    assert data.shape == (3, 512 // block.weights * block.nbytes)
+    return form.unpack(packed), data, block
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES_AND_KINDS)
+def test_blocks_have_the_numbers_of_the_format(name: str, kind: str) -> None:
+    weights, data, block = pack_rows(name, kind)
     rows = data.numpy().reshape(3, -1, block.nbytes)
-    expected = torch.tensor([[weight for one in row for weight in read_block(one, kind)] for row in rows])
-    assert torch.equal(form.unpack(packed), expected)
-    back = decode_blocks(data, block)
-    assert torch.equal(get_weight_format(block.format).unpack(back), expected)
+    found = torch.tensor([[weight for one in row for weight in read_block(one, kind)] for row in rows])
+    assert torch.equal(found, weights)
+    assert torch.equal(get_weight_format(block.format).unpack(decode_blocks(data, block)), weights)
 
 
 def test_damaged_blocks_and_formats_without_a_type_are_refused() -> None:

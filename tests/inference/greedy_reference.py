@@ -1,13 +1,45 @@
-"""Comparison of generated tokens with a plain forward of the same model."""
+"""Requests that arrive while others run, and comparison of generated tokens with a plain forward of the same model."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import RequestOutput
+from windlass.inference.sampling_params import SamplingParams
+
+
+def _every_third(number: int) -> int:
+    return int(number % 3 == 0)
+
+
+def answer_arrivals(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    steps: Callable[[int], int] = _every_third,
+) -> list[RequestOutput]:
+    """Answer requests that arrive while others run, and check that no block leaks.
+
+    Args:
+        params: of each request; or of all, which then end after 4 to 23 tokens.
+        steps: number of steps between the arrival of a request, by its number, and that of the next one.
+    """
+    if isinstance(params, SamplingParams):
+        params = [params.replace(max_tokens=4 + number % 20) for number in range(len(prompts))]
+    outputs = {}
+    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(number), prompt, one)
+        for _ in range(steps(number)):
+            outputs.update((output.request_id, output) for output in engine.step())
+    while engine.has_requests():
+        outputs.update((output.request_id, output) for output in engine.step())
+    assert engine.stats().kv_cache_usage == 0, "blocks leaked"
+    return [outputs[str(number)] for number in range(len(prompts))]
 
 
 def make_prompts(count: int, vocab: int, longest: int = 20, seed: int = 0, shared: int = 0) -> list[list[int]]:

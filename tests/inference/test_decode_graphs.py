@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.causal_models import VOCABULARY, build
-from tests.inference.greedy_reference import assert_greedy, make_prompts
+from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from windlass.inference.decode_graphs import DecodeGraphs, bucket_sizes
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
@@ -49,18 +49,6 @@ def make_engine(model: Any, *, graphs: bool, blocks: int = 24, **options: Any) -
     return LLMEngine(runner, chosen, eos_ids={7}, max_model_len=96)
 
 
-def run(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    outputs = {}
-    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(number), prompt, one)
-        if number % 3 == 0:
-            outputs.update((output.request_id, output) for output in engine.step())
-    while engine.has_requests():
-        outputs.update((output.request_id, output) for output in engine.step())
-    assert engine.stats().kv_cache_usage == 0, "blocks leaked"
-    return [outputs[str(number)] for number in range(len(prompts))]
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_greedy_tokens_are_those_of_the_plain_model(name: str, graphs: bool) -> None:
@@ -78,7 +66,7 @@ def test_greedy_tokens_are_those_of_the_plain_model(name: str, graphs: bool) -> 
 
     engine._start_next = counting  # type: ignore[method-assign]
     params = [GREEDY.replace(max_tokens=3 + number % 15) for number in range(24)]
-    outputs = run(engine, make_prompts(24, VOCABULARY, 40, shared=18), params)
+    outputs = answer_arrivals(engine, make_prompts(24, VOCABULARY, 40, shared=18), params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
     assert_greedy(model, outputs)
     assert queued > 20
@@ -103,7 +91,7 @@ def test_sampled_tokens_and_ends_do_not_depend_on_steps_ahead() -> None:
     for ahead in (False, True):
         engine = make_engine(model, graphs=ahead)
         engine._looks_ahead = ahead
-        outputs = run(engine, prompts, params)
+        outputs = answer_arrivals(engine, prompts, params)
         found.append([[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs])
         engine.close()
     assert found[0] == found[1]
@@ -138,7 +126,7 @@ def test_a_logit_that_is_not_finite_ends_its_request_alone() -> None:
         return logits
 
     engine.runner.run = spoiled  # type: ignore[method-assign]
-    outputs = run(engine, [[3] * 8, [4] * 30], [GREEDY, GREEDY])
+    outputs = answer_arrivals(engine, [[3] * 8, [4] * 30], [GREEDY, GREEDY])
     assert outputs[0].outputs[0].finish_reason == "error" and "highest logit" in str(outputs[0].error)
     assert len(outputs[1].outputs[0].token_ids) == 12
 

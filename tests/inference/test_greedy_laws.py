@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_of
-from tests.inference.greedy_reference import assert_greedy, make_prompts
+from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from windlass.attention import attention
 from windlass.inference.llm import LLM
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
@@ -115,20 +115,12 @@ def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> 
     prompts = make_prompts(40, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
     with LLM(model, **options, kv_cache_tokens=112, max_model_len=96, check_at_load=False) as llm:
-        engine, outputs = llm.engine, {}
-        for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), prompt, GREEDY.replace(max_tokens=4 + number % 20))
-            if number % 3 == 0:
-                outputs.update((output.request_id, output) for output in engine.step())
-        while engine.has_requests():
-            outputs.update((output.request_id, output) for output in engine.step())
-        stats = engine.stats()
-    assert len(outputs) == 40
-    assert stats.kv_cache_usage == 0, "blocks leaked"
+        outputs = answer_arrivals(llm.engine, prompts, GREEDY)
+        stats = llm.stats()
     assert stats.prefix_cache_hits > 0
     if budget > 1:
         assert stats.num_preemptions > 0
-    assert_greedy(model, list(outputs.values()))
+    assert_greedy(model, outputs)
 
 
 @pytest.mark.parametrize("changes", [{"prefix_caching": False}, {"block_size": 32}, {"swap_bytes": 1 << 20}])

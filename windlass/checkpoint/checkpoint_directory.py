@@ -1,4 +1,4 @@
-"""Checkpoint directory: tags, the file `latest`, and the atomic appearance of a checkpoint."""
+"""Checkpoint directory: tags, the file `latest`, and the rename that publishes a finished checkpoint."""
 
 from __future__ import annotations
 

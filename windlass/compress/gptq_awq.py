@@ -19,7 +19,7 @@ from windlass.kernels.bit_packing import unpack_words
 from windlass.kernels.coded_formats import CodedWeightFormat, GroupCodes
 from windlass.kernels.weight_format import PackedWeight, get_weight_format, list_weight_formats
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each nibble of a word, from the lowest
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output feature in each nibble of a packed word, lowest nibble first
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 

@@ -95,7 +95,8 @@ def merge_tensor_tables(
 ) -> dict[str, str]:
     """Merge the user's sharding rules into one table, in which the last match applies.
 
-    DeepSpeed's specs come first, expanded to the modules for which each is the first match; `tensor_table` follows.
+    The table begins with DeepSpeed's specs, each expanded to the names of the layers that match no earlier spec, and
+    ends with `tensor_table`.
 
     Args:
         names: names of the model's linear layers.

@@ -93,7 +93,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
             self._optimizer = ShardedOptimizer(optimizer, sharded, self._step_by_optimizer, self.refresh)
-        # the object that scripts see; DeepSpeed has another object here if there is no optimizer
+        # Public attribute. DeepSpeed's engine sets it to a placeholder object if there is no optimizer.
         self.optimizer: Any = self._optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None

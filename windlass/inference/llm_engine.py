@@ -356,7 +356,7 @@ class LLMEngine:
         self._started.clear()
 
     def _start_step(self) -> bool:
-        """Plan a step of sequences that are in no other one; return False if there is nothing to run yet."""
+        """Plan and start a step of sequences that no unfinished step contains. Return False if there are none."""
         if not (self._running or self._waiting):
             return False
         began = self._clock()
@@ -702,7 +702,7 @@ class LLMEngine:
     def _take_logits(
         self, chosen: Sequence[tuple[GenerationSequence, int]], rows_of: Sequence[list[int]], logits: torch.Tensor
     ) -> None:
-        """Advance the sequences of a step by the tokens that were computed, and draw tokens of those that are due."""
+        """Advance the sequences of a step by their computed tokens, and sample a token for each that has its logits."""
         pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
         for sequence, _ in chosen:
             sequence.in_flight -= 1
@@ -1038,7 +1038,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     """Return the tokens of a prompt: Python integers, or those of an array.
 
     Raises:
-        RequestError: it has something else, which would become a wrong token.
+        RequestError: an element is no integer; its conversion would give a wrong token.
     """
     try:
         if isinstance(prompt, (bytes, bytearray)) or any(isinstance(token, (bool, str)) for token in prompt):

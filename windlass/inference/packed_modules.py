@@ -36,11 +36,11 @@ _LEAST_FEATURES = 16  # smaller layers gain nothing
 
 @dataclass(eq=False)
 class LinearGroup:
-    """Layers with one packed weight.
+    """Linear layers whose weights are packed into one.
 
     Attributes:
         modules: in the order of their calls.
-        bias: joined, or None.
+        bias: concatenated biases; None: the layers have none.
     """
 
     modules: list[nn.Module]

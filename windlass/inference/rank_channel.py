@@ -39,7 +39,7 @@ _IDLE = timedelta(days=365)  # workers of an idle server wait for the next reque
 
 
 class RankCommand(IntEnum):
-    """Kind of a message of the leader."""
+    """Kind of message that the leader sends to the other ranks."""
 
     RUN = 0
     """A batch; the workers run it."""

@@ -290,7 +290,7 @@ class _Planner:
     def _within(self, gap: float | None, prompt: SequenceSnapshot, most: int, *, is_first: bool) -> int:
         """Return how many tokens of a prompt, at most `most`, fit into a step of `gap` seconds.
 
-        The first prompt always advances, or decodes of a slow machine would starve it.
+        The first prompt gets at least one token. Otherwise decodes on a slow machine would starve it.
         """
         if gap is None:
             return most

@@ -25,7 +25,7 @@ StorageKey = tuple[str, int]
 
 
 class NotRecordableError(Exception):
-    """Forward that is not the same list of operators for every batch. The message has the reason."""
+    """Raised if a forward calls different operators for different batches. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class OperatorRecorder(TorchDispatchMode):
         mutates = bool(func._schema.is_mutable)
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
         if not mutates and tensors and all(_address(tensor) in self._keys for tensor in tensors):
-            self._alive += tensors  # views
+            self._alive += tensors  # views of known tensors need no operator of their own
             return result
         outputs = [self._define(value) if isinstance(value, torch.Tensor) else None for value in results]
         self.recording.operators.append(Operator(str(func), func, inputs, named, outputs, mutates))

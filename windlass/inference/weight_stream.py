@@ -91,7 +91,8 @@ class WeightStream:
         self._source = source
         self._sizes = [page_up(size) for size in sizes]
         largest = max(self._sizes, default=1)
-        least = min(largest * 3, max(sum(self._sizes), 1))  # one in use and one ahead, wherever they lie in the ring
+        # Room for the unit in use and the next one, at any offset of the ring.
+        least = min(largest * 3, max(sum(self._sizes), 1))
         if buffer_bytes is not None and buffer_bytes < largest:
             raise ConfigError(
                 f"weights_buffer_bytes is {buffer_bytes}, and the largest product has {largest} bytes of weights; "

@@ -24,7 +24,7 @@ LowBitFormat = CodedWeightFormat | Float8WeightFormat
 
 _FLOAT8_CODES = 9
 _PANEL = 16
-_ROW_GROUP = 128  # features that are summed before they are scaled, where a row has one scale
+_ROW_GROUP = 128  # group size of formats with one scale per row: a partial sum is scaled after this many features
 
 
 class LowBitPanels:

@@ -27,7 +27,7 @@ from windlass.kernels.reference.quantized_rows import quantize_rows
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 BLOCK_MULTIPLE = 16
-MOST_FEATURES = 1024  # of a head, in native code
+MOST_FEATURES = 1024  # largest head dimension that native code supports
 
 
 class PagedKVCache:

@@ -200,7 +200,7 @@ def attend(
     maxima = torch.full((parts, tokens, heads), -math.inf, dtype=torch.float32, device=query.device)
     weights = torch.zeros_like(maxima)
     sinks = None if sinks is None else sinks.float().contiguous()
-    none = maxima  # never read
+    none = maxima  # any tensor will do in place of absent scales and sinks, which the kernel does not read
     _attend_tile[(tiles, cache.kv_heads, parts)](
         query,
         out,

@@ -89,7 +89,7 @@ class ReceivedSignals:
 
 @contextlib.contextmanager
 def capture_signals(names: Sequence[str]) -> Iterator[ReceivedSignals]:
-    """Record these signals instead of ending. A SIGHUP that `nohup` has set to be ignored stays ignored."""
+    """Record these signals instead of terminating. A SIGHUP that `nohup` has set to be ignored stays ignored."""
     received, before = ReceivedSignals(), {}
     for name in names:
         number = getattr(signal, name, None)

@@ -36,7 +36,7 @@ class ActivationBuffer:
         self.num_checkpoints = num_checkpoints
         self._device, self._pinned = device, pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._target_bytes = 0  # size in bytes that the next allocation of the buffer has
+        self._target_bytes = 0  # size in bytes of the buffer's next allocation
         self._requested_bytes = 0  # bytes requested since the buffer was last empty
         self._calls = 0  # checkpointed calls since the buffer was last empty
         self._allocated: list[tuple[int, int]] = []  # start and stop of each region, from the bottom

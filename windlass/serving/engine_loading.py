@@ -1,4 +1,4 @@
-"""Description of the engine to serve, which other processes can also load, and its loading."""
+"""Picklable description of the engine to serve, and the functions that load it, here or in another process."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class StepRecorder(EngineObserver):
     def _hook_outside_gradients(self, loss: torch.Tensor) -> None:
         """Hook the parameters that the loss uses directly (a penalty on weights, `full_param`).
 
-        Their gradients from there are recorded apart from those that come through the model's outputs.
+        Their gradients from that use are recorded separately from those that flow through the model's outputs.
         """
         seen: set[Any] = set()
         rest: list[Any] = [loss.grad_fn]

@@ -201,46 +201,42 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     assert first_token(True, "orca") <= 3 * idle + 11  # for comparison: the prompt of 10,000 tokens runs whole
 
 
-def test_steps_with_decodes_keep_the_gap() -> None:
-    cost = StepCost(0.0, 0.010, 0.001, 0.0)
-    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
-    for number in range(4):
-        simulation.add(number, 30, 200)
+GAP_LIMITS = SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05)
+LINEAR = StepCost(0.0, 0.010, 0.001, 0.0)
+QUADRATIC = StepCost(0.0, 0.010, 0.001, 1e-6, pair_seconds=1e-6)  # attention takes most of the time of a long prompt
+
+
+@pytest.mark.parametrize(
+    ("cost", "answers", "prompt", "least_steps"),
+    [
+        (LINEAR, [200] * 4, 5000, 100),
+        (QUADRATIC, [2000], 10_000, 500),  # the last tokens of the prompt attend to 10,000: a few fit into a step
+    ],
+    ids=["linear", "attention"],
+)
+def test_steps_with_decodes_keep_the_gap(cost: StepCost, answers: list[int], prompt: int, least_steps: int) -> None:
+    simulation = Simulation(GAP_LIMITS, cost)
+    for number, tokens in enumerate(answers):
+        simulation.add(number, 30, tokens)
     for _ in range(10):
         simulation.step()
     simulation.gaps.clear()
-    simulation.add(10, 5000, 4)
+    simulation.add(10, prompt, 4)
     while 10 not in simulation.first:
         simulation.step()
     assert max(simulation.gaps) <= 0.0501
-    assert len(simulation.gaps) > 100
-
-
-def test_steps_keep_the_gap_where_attention_takes_most_of_the_time() -> None:
-    cost = StepCost(0.0, 0.010, 0.001, 1e-6, pair_seconds=1e-6)
-    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
-    simulation.add(0, 30, 2000)
-    for _ in range(10):
-        simulation.step()
-    simulation.gaps.clear()
-    simulation.add(10, 10_000, 4)
-    while 10 not in simulation.first:
-        simulation.step()
-    assert max(simulation.gaps) <= 0.0501
-    assert len(simulation.gaps) > 500  # the last tokens of the prompt attend to 10,000: a few fit into a step
+    assert len(simulation.gaps) > least_steps
 
 
 def test_the_end_of_a_long_prompt_does_not_pass_a_short_one() -> None:
     cost = StepCost(0.0, 0.010, 0.001, 0.0, pair_seconds=1e-6)
-    limits = SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05)
     running = [SequenceSnapshot(0, 0.0, 10_000, 9900, blocks(10_000), blocks(10_000))]
-    plan = schedule(running, [SequenceSnapshot(1, 1.0, 120, 0, 0)], 2000, limits, cost, 1.0)
+    plan = schedule(running, [SequenceSnapshot(1, 1.0, 120, 0, 0)], 2000, GAP_LIMITS, cost, 1.0)
     assert plan.num_tokens[1] >= 40
 
 
 def test_a_gap_bounds_steps_of_prompts_alone() -> None:
-    cost = StepCost(0.0, 0.010, 0.001, 0.0)
-    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
+    simulation = Simulation(GAP_LIMITS, LINEAR)
     simulation.add(0, 5000, 1)
     assert simulation.step().num_tokens == {0: 50}
 

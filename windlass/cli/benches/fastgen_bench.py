@@ -36,8 +36,12 @@ from windlass.inference.scheduler import POLICIES, Policy, ServiceLevel
 from windlass.kernels.inference_path import get_inference_path
 
 _RATES = (6, 4, 2)  # tokens per second of FastGen's three levels
-_GAPS = {6: 4, 4: 6, 2: 12}  # limits of gaps at small scale, in gaps of a lone request
-_FIRST_TOKEN = 8  # limit of the first token at small scale, in times of a lone prompt
+_GAPS = {
+    6: 4,
+    4: 6,
+    2: 12,
+}  # by rate: longest gap between tokens at small scale, as a multiple of that of a request alone
+_FIRST_TOKEN = 8  # longest time to the first token at small scale, as a multiple of that of a prompt alone
 _ORIGINAL_TOKENS = 512  # of a prompt, for each second to its first token
 _SOLO_RUNS = 3
 

@@ -132,7 +132,7 @@ def measure_configs(
     Args:
         configs: by label; see `TrainingTask`.
         env: variables to add to the environment of the ranks.
-        optional_configs: further configurations, of engines that may fail here.
+        optional_configs: further configurations, which may fail on this machine.
 
     Returns:
         Measurements by label, and the labels of optional configurations that failed.

@@ -14,6 +14,7 @@ namespace {
 
 using windlass::GemmJob;
 using windlass::kPanel;
+using windlass::kSlicedBlocks;
 using windlass::kStepBytes;
 using windlass::PanelCode;
 using windlass::RowBlock;
@@ -98,66 +99,74 @@ struct CodedStep {
 };
 #endif
 
-// Adds steps [begin, end) of kPanels panels to the sums of kRows rows. `x` is the input of step `begin`.
-template <class Step, int kRows, int kPanels>
-WINDLASS_INLINE void add_steps(const char* const* at, std::int64_t panel_bytes, std::int64_t steps, std::int64_t begin,
-                               std::int64_t end, const typename Step::Input* x,
-                               typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
+constexpr int kUnroll = 4;  // steps between which a loop computes no addresses, since those compete with products
+
+// Requests weights ahead in each panel, and at its end in the panels that the next call takes: kPanels further.
+template <int kRows, int kPanels>
+struct FetchAhead {
+    std::int64_t panel_bytes, turn;
+    std::int64_t ahead = 0;
+
+    FetchAhead(std::int64_t panel_bytes, std::int64_t steps)
+        : panel_bytes(panel_bytes), turn(steps > ahead_for(kRows) ? steps - ahead_for(kRows) : 0) {}
+
+    WINDLASS_INLINE void begin(std::int64_t step) {
+        ahead = ahead_for(kRows) * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
+    }
+
+    WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
+        __builtin_prefetch(panel + (offset + ahead) + step * kStepBytes, 0, 2);
+        if constexpr (kRows > 4) __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
+    }
+};
+
+// Adds one step of kPanels panels to the sums of kRows rows: step `step` from `offset` bytes in each panel and from `x`.
+template <class Step, int kRows, int kPanels, class Fetch>
+WINDLASS_INLINE void add_step(const char* const (&at)[kPanels], std::int64_t offset, int step,
+                              const typename Step::Input* x, const Fetch& fetch,
+                              typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
     constexpr int kColumns = kPanels * kVectors;
-    // Requests run ahead in each panel, and at its end in the panels that the next call takes: kPanels further.
-    constexpr std::int64_t kAhead = ahead_for(kRows);
-    const std::int64_t turn = steps > kAhead ? steps - kAhead : 0;
-    for (std::int64_t step = begin; step < end; ++step) {
-        const std::int64_t ahead = kAhead * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
-        U bits[kColumns];
+    U bits[kColumns];
 #pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column) {
-            const char* from = at[column / kVectors] + step * kStepBytes;
-            if (column % kVectors == 0) {
-                __builtin_prefetch(from + ahead, 0, 2);
-                if constexpr (kRows > 4) __builtin_prefetch(from + kNear * kStepBytes);
-            }
-            bits[column] = load<U>(from + (column % kVectors) * sizeof(U));
-        }
+    for (int column = 0; column < kColumns; ++column) {
+        if (column % kVectors == 0) fetch.line(at[column / kVectors], offset, step);
+        bits[column] = load<U>(at[column / kVectors] + offset + step * kStepBytes + (column % kVectors) * sizeof(U));
+    }
+    x += step * Step::kInputs * kRows;
 #pragma GCC unroll 16
-        for (int part = 0; part < Step::kInputs; ++part) {
-            decltype(Step::weight(U{}, 0)) weights[kColumns];
+    for (int part = 0; part < Step::kInputs; ++part) {
+        decltype(Step::weight(U{}, 0)) weights[kColumns];
 #pragma GCC unroll 16
-            for (int column = 0; column < kColumns; ++column) weights[column] = Step::weight(bits[column], part);
+        for (int column = 0; column < kColumns; ++column) weights[column] = Step::weight(bits[column], part);
 #pragma GCC unroll 16
-            for (int row = 0; row < kRows; ++row) {
-                const auto spread = Step::spread(x[part * kRows + row]);
+        for (int row = 0; row < kRows; ++row) {
+            const auto spread = Step::spread(x[part * kRows + row]);
 #pragma GCC unroll 16
-                for (int column = 0; column < kColumns; ++column) {
-                    sums[row][column] = Step::add(sums[row][column], spread, weights[column]);
-                }
+            for (int column = 0; column < kColumns; ++column) {
+                sums[row][column] = Step::add(sums[row][column], spread, weights[column]);
             }
         }
-        x += Step::kInputs * kRows;
     }
 }
 
-// tile[row][output] of kRows rows and kPanels panels, over all steps.
-template <class Step, int kRows, int kPanels>
-void multiply_tile(const char* panels, std::int64_t panel_bytes, const char* packed, std::int64_t steps, float* tile) {
-    constexpr int kColumns = kPanels * kVectors;
+// Adds steps [begin, end) of kPanels panels to the sums of kRows rows. `x` is the input of step `begin`.
+template <class Step, int kRows, int kPanels, class Fetch>
+WINDLASS_INLINE void add_steps(const char* panels, std::int64_t panel_bytes, std::int64_t begin, std::int64_t end,
+                               const typename Step::Input* x, Fetch& fetch,
+                               typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
     const char* at[kPanels];
-    F sums[kRows][kColumns];
 #pragma GCC unroll 16
     for (int panel = 0; panel < kPanels; ++panel) at[panel] = panels + panel * panel_bytes;
+    std::int64_t step = begin;
+    for (; step + kUnroll <= end; step += kUnroll, x += kUnroll * Step::kInputs * kRows) {
+        fetch.begin(step);
 #pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column) sums[row][column] = F{};
-    }
-    add_steps<Step, kRows, kPanels>(at, panel_bytes, steps, 0, steps,
-                                    reinterpret_cast<const typename Step::Input*>(packed), sums);
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column) {
-            store(tile + (row * kColumns + column) * kLanes, sums[row][column]);
+        for (int i = 0; i < kUnroll; ++i) {
+            add_step<Step, kRows, kPanels>(at, step * kStepBytes, i, x, fetch, sums);
         }
+    }
+    for (; step < end; ++step, x += Step::kInputs * kRows) {
+        add_step<Step, kRows, kPanels>(at, step * kStepBytes, 0, x, fetch, sums);
     }
 }
 
@@ -167,43 +176,64 @@ constexpr std::int64_t group_bytes(std::int64_t rows) {
     return rows * 4 * (2 + windlass::kCodeGroup / 4 * Step::kInputs);
 }
 
-// The same for int8 inputs: integer sums of each group, times the group's scale, added in the order of the groups.
-template <class Step, int kRows, int kPanels>
-void multiply_coded_tile(const char* panels, std::int64_t panel_bytes, const char* packed, std::int64_t steps,
-                         float* tile) {
+constexpr std::int64_t kGroupSteps = windlass::kCodeGroup / 4;
+
+// Adds steps [begin, end) to tile[row][output] of kRows rows and kPanels panels; step 0 begins it. `packed` is the input
+// of the block. With int8 inputs a range begins at a group: integer sums of each group, times the group's scale, are
+// added in the order of the groups.
+template <class Step, int kRows, int kPanels, class Fetch>
+WINDLASS_INLINE void add_to_tile(const char* panels, std::int64_t panel_bytes, const char* packed, std::int64_t begin,
+                                 std::int64_t end, Fetch& fetch, float* tile) {
     constexpr int kColumns = kPanels * kVectors;
-    constexpr std::int64_t kSteps = windlass::kCodeGroup / 4;
-    const char* at[kPanels];
+    typename Step::Sum sums[kRows][kColumns];
+    if constexpr (std::is_same_v<Step, CodedStep>) {
+        if (begin == 0) std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
+        for (std::int64_t first = begin; first < end; first += kGroupSteps) {
+            const char* group = packed + first / kGroupSteps * group_bytes<Step>(kRows);
+            const auto* scales = reinterpret_cast<const float*>(group);
+            const auto* firsts = reinterpret_cast<const std::int32_t*>(group) + kRows;
 #pragma GCC unroll 16
-    for (int panel = 0; panel < kPanels; ++panel) at[panel] = panels + panel * panel_bytes;
-    std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
-    for (std::int64_t begin = 0; begin < steps; begin += kSteps) {
-        const auto* scales = reinterpret_cast<const float*>(packed);
-        const auto* firsts = reinterpret_cast<const std::int32_t*>(packed) + kRows;
-        I sums[kRows][kColumns];
+            for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 16
-        for (int row = 0; row < kRows; ++row) {
+                for (int column = 0; column < kColumns; ++column) sums[row][column] = I{} + firsts[row];
+            }
+            add_steps<Step, kRows, kPanels>(panels, panel_bytes, first,
+                                            first + kGroupSteps < end ? first + kGroupSteps : end,
+                                            reinterpret_cast<const typename Step::Input*>(group) + 2 * kRows, fetch,
+                                            sums);
 #pragma GCC unroll 16
-            for (int column = 0; column < kColumns; ++column) sums[row][column] = I{} + firsts[row];
-        }
-        add_steps<Step, kRows, kPanels>(at, panel_bytes, steps, begin, begin + kSteps < steps ? begin + kSteps : steps,
-                                        reinterpret_cast<const typename Step::Input*>(packed) + 2 * kRows, sums);
+            for (int row = 0; row < kRows; ++row) {
+                const F scale = all(scales[row]);
 #pragma GCC unroll 16
-        for (int row = 0; row < kRows; ++row) {
-            const F scale = all(scales[row]);
-#pragma GCC unroll 16
-            for (int column = 0; column < kColumns; ++column) {
-                float* total = tile + (row * kColumns + column) * kLanes;
-                store(total, multiply_add(__builtin_convertvector(sums[row][column], F), scale, load<F>(total)));
+                for (int column = 0; column < kColumns; ++column) {
+                    float* total = tile + (row * kColumns + column) * kLanes;
+                    store(total, multiply_add(__builtin_convertvector(sums[row][column], F), scale, load<F>(total)));
+                }
             }
         }
-        packed += group_bytes<Step>(kRows);
+    } else {
+        const auto* x = reinterpret_cast<const typename Step::Input*>(packed) + begin * Step::kInputs * kRows;
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+            for (int column = 0; column < kColumns; ++column) {
+                sums[row][column] = begin == 0 ? F{} : load<F>(tile + (row * kColumns + column) * kLanes);
+            }
+        }
+        add_steps<Step, kRows, kPanels>(panels, panel_bytes, begin, end, x, fetch, sums);
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+            for (int column = 0; column < kColumns; ++column) {
+                store(tile + (row * kColumns + column) * kLanes, sums[row][column]);
+            }
+        }
     }
 }
 
 // Scales a row of a tile, adds the bias and stores it, without the padding of the last panel.
 [[gnu::noinline]] void finish_row(const GemmJob& job, const float* tile, std::int64_t row, std::int64_t first,
-                       std::int64_t count) {
+                                  std::int64_t count) {
     float sums[8 * kPanel];
     for (std::int64_t i = 0; i < count; ++i) sums[i] = tile[i];
     if (job.scales != nullptr) {
@@ -220,24 +250,40 @@ void multiply_coded_tile(const char* panels, std::int64_t panel_bytes, const cha
     }
 }
 
+// The same for all rows of a block. Tiles without padding are stored a vector at a time.
+template <int kPanels>
+void finish_rows_of(const GemmJob& job, const RowBlock& block, const float* tile, std::int64_t first) {
+    constexpr std::int64_t kWidth = kPanels * kPanel;
+    const std::int64_t left = job.outputs - first;
+    if (left < kWidth || job.is_bf16) {
+        for (std::int64_t row = 0; row < block.count; ++row) {
+            finish_row(job, tile + row * kWidth, block.first + row, first, left < kWidth ? left : kWidth);
+        }
+        return;
+    }
+    for (std::int64_t row = 0; row < block.count; ++row) {
+        float* to = static_cast<float*>(job.y) + (block.first + row) * job.outputs + first;
+#pragma GCC unroll 16
+        for (std::int64_t i = 0; i < kWidth; i += kLanes) {
+            F sum = load<F>(tile + row * kWidth + i);
+            if (job.scales != nullptr) sum = sum * load<F>(job.scales + first + i);
+            if (job.bias != nullptr) sum = sum + load<F>(job.bias + first + i);
+            store(to + i, sum);
+        }
+    }
+}
+
 template <class Step, int kRows, int kPanels>
 void multiply_block(const GemmJob& job, const RowBlock& block, const char* packed, std::int64_t begin,
                     std::int64_t end) {
     alignas(64) float tile[kRows * kPanels * kPanel];
-    const std::int64_t panel_bytes = job.steps() * kStepBytes;
+    const std::int64_t steps = job.steps(), panel_bytes = steps * kStepBytes;
+    FetchAhead<kRows, kPanels> fetch(panel_bytes, steps);
     std::int64_t panel = begin;
     for (; panel + kPanels <= end; panel += kPanels) {
-        const char *panels = job.panels + panel * panel_bytes, *input = packed + block.offset;
-        if constexpr (std::is_same_v<Step, CodedStep>) {
-            multiply_coded_tile<Step, kRows, kPanels>(panels, panel_bytes, input, job.steps(), tile);
-        } else {
-            multiply_tile<Step, kRows, kPanels>(panels, panel_bytes, input, job.steps(), tile);
-        }
-        const std::int64_t first = panel * kPanel, left = job.outputs - first;
-        for (std::int64_t row = 0; row < block.count; ++row) {
-            finish_row(job, tile + row * kPanels * kPanel, block.first + row, first,
-                       left < kPanels * kPanel ? left : kPanels * kPanel);
-        }
+        add_to_tile<Step, kRows, kPanels>(job.panels + panel * panel_bytes, panel_bytes, packed + block.offset, 0,
+                                          steps, fetch, tile);
+        finish_rows_of<kPanels>(job, block, tile, panel * kPanel);
     }
     if constexpr (kPanels > 1) {
         if (panel < end) multiply_block<Step, kRows, kPanels / 2>(job, block, packed, panel, end);
@@ -263,10 +309,101 @@ void multiply_rows(const GemmJob& job, const RowBlock& block, const char* packed
            multiply_if<Step, 8>(job, block, packed, begin, end) || multiply_if<Step, 12>(job, block, packed, begin, end));
 }
 
+// Products of a few blocks of rows take the weight in slices of this many steps, which stay in the first-level cache
+// for all blocks. While a slice is multiplied, the next one is read from memory.
+constexpr std::int64_t kSliceSteps = 6 * kGroupSteps;
+
+// Requests steps [next, last) of the slice at `slice`, `rate` in the time of kUnroll steps.
+template <int kPanels>
+struct FetchSlice {
+    const char* slice;
+    std::int64_t panel_bytes, next, last, rate;
+
+    WINDLASS_INLINE void begin(std::int64_t) {
+        for (const std::int64_t end = next + rate < last ? next + rate : last; next < end; ++next) {
+#pragma GCC unroll 16
+            for (int panel = 0; panel < kPanels; ++panel) {
+                __builtin_prefetch(slice + panel * panel_bytes + next * kStepBytes, 0, 2);
+            }
+        }
+    }
+
+    WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
+        __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
+    }
+};
+
+template <class Step, int kRows, int kPanels>
+WINDLASS_INLINE bool add_slice_if(const RowBlock& block, const char* panels, std::int64_t panel_bytes,
+                                  const char* packed, std::int64_t begin, std::int64_t end,
+                                  FetchSlice<kPanels>& fetch, float* tile) {
+    if constexpr (kRows <= kMostRows) {
+        if (block.padded != kRows) return false;
+        add_to_tile<Step, kRows, kPanels>(panels, panel_bytes, packed + block.offset, begin, end, fetch, tile);
+        return true;
+    }
+    return false;
+}
+
+template <class Step, int kPanels>
+[[gnu::noinline]] void add_slice(const RowBlock& block, const char* panels, std::int64_t panel_bytes, const char* packed,
+                                 std::int64_t begin, std::int64_t end, FetchSlice<kPanels>& fetch, float* tile) {
+    (void)(add_slice_if<Step, 1>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
+           add_slice_if<Step, 2>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
+           add_slice_if<Step, 4>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
+           add_slice_if<Step, 6>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
+           add_slice_if<Step, 8>(block, panels, panel_bytes, packed, begin, end, fetch, tile) ||
+           add_slice_if<Step, 12>(block, panels, panel_bytes, packed, begin, end, fetch, tile));
+}
+
+template <class Step, int kPanels>
+void multiply_slices(const GemmJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
+                     std::int64_t begin, std::int64_t end) {
+    constexpr std::int64_t kTile = kMostRows * kPanels * kPanel;
+    alignas(64) float tiles[kSlicedBlocks * kTile];
+    const std::int64_t steps = job.steps(), panel_bytes = steps * kStepBytes;
+    const char* panels = job.panels + begin * panel_bytes;
+    for (std::int64_t step = 0; step < kSliceSteps && step < steps && begin + kPanels <= end; ++step) {
+        for (int panel = 0; panel < kPanels; ++panel) {
+            __builtin_prefetch(panels + panel * panel_bytes + step * kStepBytes, 0, 2);
+        }
+    }
+    std::int64_t panel = begin;
+    for (; panel + kPanels <= end; panel += kPanels, panels += kPanels * panel_bytes) {
+        for (std::int64_t first = 0; first < steps; first += kSliceSteps) {
+            const std::int64_t last = first + kSliceSteps < steps ? first + kSliceSteps : steps;
+            const bool is_end = last == steps;
+            const char* next = !is_end ? panels + last * kStepBytes
+                               : panel + 2 * kPanels <= end ? panels + kPanels * panel_bytes
+                                                            : nullptr;
+            const std::int64_t wanted = next == nullptr ? 0 : kSliceSteps;
+            for (std::int64_t i = 0; i < count; ++i) {
+                FetchSlice<kPanels> fetch{next, panel_bytes, wanted * i / count, wanted * (i + 1) / count,
+                                          (kUnroll + count - 1) / count};
+                add_slice<Step, kPanels>(blocks[i], panels, panel_bytes, packed, first, last, fetch, tiles + i * kTile);
+            }
+        }
+        for (std::int64_t i = 0; i < count; ++i) finish_rows_of<kPanels>(job, blocks[i], tiles + i * kTile, panel * kPanel);
+    }
+    if constexpr (kPanels > 1) {
+        if (panel < end) multiply_slices<Step, kPanels / 2>(job, blocks, count, packed, panel, end);
+    }
+}
+
+template <class Step>
+void multiply_blocks(const GemmJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
+                     std::int64_t begin, std::int64_t end) {
+    if (count > 1 && count <= kSlicedBlocks) {
+        multiply_slices<Step, panels_for(kMostRows, Step::kInputs)>(job, blocks, count, packed, begin, end);
+        return;
+    }
+    for (std::int64_t i = 0; i < count; ++i) multiply_rows<Step>(job, blocks[i], packed, begin, end);
+}
+
 // True if rows are packed as pairs of bf16 for the dot-product instruction.
 inline bool uses_dot(const GemmJob& job) {
 #if defined(__AVX512BF16__)
-    return job.code == PanelCode::bf16 && job.is_bf16;
+    return job.code == PanelCode::bf16 && job.is_bf16 && job.dots_bf16;
 #else
     (void)job;
     return false;
@@ -300,10 +437,14 @@ std::int64_t divide_rows(const GemmJob& job, RowBlock* blocks, std::int64_t* byt
 template <class To, class From, class Convert>
 WINDLASS_INLINE void transpose_rows(To* to, const From* from, std::int64_t stride, std::int64_t features,
                                     std::int64_t padded_features, const RowBlock& block, Convert convert) {
+    constexpr std::int64_t kAtOnce = 32;  // features whose columns stay in the first-level cache
     const std::int64_t width = block.padded;
-    for (std::int64_t row = 0; row < block.count; ++row) {
-        const From* line = from + (block.first + row) * stride;
-        for (std::int64_t i = 0; i < features; ++i) to[i * width + row] = convert(line[i]);
+    for (std::int64_t begin = 0; begin < features; begin += kAtOnce) {
+        const std::int64_t end = begin + kAtOnce < features ? begin + kAtOnce : features;
+        for (std::int64_t row = 0; row < block.count; ++row) {
+            const From* line = from + (block.first + row) * stride;
+            for (std::int64_t i = begin; i < end; ++i) to[i * width + row] = convert(line[i]);
+        }
     }
     for (std::int64_t row = 0; row < width; ++row) {
         const std::int64_t from_feature = row < block.count ? features : 0;
@@ -417,29 +558,28 @@ void pack_rows(const GemmJob& job, const RowBlock& block, char* packed) {
 
 void multiply(const GemmJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last, const char* packed,
               std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = first; i < last; ++i) {
-        const RowBlock& block = blocks[i];
-        switch (job.code) {
-            case PanelCode::fp32:
-                multiply_rows<PlainStep>(job, block, packed, begin, end);
-                break;
-            case PanelCode::bf16:
+    const RowBlock* from = blocks + first;
+    const std::int64_t count = last - first;
+    switch (job.code) {
+        case PanelCode::fp32:
+            multiply_blocks<PlainStep>(job, from, count, packed, begin, end);
+            break;
+        case PanelCode::bf16:
 #if defined(__AVX512BF16__)
-                if (uses_dot(job)) {
-                    multiply_rows<DotBf16Step>(job, block, packed, begin, end);
-                    break;
-                }
+            if (uses_dot(job)) {
+                multiply_blocks<DotBf16Step>(job, from, count, packed, begin, end);
+                break;
+            }
 #endif
-                multiply_rows<WideBf16Step>(job, block, packed, begin, end);
+            multiply_blocks<WideBf16Step>(job, from, count, packed, begin, end);
+            break;
+        case PanelCode::int8:
+            if (job.codes_inputs) {
+                multiply_blocks<CodedStep>(job, from, count, packed, begin, end);
                 break;
-            case PanelCode::int8:
-                if (job.codes_inputs) {
-                    multiply_rows<CodedStep>(job, block, packed, begin, end);
-                    break;
-                }
-                multiply_rows<WideInt8Step>(job, block, packed, begin, end);
-                break;
-        }
+            }
+            multiply_blocks<WideInt8Step>(job, from, count, packed, begin, end);
+            break;
     }
 }
 

@@ -155,6 +155,20 @@ void pack(int code, std::uint64_t weight, std::int64_t outputs, std::int64_t fea
     });
 }
 
+// True if the dot product of bf16 pairs multiplies faster than widening and fp32 multiply-adds do. Intel's processors
+// issue it at a third of the rate, so that it takes longer; they have tile instructions for many rows.
+bool dots_of_bf16_are_fast() {
+#if defined(__x86_64__)
+    static const bool found = [] {
+        __builtin_cpu_init();
+        return static_cast<bool>(__builtin_cpu_is("amd"));
+    }();
+    return found;
+#else
+    return true;
+#endif
+}
+
 void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     static thread_local Scratch scratch;
     static thread_local std::vector<RowBlock> blocks;
@@ -168,16 +182,19 @@ void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
 
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
+    // Many rows pass over a part again and again: it stays in the cache.
     const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
-    const std::int64_t chunks =
-        std::min(groups, std::max<std::int64_t>(threads * kPartsOfThread, (groups + fitting - 1) / fitting));
+    static thread_local std::vector<std::int64_t> kept;
+    std::vector<std::int64_t>& bounds = kept;
+    divide_guided(panels, group, threads, number > kSlicedBlocks ? fitting * group : panels, bounds);
+    const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
     // Rows are divided too where there are fewer groups of outputs than threads could take.
     const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
     const std::int64_t bands = threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, number);
     run_parallel(threads, static_cast<int>(chunks * bands), [&](int part) {
         const std::int64_t chunk = part / bands, band = part % bands;
-        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed,
-                     groups * chunk / chunks * group, std::min(groups * (chunk + 1) / chunks * group, panels));
+        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, bounds[chunk],
+                     bounds[chunk + 1]);
     });
 }
 
@@ -198,6 +215,7 @@ void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::
     job.y = reinterpret_cast<void*>(y);
     job.is_bf16 = is_bf16;
     job.codes_inputs = codes_inputs;
+    job.dots_bf16 = dots_of_bf16_are_fast();
     refuse(codes_inputs && job.code != PanelCode::int8, "int8 weights alone take int8 inputs");
     refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
     refuse(rows <= 0 || outputs <= 0 || features <= 0 || threads <= 0, "a product needs sizes and threads above 0");

@@ -20,6 +20,9 @@ constexpr std::int64_t features_per_step(PanelCode code) {
     return code == PanelCode::fp32 ? 1 : code == PanelCode::bf16 ? 2 : 4;
 }
 
+// Blocks of rows, at most, for which the weight is taken in slices that serve all blocks; see gemm.hpp.
+constexpr std::int64_t kSlicedBlocks = 8;
+
 // y[m, n] = sum_k x[m, k] * w[n, k] * scale[n] + bias[n]
 struct GemmJob {
     const char* panels;
@@ -31,6 +34,7 @@ struct GemmJob {
     void* y;              // [rows, outputs], contiguous
     bool is_bf16;         // x and y; else float32
     bool codes_inputs;    // int8 weights: x is rounded to int8 with one scale for each row and kCodeGroup features
+    bool dots_bf16;       // bf16 weights and x: use the dot-product instruction, where there is one
 
     std::int64_t steps() const { return (features + features_per_step(code) - 1) / features_per_step(code); }
     std::int64_t num_panels() const { return (outputs + kPanel - 1) / kPanel; }

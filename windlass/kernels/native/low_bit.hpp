@@ -373,11 +373,7 @@ void multiply_low_block(const LowBitJob& job, const RowBlock& block, const char*
             }
         }
         if (!done) multiply_float_tile<kCodes, kRows, kPanels, false>(job, panel, input, tile);
-        const std::int64_t first = panel * kPanel, left = job.outputs - first;
-        for (std::int64_t row = 0; row < block.count; ++row) {
-            finish_row(job, tile + row * kPanels * kPanel, block.first + row, first,
-                       left < kPanels * kPanel ? left : kPanels * kPanel);
-        }
+        finish_rows_of<kPanels>(job, block, tile, panel * kPanel);
     }
     if constexpr (kPanels > 1) {
         if (panel < end) multiply_low_block<kCodes, kBits, kRows, 1>(job, block, packed, panel, end);

@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "team.hpp"
@@ -49,6 +50,20 @@ void run_parallel(int threads, int parts, const std::function<void(int)>& part) 
     }
     Work work{part, parts};
     region(take_parts, &work, static_cast<unsigned>(used), 0);
+}
+
+void divide_guided(std::int64_t items, std::int64_t unit, int threads, std::int64_t most,
+                   std::vector<std::int64_t>& bounds) {
+    constexpr std::int64_t kPartsOfThread = 8;  // at least: a thread that is held up leaves its parts to others
+    const std::int64_t least = unit < 4 ? unit : unit / 4;
+    const std::int64_t largest = std::clamp(items / (threads * kPartsOfThread), unit, std::max(most, unit));
+    bounds.assign(1, 0);
+    while (bounds.back() < items) {
+        const std::int64_t left = items - bounds.back();
+        std::int64_t size = threads == 1 ? largest : std::clamp(left / (2 * threads), least, largest);
+        size -= size % (size < unit ? least : unit);
+        bounds.push_back(bounds.back() + std::min(size, left));
+    }
 }
 
 }  // namespace windlass

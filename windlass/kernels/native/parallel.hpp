@@ -1,12 +1,20 @@
 // Parallel loops on the threads that torch uses, where those can be found.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace windlass {
 
 // Calls `part(0)` to `part(parts - 1)`, each once, on at most `threads` threads, the caller's among them; returns when
 // all are done. `part` must not throw. Threads take parts in order, as soon as they are free.
 void run_parallel(int threads, int parts, const std::function<void(int)>& part);
+
+// Divides `items` into consecutive parts of at most `most`, for `run_parallel`: part i is [bounds[i], bounds[i + 1]).
+// Parts are multiples of `unit`. Later ones are smaller, the last ones a quarter of a large unit, so that threads which
+// began at different times, or were held up, finish together.
+void divide_guided(std::int64_t items, std::int64_t unit, int threads, std::int64_t most,
+                   std::vector<std::int64_t>& bounds);
 
 }  // namespace windlass

@@ -57,8 +57,8 @@ def tiled_loss(
         tile_tokens: tokens in a tile; None: `get_default_tile_tokens`.
         bias: `[vocabulary]`.
         ignore_index: label of tokens without a loss.
-        loss_function: loss of each token from its logits; one for logits that are sharded along the vocabulary, if
-            they are.
+        loss_function: maps logits and labels to the loss of each token. It gets sharded logits if
+            `weight` is a part of the vocabulary.
         sp_axis: axis over which the tokens are sharded; the mean is over the tokens of all its ranks.
         num_items: divisor of the sum; by default the number of labels.
 

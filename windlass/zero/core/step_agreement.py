@@ -82,7 +82,7 @@ class StepAgreement:
                 if had and slot.unit.extra_reduce_groups:
                     self._sum_in_place(slot)
             self._replicas_summed = True
-        # The first status lacked the gradients that were reduced or summed just now.
+        # The status above was computed before these gradients were reduced or summed.
         if again:
             status = self._reduce_status(flags)
             status.flags.pop()
