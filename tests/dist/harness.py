@@ -181,14 +181,10 @@ class Worker:
 
 
 class Pool:
-    """`size` processes that keep torch imported. Each job gets its own process group and rendezvous file.
+    """`size` processes that keep torch imported. Each job gets its own process group and rendezvous file."""
 
-    Args:
-        apart: start processes that share no memory, like a user's ranks, instead of forking them.
-    """
-
-    def __init__(self, size: int = POOL_SIZE, *, apart: bool = False) -> None:
-        self.size, self.apart = size, apart
+    def __init__(self, size: int = POOL_SIZE) -> None:
+        self.size = size
         self._workers: list[Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._count = 0
@@ -281,14 +277,14 @@ class Pool:
         if self._workers and all(worker.process.is_alive() for worker in self._workers):
             return
         self.close()
-        context = get_context("spawn" if self.apart else "forkserver")
+        context = get_context("forkserver")
         with _quiet_environment():
             for index in range(self.size):
                 ours, theirs = context.Pipe()
                 log = Path(self._folder.name) / f"worker-{index}-{self._count}.log"
                 log.touch()
                 process = context.Process(target=_worker, args=(theirs, str(log), list(sys.path)), daemon=True)
-                with contextlib.nullcontext() if self.apart else _forked_from(index):
+                with _forked_from(index):
                     process.start()
                 theirs.close()
                 self._workers.append(Worker(process, ours, log))

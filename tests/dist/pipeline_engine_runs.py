@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.dist.pipeline_models import freeze, is_row, row, row_batch, text, transformer
 from windlass.base.errors import PeerError
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def resume(case: Case, folder: str) -> dict[str, Tensor]:
     return state
 
 
-def train(case: Case) -> Came:
+def train(case: Case, steps: int = STEPS) -> Came:
     """Train some steps on this rank."""
     engine = start(case)
     model = engine.module
@@ -164,14 +164,14 @@ def train(case: Case) -> Came:
     outcome = Came(names=[name for name, _ in model.named_parameters()])
     held = engine._sharded.units
     outcome.shapes = {name: shape for unit in held for name, shape in zip(unit.names, unit.shapes, strict=True)}
-    for step in range(STEPS):
+    for step in range(steps):
         batches = iter([micro_batch(case, step, micro, reader) for micro in range(case.micros)])
         outcome.losses.append(float(engine.train_batch(batches)))
         outcome.norms.append(float(engine.grad_norm()))
         outcome.payload = dict(engine._reporter._last_payload)
-    batches = iter([micro_batch(case, STEPS, micro, reader) for micro in range(case.micros)])
+    batches = iter([micro_batch(case, steps, micro, reader) for micro in range(case.micros)])
     outcome.evaluated = float(engine.eval_batch(batches))
-    assert engine.global_steps == STEPS and engine.micro_steps == STEPS * case.micros
+    assert engine.global_steps == steps and engine.micro_steps == steps * case.micros
     state = engine.full_state_dict()
     outcome.params = {name: value.clone() for name, value in state.items()}
     engine.destroy()

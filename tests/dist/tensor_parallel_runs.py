@@ -84,7 +84,7 @@ def trained_beside(
     name: str,
     changes: dict[str, Any],
     options: dict[str, Any],
-    steps: int = 5,
+    steps: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> Apart:
     """Train both models for a few steps on the same batches."""

@@ -214,10 +214,16 @@ def cases(tmp_path: Path, precision: str, states: str) -> list[Case]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("precision", "states"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")])
+@pytest.mark.parametrize(
+    ("ranks", "precision", "states"),
+    [
+        (1, "bf16", "bf16"),
+        *(pytest.param(1, *other, marks=pytest.mark.slow) for other in (("bf16", "fp32"), ("fp16", "fp32"))),
+        *((2, *each) for each in (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"))),
+    ],
+)
 def test_training_with_16_bit_master_weights_equals_plain_training(
-    precision: str, states: str, ranks: int, tmp_path: Path
+    ranks: int, precision: str, states: str, tmp_path: Path
 ) -> None:
     rows = cases(tmp_path, precision, states)
     traces = run_ranks(trained, ranks, "tied", rows, str(tmp_path / "saved"), transport="gloo", timeout=240.0)

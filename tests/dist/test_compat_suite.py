@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -204,6 +205,22 @@ def test_optimizer_shows_the_loss_scale() -> None:
     run_ranks(_scales, 1)
 
 
+def _check_local_shards(parameters: list[nn.Parameter]) -> None:
+    from windlass.compat.not_built import NotBuiltError
+    from windlass.zero import GatheredParameters
+
+    for parameter in parameters:
+        shard = parameter.ds_tensor
+        assert shard.dtype == parameter.dtype == torch.bfloat16 and shard.ds_numel == shard.numel()
+        assert type(shard.clone()) is torch.Tensor and type(pickle.loads(pickle.dumps(shard))) is torch.Tensor
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, shard.clone())
+        with GatheredParameters([parameter]):
+            assert torch.equal(torch.cat(parts), parameter.detach().view(-1))
+        with pytest.raises(NotBuiltError, match="safe_set_local_fp32_param"):
+            shard.data = torch.zeros_like(shard)
+
+
 def _masters_by_group(stages: list[int]) -> None:
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.zero import full_param
@@ -227,6 +244,8 @@ def _masters_by_group(stages: list[int]) -> None:
             wholes = [full_param(parameter) for parameter in group["params"]]
             assert have[0] == sum(full.numel() for full in wholes)
             assert torch.isclose(have[1], sum(full.square().sum() for full in wholes))
+        if stage == 3:
+            _check_local_shards(list(net.parameters()))
         engine.destroy()
 
 

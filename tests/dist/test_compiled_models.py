@@ -37,7 +37,7 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
 
 def script(backward: Callable[[int, int], None], drop: Callable[[], Any], step: Callable[[], Any]) -> None:
     """Drop the gradients of the first backward of each step."""
-    for number in range(3):
+    for number in range(2):
         backward(number, 0)
         drop()
         backward(number, 1)
@@ -91,9 +91,10 @@ def compiled(ways: list[str], stage: int) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_compiled_model_trains_as_plain(stage: int) -> None:
-    ways = ["wrapped", "in place", "after initialize"]
+@pytest.mark.parametrize(
+    ("stage", "ways"), [(1, ["in place"]), (3, ["wrapped", "in place", "after initialize"])], ids=str
+)
+def test_a_compiled_model_trains_as_plain(stage: int, ways: list[str]) -> None:
     expected = plain(2)
     for way, actual in zip(ways, run_ranks(compiled, 2, ways, stage, timeout=240.0)[0], strict=True):
         error, where = relative_error(actual, expected)

@@ -115,7 +115,7 @@ def recipe_of(row: Row) -> Recipe:
     return Recipe(
         ranks=2 if row["parallel"] == "data" else 4,
         accumulation=2 if row["accumulation"] == "many" else 1,
-        steps=3,
+        steps=3 if row["update"] == "delayed" else 2,
         precision="fp32" if row["precision"] == "autocast" else row["precision"],
         optimizer=optimizer,
         optimizer_params=tuple(params.items()),

@@ -45,7 +45,7 @@ CASES = [
     (3, "cpu", "nvme"),
 ]
 HOST = [case for case in CASES if case[1:] in (("cpu", "none"), ("cpu", "cpu"))]
-DELAYED = Recipe(ranks=2, steps=5, optimizer="AdamW", optimizer_params=ADAMW, delayed_from=0)
+DELAYED = Recipe(ranks=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW, delayed_from=0)
 
 
 def late(case: tuple[int, str, str], folder: Any, transport: str = "gloo", **more: Any) -> Setting:
@@ -86,7 +86,7 @@ def test_unusual_models_follow_the_recurrence(name: str, transport: str, tmp_pat
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_models_follow_the_recurrence(precision: str, transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, accumulation=2, steps=4, precision=precision, delayed_from=0)
+    recipe = Recipe(ranks=2, accumulation=2, steps=3, precision=precision, delayed_from=0)
     hold("mlp", recipe, [late(case, tmp_path, transport) for case in CASES if case[0] != 2], LATE)
 
 
@@ -334,7 +334,7 @@ def test_in_place_change_raises_before_finish_update_and_counts_after(tmp_path: 
 
 
 def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]:
-    """Train 2 + 3 steps with a save in between, then load into another engine and repeat the last 3."""
+    """Train 2 + 2 steps with a save in between, then load into another engine and repeat the last 2."""
 
     def continue_training(engine: Any) -> dict[str, Tensor]:
         for step in range(2, recipe.steps):
@@ -375,7 +375,7 @@ def test_a_resumed_run_is_one_that_finished_its_update(
 
 
 def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], int]:
-    """Train five steps. After the second, run a step that overflows, or finish the update explicitly."""
+    """Train. After the second step, run a step that overflows, or finish the update explicitly."""
     recipe = replace(DELAYED, precision="fp16", optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
     engine = engine_of(setting, recipe, fp16={"enabled": True, "loss_scale": 64.0})
     for step in range(recipe.steps):

@@ -200,7 +200,7 @@ def test_offloaded_gradients_are_dropped(stage: int, state: str, param: str, tmp
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_dropped_gradients_through_the_stand_in(stage: int) -> None:
     """Dropping works under the compat layer too. Drops in the middle of a step have a separate test below."""
     rows = [(door, "one of two backwards" if at % 2 else "a rejected batch") for at, door in enumerate(DOORS)]

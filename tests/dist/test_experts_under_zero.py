@@ -23,7 +23,7 @@ from windlass.comm.mesh_shape import MeshShape
 from windlass.parallel.experts import MixtureOfExperts, StackedMLP, apply_expert_parallel
 
 BOUND = 1e-5
-STEPS = 3
+STEPS = 2
 
 
 class Mixed(nn.Module):

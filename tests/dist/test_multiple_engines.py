@@ -16,7 +16,7 @@ from tests.dist.test_averages_and_generation import TIERS, env_of
 from tests.models import LossOutside, Place, mse, rows
 from tests.oracle import SEED, Recipe, relative_error
 
-STEPS = 4
+STEPS = 3
 
 
 def built(offset: int, rank: int) -> nn.Module:

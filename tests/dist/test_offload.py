@@ -91,7 +91,7 @@ def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every:
     """Every tier trains as the oracle. In `make test` each tier meets each device and each place once, in turn."""
     ranks, transport = place
     cases = share(CASES, PLACES.index(place) + list(ENVIRONMENTS).index(device), 3, every)
-    recipe = Recipe(ranks=ranks, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=2, optimizer="AdamW", optimizer_params=ADAMW)
     settings = [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases]
     hold("tied", recipe, settings, ENVIRONMENTS[device])
 
@@ -100,7 +100,7 @@ def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every:
     "name", ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"]
 )
 def test_unusual_models_on_other_tiers(name: str, transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, steps=3)
+    recipe = Recipe(ranks=2, steps=2)
     cases = [(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")]
     hold(
         name,
@@ -113,7 +113,7 @@ def test_unusual_models_on_other_tiers(name: str, transport: str, tmp_path: Any)
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_models_on_other_tiers(precision: str, transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, accumulation=3, steps=3, precision=precision)
+    recipe = Recipe(ranks=2, accumulation=2, steps=2, precision=precision)
     hold(
         "mlp",
         recipe,
@@ -124,7 +124,7 @@ def test_16_bit_models_on_other_tiers(precision: str, transport: str, tmp_path: 
 
 @pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adagrad", "Adafactor"])
 def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, steps=3, optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
+    recipe = Recipe(ranks=2, steps=2, optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
     cases = [(1, "none", "none"), (2, "cpu", "none"), (3, "nvme", "cpu")]
     settings = [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases]
     plain, *others = train_all("mlp", recipe, settings, 2, LATE)
@@ -134,7 +134,7 @@ def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any
 
 @in_shares
 def test_tiers_agree_bitwise(transport: str, every: bool, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
+    recipe = Recipe(ranks=2, accumulation=2, steps=2, optimizer="AdamW", optimizer_params=ADAMW)
     settings = [Setting(stage=3, transport=transport, zero=offload_to(a, b, tmp_path)) for a, b in
                 [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")]]  # fmt: skip
     settings.append(

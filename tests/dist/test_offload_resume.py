@@ -76,7 +76,7 @@ class Case:
         client: an optimizer of `optimizer` in place of the recipe's.
         other_client: that of the second run; the same by default.
         trained: the second engine takes a step before it loads, so that it has states to replace.
-        steps: before the save; two more follow.
+        steps: before the save; one more follows.
     """
 
     first: Setting
@@ -141,25 +141,25 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def save_and_continue(case: Case, folder: str) -> dict[str, Any]:
-    """Train, save, and train two steps more."""
+    """Train, save, and train one step more."""
     engine = engine_for(case, case.first, case.client, 0, folder)
     steps(engine, case, 0, case.steps)
     engine.save_checkpoint(folder)
     saved = snapshot(engine)
-    losses = steps(engine, case, 2, 4)
+    losses = steps(engine, case, 2, 3)
     after = snapshot(engine)
     engine.destroy()
     return {"saved": saved, "losses": losses, "after": after}
 
 
 def load_and_continue(case: Case, folder: str) -> dict[str, Any]:
-    """Load into another engine with other weights and train the last two steps."""
+    """Load into another engine with other weights and train the last step."""
     engine = engine_for(case, case.second, case.other_client or case.client, 50, folder)
     if case.trained:
         steps(engine, case, 7, 8)
     engine.load_checkpoint(folder)
     loaded = snapshot(engine)
-    losses = steps(engine, case, 2, 4)
+    losses = steps(engine, case, 2, 3)
     after = snapshot(engine)
     engine.destroy()
     return {"saved": loaded, "losses": losses, "after": after}

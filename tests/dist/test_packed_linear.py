@@ -133,7 +133,7 @@ def train_rank(recipe: Recipe, setting: Setting) -> tuple[RankTrace, list[Tensor
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "shm"), (2, "gloo")])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transport: str, precision: str) -> None:
-    recipe = Recipe(ranks, accumulation=2, steps=4, precision=precision)
+    recipe = Recipe(ranks, accumulation=2, steps=3, precision=precision)
     input_gradients.clear()
     expected = oracle.train(ADAPTED, recipe)
     by_place = torch.stack(input_gradients).view(recipe.steps, recipe.accumulation, ranks, ROWS, WIDTH)

@@ -12,7 +12,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import llama
 from windlass.parallel.placement import get_placement
 
-STEPS, BOUND = 4, 1e-5
+STEPS, BOUND = 3, 1e-5
 SGD = {"type": "SGD", "params": {"lr": 0.2}}
 
 

@@ -31,8 +31,8 @@ ZERO_KNOBS: list[Knob] = [
 
 @pytest.mark.parametrize("knob", ZERO_KNOBS, ids=lambda knob: f"{knob[0]}={knob[1]}")
 def test_options_do_not_change_results(knob: Knob) -> None:
-    recipe = Recipe(ranks=2, accumulation=2, steps=3)
-    transports = {1: "gloo", 2: "shm", 3: "gloo"}
+    recipe = Recipe(ranks=2, accumulation=2, steps=2)
+    transports = {3: "gloo"} if knob[0].startswith("stage3") else {1: "gloo", 2: "shm", 3: "gloo"}
     hold_all("tied", recipe, [Setting(stage=s, transport=t, zero=(knob,)) for s, t in transports.items()])
 
 
@@ -45,32 +45,32 @@ SCALES: list[tuple[Knob, ...]] = [
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda scale: "+".join(f"{k}={v}" for k, v in scale))
 def test_predivide_and_postdivide_factors(scale: tuple[Knob, ...], transport: str) -> None:
-    recipe = Recipe(ranks=3, accumulation=2, steps=3)
+    recipe = Recipe(ranks=3, accumulation=2, steps=2)
     hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in range(4)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_can_be_summed_over_ranks(ranks: int, transport: str) -> None:
     config = (("gradient_allreduce_op", "sum"),)
-    recipe = Recipe(ranks=ranks, accumulation=2, steps=3, summed=True, clipping=0.0)
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=2, summed=True, clipping=0.0)
     hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
     for scale in (("prescale_gradients", True), ("gradient_predivide_factor", 4.0)):
         hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=(*config, scale)) for s in (0, 2)])
     wire = (*config, ("communication_data_type", "bf16"))
     settings = [Setting(stage=s, transport=transport, config=wire) for s in (0, 3)]
-    hold_all("mlp", Recipe(ranks=ranks, steps=3, summed=True, clipping=0.5), settings, exact=False)
+    hold_all("mlp", Recipe(ranks=ranks, steps=2, summed=True, clipping=0.5), settings, exact=False)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gradients_can_be_reduced_in_16_bits(dtype: str, transport: str) -> None:
     config = (("communication_data_type", dtype),)
     settings = [Setting(stage=s, transport=transport, config=config) for s in range(4)]
-    hold_all("mlp", Recipe(ranks=2, steps=3), settings, exact=False)
+    hold_all("mlp", Recipe(ranks=2, steps=2), settings, exact=False)
 
 
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
 def test_gradients_can_be_accumulated_in_either_dtype(grad_dtype: str, transport: str) -> None:
-    recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="bf16")
+    recipe = Recipe(ranks=2, accumulation=2, steps=2, precision="bf16")
     config = (("data_types", {"grad_accum_dtype": grad_dtype}),)
     hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
 
@@ -96,7 +96,7 @@ SHARDINGS: list[tuple[int, Knob]] = [
 )
 def test_sharding_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
     """hpZ gathers again from a smaller group; MiCS keeps replicas of sharded states."""
-    recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=3)
+    recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=2)
     settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in SHARDINGS]
     hold_all("cross_attention", recipe, settings)
 
@@ -133,7 +133,7 @@ def test_unused_parameters_are_named_if_not_ignored(stage: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sparse_embedding_gradients_are_reduced_like_dense_ones(ranks: int) -> None:
-    recipe = Recipe(ranks=ranks, accumulation=2, steps=3)
+    recipe = Recipe(ranks=ranks, accumulation=2, steps=2)
     zero = (("contiguous_gradients", False),)
     settings = [Setting(stage=stage, config=(("sparse_gradients", True),)) for stage in range(4)]
     hold_all("sparse_lookups", recipe, [*settings, Setting(stage=2, zero=zero), Setting(stage=3, zero=zero)])

@@ -43,7 +43,7 @@ class Case:
     clipping: float = 0.0
     precision: str = "fp32"
     transport: str = "gloo"
-    steps: int = 4
+    steps: int = 3
     overflows: tuple[int, ...] = ()
 
     @property

@@ -168,7 +168,7 @@ SLOW = [pytest.param(4, way, marks=pytest.mark.slow) for way in ("ulysses", "rin
 
 @pytest.mark.parametrize(("world", "way"), [*ON, (4, "both, unbalanced"), *SLOW])
 def test_every_kind_of_batch_with_odd_length(world: int, way: str) -> None:
-    run_ranks(law, world, way, [("llama", {}, kind, 13) for kind in BATCHES])
+    run_ranks(law, world, way, [("llama", {"num_hidden_layers": 1}, kind, 13) for kind in BATCHES])
 
 
 @pytest.mark.parametrize(("world", "way"), ON)
@@ -212,8 +212,8 @@ def test_router_loss_is_that_of_whole_sequences(world: int, way: str) -> None:
 
 @pytest.mark.parametrize(("world", "way"), [(4, "ulysses"), (4, "ring"), (4, "both"), (3, "ring, unbalanced")])
 def test_fewer_tokens_than_ranks(world: int, way: str) -> None:
-    run_ranks(law, world, way, [(name, {}, "plain", 3) for name in ("llama", "opt", "roberta")])
-    run_ranks(law, world, way, [("llama", {}, "plain", 5), ("gpt2", {}, "plain", 2)])
+    short = [*((name, {}, "plain", 3) for name in ("llama", "opt", "roberta")), ("gpt2", {}, "plain", 2)]
+    run_ranks(law, world, way, short)
 
 
 # ----------------------------------------------------------------------------------------------------- dropped weights

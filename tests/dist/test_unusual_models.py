@@ -20,7 +20,7 @@ from tests.models import ZOO, Place, Regressor, rows
 from tests.oracle import Recipe, relative_error
 from tests.unusual_models import HOSTILE
 
-STEPS = 4
+STEPS = 3
 SETTINGS = [Setting(stage=stage, transport=name) for stage, name in ((3, "gloo"), (3, "shm"), (2, "gloo"), (1, "shm"))]
 
 

@@ -105,22 +105,67 @@ def test_draining_finishes_running_requests() -> None:
     asyncio.run(main())
 
 
-def test_an_error_of_the_model_reaches_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+class FailingRunner:
+    """Raises for batches that contain a token, as a forward does that runs out of memory."""
+
+    def __init__(self, runner: Any, token: int, *, always: bool = False) -> None:
+        self.run_batch, self.token, self.always, self.failures = runner.run, token, always, 0
+
+    def run(self, batch: Any) -> torch.Tensor:
+        if self.always or self.token in batch.token_ids.tolist():
+            self.failures += 1
+            raise MemoryError("out of memory\nwhile a layer was computed")
+        return self.run_batch(batch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("position", [0, 30])
+def test_a_forward_that_fails_ends_its_request_alone(position: int) -> None:
+    """The others get the tokens of a run without the failing request, also those of the failed step."""
+
+    async def main() -> None:
+        model, engine = make_engine(deterministic=False)
+        await engine.start()
+        prompts = [[token % (VOCABULARY - 5) + 3 for token in prompt] for prompt in make_prompts(6, VOCABULARY - 2)]
+        bad = VOCABULARY - 1
+        failing = [*([7] * position), bad, 9, 11]
+        runner: Any = engine._engine.runner
+        failures = FailingRunner(runner, bad)
+        runner.run = failures.run
+
+        async def one(prompt: list[int]) -> Any:
+            async for output in engine.stream(prompt, GREEDY.replace(logit_bias={bad: -100.0})):
+                last = output
+            return last
+
+        *good, ended = await asyncio.gather(*(one(prompt) for prompt in [*prompts, failing]))
+        assert failures.failures >= 1
+        assert ended.outputs[0].finish_reason == "error" and not ended.is_request_error
+        assert "MemoryError: out of memory" in ended.error
+        assert [output.outputs[0].finish_reason for output in good] == ["length"] * len(prompts)
+        assert_greedy(model, good)
+        assert engine.is_healthy and engine.stats().kv_cache_usage == 0
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_forward_always_fails_stops() -> None:
     async def main() -> None:
         _, engine = make_engine()
         await engine.start()
-        stream = engine.stream([3, 4, 5], GREEDY.replace(max_tokens=60))
-        await anext(stream)
-
-        def fail(batch: Any) -> torch.Tensor:
-            raise ValueError("the device is gone")
-
-        monkeypatch.setattr(engine._engine.runner, "run", fail)
-        with pytest.raises(EngineStoppedError, match="the device is gone"):
-            async for _ in stream:
-                pass
+        runner: Any = engine._engine.runner
+        runner.run = FailingRunner(runner, 0, always=True).run
+        found: list[str | None] = []
+        for _ in range(3):
+            try:
+                async for output in engine.stream([3, 4, 5], GREEDY):
+                    found.append(output.outputs[0].finish_reason)
+            except EngineStoppedError as error:
+                assert isinstance(error.__cause__, MemoryError)
+                found.append("stopped")
+        assert found == ["error", "error", "stopped"]
         assert not engine.is_healthy
-        assert isinstance(engine.error, ValueError)
+        assert isinstance(engine.error, MemoryError)
         with pytest.raises(EngineStoppedError):
             await engine.add([3], GREEDY)
 

@@ -1,4 +1,4 @@
-"""Processes of this host: their state, their descendants, and the exit code of the watchdog."""
+"""Processes of this host: their environment and state, their descendants, and the exit code of the watchdog."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -47,6 +47,18 @@ def exit_on_interrupted_import() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, which processes started in the context inherit; restore all at its end."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def is_alive(pid: int) -> bool:

@@ -43,11 +43,6 @@ class AsyncSave:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
-    @property
-    def is_in_progress(self) -> bool:
-        """True if a save was started and not finished; the same on all ranks."""
-        return self._thread is not None
-
     def start(self, save: CheckpointSave, ranks: CheckpointRanks, *, pin: bool) -> None:
         """Copy the resident tensors of `save` to host memory, and start a thread that writes the checkpoint.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +61,10 @@ class MeshShape:
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along these axes together."""
-        return math.prod(int(getattr(self, axis)) for axis in axes)
+        number = 1
+        for axis in axes:
+            number *= int(getattr(self, axis))
+        return number
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank` along each axis.

@@ -113,7 +113,7 @@ class _MpiFamily:
     """Environment variables of one kind of MPI. Among several names for one value, the first that is set is used.
 
     Args:
-        of_slurm_too: Slurm sets the same names, some of them without the others.
+        of_slurm_too: Slurm sets some of these names too, so that a rank without a world size is no rank of MPI.
     """
 
     source: str

@@ -22,6 +22,7 @@ from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engi
 from windlass.compat.engine_config import asked
 from windlass.compat.engine_groups import groups_of_engine, set_current_engine
 from windlass.compat.full_state_dicts import FullStateDicts
+from windlass.compat.gradient_unscaling import GradientUnscaling
 from windlass.compat.loss_scaler_view import LossScalerView, scale_of
 from windlass.compat.not_built import NotBuiltError
 from windlass.compat.optimizer_classes import KIND_ATTRIBUTE as KIND
@@ -175,6 +176,10 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         setattr(optimizer, KIND, kind := optimizer_kind_of(self._config))
         if kind == "basic":
             pass_for_basic(optimizer, self._config, named=self.client_optimizer is None)
+        if kind in ("fused", "unfused", "stages 1 and 2"):
+            optimizer.unscale_and_clip_grads = GradientUnscaling(
+                optimizer, self._config.gradient_clipping, takes_gradients=kind != "unfused"
+            )
         if name := MASTER_ATTRIBUTES.get(self.zero_optimization_stage()):
             setattr(optimizer, name, MasterWeightGroups(optimizer))
             setattr(optimizer, PARAMETER_ATTRIBUTES[self.zero_optimization_stage()], ParameterGroups(optimizer))

@@ -77,6 +77,16 @@ def _missing_name_message(module: str, name: str) -> str:
     )
 
 
+def _folder_of(package: str) -> str:
+    """Return the folder in which scripts find the files of a package's modules, or an empty one.
+
+    Python never imports from it, because this finder comes first and knows every module of the folder.
+    """
+    own = Path(__file__).parent / package.rpartition(".")[2]
+    modules = [file.stem for file in own.glob("*.py") if file.stem != "__init__"]
+    return str(own) if modules and all(is_module(f"{package}.{name}") for name in modules) else _FOLDER
+
+
 class StandInFinder(MetaPathFinder, Loader):
     """Import finder and loader of the modules below `deepspeed`."""
 
@@ -88,7 +98,7 @@ class StandInFinder(MetaPathFinder, Loader):
             return None
         spec = ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
         if spec.submodule_search_locations is not None:  # scripts list the folder of a package
-            spec.submodule_search_locations.append(_FOLDER)
+            spec.submodule_search_locations.append(_folder_of(fullname))
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -24,7 +24,9 @@ def optimizer_kind_of(config: Config) -> str:
     stage = config.zero_optimization.stage
     if stage == 3:
         return "stage 3"
-    if stage == 1 and config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32":
+    offload = config.zero_optimization.offload_optimizer
+    on_host = offload is not None and offload.device == "cpu"
+    if stage == 1 and config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32" and not on_host:
         return "bf16"
     if stage in (1, 2):
         return "stages 1 and 2"

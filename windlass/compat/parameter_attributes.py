@@ -24,7 +24,7 @@ from windlass.compat.not_built import NotBuiltError
 from windlass.compat.zero_param_status import ZeroParamStatus, ZeroParamType
 from windlass.zero.access.gathered_parameters import GatheredParameters
 from windlass.zero.core import sharded_parameter
-from windlass.zero.core.parameter_registry import find
+from windlass.zero.core.parameter_registry import find, require
 from windlass.zero.core.sharded_parameter import ShardedParameter
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_model import ShardedModel
@@ -166,12 +166,46 @@ def _shard_group(parameter: nn.Parameter) -> Any:
     return init_shard.group
 
 
+class LocalShard(torch.Tensor):
+    """This rank's elements of a parameter, flat, as a view. Operations on it return plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    ds_numel: int
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The elements as a plain tensor. Assignment is refused: it would leave the parameter as it is."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise NotBuiltError(
+            f"parameter.ds_tensor.data of {self.numel()} elements: assigned values would not reach the parameter, "
+            "whose shard is a part of a larger buffer; use deepspeed.utils.safe_set_local_fp32_param on all ranks"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
 def _ds_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's shard, flat. Like DeepSpeed's, it has the attribute `ds_numel`."""
+    """Return this rank's elements in the parameter's dtype. Like DeepSpeed's, they have the attribute `ds_numel`."""
     init_shard = initial_shard.find(parameter)
-    piece = (init_shard.shard if init_shard is not None else zero.local_param(parameter)).detach().view(-1)
-    piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
-    return piece
+    piece = (init_shard.shard if init_shard is not None else _piece_of_shard(parameter)).detach().view(-1)
+    shown = torch.Tensor._make_subclass(LocalShard, piece)
+    shown.ds_numel = shown.numel()
+    return shown
+
+
+def _piece_of_shard(parameter: nn.Parameter) -> torch.Tensor:
+    place = require(parameter)
+    unit, group = place.unit, place.unit.transport.group
+    shard = unit.read_local_shard()
+    for piece in unit.layout.pieces(*unit.layout.shard_range(group.index, group.size)):
+        if piece.index == place.index:
+            return shard.narrow(0, piece.offset, piece.numel)
+    return shard.narrow(0, 0, 0)
 
 
 def _padded_shard_numel(parameter: nn.Parameter) -> int:

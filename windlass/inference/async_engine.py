@@ -278,7 +278,7 @@ class AsyncLLMEngine:
             while not (self._stopping and not (self._drains and self._engine.has_requests())):
                 self._run_calls(wait=not self._engine.has_requests() and not self._stopping)
                 if self._engine.has_requests():
-                    self._deliver(self._engine.step())
+                    self._deliver(self._step())
             self._run_calls(wait=False)
             self._engine.close()
             stopped: BaseException = EngineStoppedError("it was shut down")
@@ -290,6 +290,12 @@ class AsyncLLMEngine:
             self._send(subscriber, stopped)
         self._subscribers.clear()
         self._run_calls(wait=False)  # calls queued after the last step
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self._engine.step()
+        except Exception as error:
+            return self._engine.recover(error)
 
     def _run_calls(self, *, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):

@@ -53,13 +53,8 @@ class BlockManager:
         """Number of blocks that no sequence holds, cached ones included."""
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Number of blocks whose content can be shared."""
-        return len(self._key_of)
-
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def references(self, block: int) -> int:

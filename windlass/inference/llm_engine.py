@@ -50,6 +50,8 @@ from windlass.inference.step_cost import StepCost
 from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 from windlass.inference.token_draw import upload
 
+_MAX_FAILURES = 2  # requests in a row that may fail alone before the engine is at fault
+
 
 @dataclass
 class _StartedStep:
@@ -136,6 +138,9 @@ class LLMEngine:
         self._updates = count_updates(runner.model)
         self._changed: dict[str, GenerationRequest] = {}
         self._token_texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+        self._failed: list[str] = []  # requests of the steps that the last call of `step` could not finish
+        self._alone: dict[str, None] = {}  # requests that run alone once; see [Note: failed steps]
+        self._failures = 0  # requests in a row that failed alone
 
     # requests
 
@@ -310,14 +315,50 @@ class LLMEngine:
         """Run one forward; return the requests that have finished, and those that stream and have new tokens.
 
         With stages on several ranks, steps of other sequences are started before the oldest one is finished.
+
+        Raises:
+            Exception: an error of the model; `recover` tells whether requests can go on.
         """
+        self._failed = []
         if self.has_requests():
             self._check_weights()
             try:
                 self._run_step()
             except BaseException:
+                self._failed = list(
+                    dict.fromkeys(s.request.request_id for step in self._started for s, _ in step.chosen)
+                )
                 self._drop_started()
                 raise
+        return self._take_outputs()
+
+    def recover(self, error: Exception) -> list[RequestOutput]:
+        """End the request whose forward made `step` raise `error`, and return its output; the others go on.
+
+        [Note: failed steps] The requests of a failed step run alone, one after the other. What a failed step computed
+        is computed again. A request that fails alone ends with the finish reason `error`.
+
+        Raises:
+            Exception: `error` itself, if no request is at fault: it does not come from a step, several ranks have taken
+                part in it, or the third request in a row has failed alone.
+        """
+        failed = [request_id for request_id in self._failed if request_id in self._requests]
+        if not failed or self._pipelined is not None or not self.runner.can_repeat:
+            raise error
+        if len(failed) > 1:
+            logger.warning("a step of %d requests failed (%s); each runs alone now", len(failed), one_line(str(error)))
+            self._alone = dict.fromkeys(failed)
+            return []
+        self._failures += 1
+        if self._failures > _MAX_FAILURES:
+            raise error
+        logger.error("request %s ends by an error of its forward", failed[0], exc_info=error)
+        self._alone.pop(failed[0], None)
+        cause = ModelError(f"the forward of this request failed with {type(error).__name__}: {one_line(str(error))}")
+        self._end(self._requests[failed[0]], "error", cause)
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[RequestOutput]:
         outputs = []
         for request in self._changed.values():
             if request.finished:
@@ -453,6 +494,9 @@ class LLMEngine:
             self._stats.forward_seconds += self._clock() - before
             self._started.popleft()
             self._take_logits(step.chosen, step.rows, logits)
+        self._failures = 0
+        for sequence, _ in step.chosen:
+            self._alone.pop(sequence.request.request_id, None)
         self._propose_drafts()
         now = self._clock()
         seconds = now - max(step.began, self._finished_at)
@@ -506,7 +550,9 @@ class LLMEngine:
                 left = sequence.num_known - sequence.num_computed
                 chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
         if not chosen:
-            if not plan.preempted and not plan.admitted and not self._started:
+            if self._alone:  # the request waits for blocks of others
+                self._alone.clear()
+            elif not plan.preempted and not plan.admitted and not self._started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
             return None, [], []
         if copies:
@@ -528,12 +574,18 @@ class LLMEngine:
         enough = len(self._running) * (2 + drafts // self._blocks.block_size + 1)
         counts = bool(self._waiting) or self._blocks.num_free < enough
         idle = [sequence for sequence in self._running.values() if not sequence.in_flight]
+        waiting = list(self._waiting.values())
+        while self._alone and (alone := next(iter(self._alone))) not in self._requests:
+            del self._alone[alone]
+        if self._alone:
+            idle = [sequence for sequence in idle if sequence.request.request_id == alone]
+            waiting = [sequence for sequence in waiting if sequence.request.request_id == alone]
         if share is not None:
             idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
         places = sum(self._candidates(sequence) for sequence in self._running.values())
         return schedule(
             [self._snapshot_running(sequence, counts_freed=counts) for sequence in idle],
-            [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
+            [self._snapshot_waiting(sequence) for sequence in waiting],
             self._blocks.num_free,
             self._limits,
             self.cost,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +75,13 @@ class CausalForward:
                 )
             logits = logits[rows]
         return logits.float()
+
+
+def run_probe(forward: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]) -> None:
+    """Run a forward of two tokens, in which hooks record the layers that are called and their inputs."""
+    ids = torch.zeros(2, dtype=torch.long)
+    with torch.inference_mode():
+        forward(ids, None, ids[:1])
 
 
 def find_device(model: nn.Module) -> torch.device:

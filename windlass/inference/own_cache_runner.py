@@ -52,6 +52,7 @@ class OwnCacheModelRunner:
 
     computes_drafts = False
     is_asynchronous = False
+    can_repeat = False  # some layers may have updated their state already
     block_nbytes = 0
 
     def __init__(

@@ -50,6 +50,7 @@ class PagedModelRunner:
     """
 
     computes_drafts = True
+    can_repeat = True
     graphs: DecodeGraphs | None = None
 
     def __init__(

@@ -15,7 +15,7 @@ from windlass.base.errors import CommunicationError, ConfigError, ModelError, St
 from windlass.base.log import logger
 from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
-from windlass.inference.model_forward import CausalForward, find_device
+from windlass.inference.model_forward import CausalForward, find_device, run_probe
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.packed_modules import PackedModules, can_pack, pack_modules
 from windlass.inference.paged_runner import PagedModelRunner
@@ -287,14 +287,12 @@ def _pack(
         if options.weights is not None:
             pack_linear_layers(model, options.weights)
         return None
-
-    def probe() -> None:
-        ids = torch.zeros(2, dtype=torch.long)
-        with torch.inference_mode():
-            forward(ids, None, ids[:1])
-
     return pack_modules(
-        model, probe, weight_format=options.weights, activations=options.activations, frees_weights=owned
+        model,
+        partial(run_probe, forward),
+        weight_format=options.weights,
+        activations=options.activations,
+        frees_weights=owned,
     )
 
 

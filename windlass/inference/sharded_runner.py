@@ -25,6 +25,7 @@ class ShardedRunner:
     """
 
     is_asynchronous = False
+    can_repeat = False
 
     def __init__(self, runner: ModelRunner, channel: RankChannel) -> None:
         self._runner, self._channel = runner, channel

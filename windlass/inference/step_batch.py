@@ -81,6 +81,7 @@ class ModelRunner(Protocol):
         computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
         lora: adapters of the model; None: requests have none.
         is_asynchronous: `run` returns before the logits are computed, so that the next step can be queued.
+        can_repeat: a batch can run again after `run` has raised an error; False where other ranks take part in it.
     """
 
     model: nn.Module
@@ -91,6 +92,7 @@ class ModelRunner(Protocol):
     block_nbytes: int
     computes_drafts: bool
     lora: LoraAdapters | None
+    can_repeat: bool
 
     @property
     def is_asynchronous(self) -> bool: ...

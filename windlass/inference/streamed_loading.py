@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.mapped_loading import LazyTensor, absent_tensor, lazy_loading, map_safetensors
-from windlass.inference.model_forward import CausalForward
+from windlass.inference.model_forward import CausalForward, run_probe
 from windlass.inference.model_loading import load_config, load_model, parse_dtype
 from windlass.inference.streamed_modules import DiskUnits, MappedUnits, StreamedModules, WeightLender, store_units
 from windlass.inference.weight_file import (
@@ -140,13 +141,7 @@ class _StreamedLoad:
         self._index_path.unlink(missing_ok=True)
         parameters = dict(model.named_parameters())
         forms = {n: StoredTensorPlace(CODES[p.dtype], tuple(p.shape), 0) for n, p in parameters.items()}
-        forward = CausalForward(model)
-
-        def probe() -> None:
-            ids = torch.zeros(2, dtype=torch.long)
-            with torch.inference_mode():
-                forward(ids, None, ids[:1])
-
+        probe = partial(run_probe, CausalForward(model))
         del parameters
         writer = WeightFileWriter(self._weights_path)
         try:

@@ -28,7 +28,7 @@ class Read(Protocol):
     """Bytes on their way to memory."""
 
     def wait(self) -> None:
-        """Wait for them, and raise if they cannot be read."""
+        """Wait until the bytes have arrived, and raise if they cannot be read."""
         ...
 
     def finish(self) -> None:

@@ -36,7 +36,7 @@ _SSH_OPTIONS = {
     "ForwardX11": "no",
     "ClearAllForwardings": "yes",
 }
-_KILL_AFTER_S = 2.0  # longer than the grace period: a node that does not answer ends its ranks by itself
+_KILL_AFTER_S = 2.0  # time after the grace period in which a node without a connection ends its ranks itself
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from windlass.base.processes import temporary_environment
 from windlass.launch import exec_rank
 from windlass.launch.exit_status import LaunchExitStatus, RankFailure, combine_failures
 from windlass.launch.launch_errors import LaunchError
@@ -46,7 +47,7 @@ def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapp
 
     with (
         tempfile.TemporaryDirectory(prefix="windlass-launch-") as logs,
-        _temporary_environment(env),
+        temporary_environment(env),
         _restored_signal_handlers(),
         _silenced_torch_log(),
     ):
@@ -85,18 +86,6 @@ def _torch_launch_config(args: argparse.Namespace, log_dir: str) -> Any:
     except (ValueError, RuntimeError) as error:
         raise LaunchError(f"torch rejects these flags: {error}") from error
     return config
-
-
-@contextlib.contextmanager
-def _temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in this process's environment, from which the agent's ranks inherit them; restore it at the end."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ _STOP_SECONDS = 5.0
 
 
 class EngineRankError(WindlassError, RuntimeError):
-    """Rank of the served model whose process has ended. Its own output has the reason."""
+    """Raised if the process of another rank of the served model has ended. Its output gives the reason."""
 
 
 class EngineRanks:

@@ -72,7 +72,7 @@ class ForcedFunction:
         self._name: str | None = name
 
     def feed(self, text: str, finished: bool) -> ParsedText:
-        """Return the text as arguments."""
+        """Return new text as a part of the function's arguments; the first call also gives the name."""
         if not text and self._name is None:
             return ParsedText()
         name, self._name = self._name, None

@@ -88,7 +88,7 @@ class DirectFileReader:
         except BaseException:
             os.close(self._file)
             raise
-        self._engine, self.engine_name = started.engine, started.name
+        self._engine = started.engine
         self._closer = weakref.finalize(self, _close, self._engine, self._file)
 
     def allocate_buffer(self, nbytes: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ class ControlStore:
         return int(self._store_call("add", "left", 1))
 
     def count_checked_out(self) -> int:
-        """Return the number of ranks that need the store no longer."""
+        """Return the number of ranks that no longer need the store."""
         return int(self._store_call("add", "left", 0))
 
     def _store_call(self, name: str, *arguments: Any) -> Any:

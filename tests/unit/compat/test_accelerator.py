@@ -6,6 +6,7 @@ import inspect
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from windlass.compat.accelerator import get_accelerator, real_accelerator, set_a
 from windlass.compat.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from windlass.compat.accelerator.cpu_accelerator import CPU_Accelerator
 from windlass.compat.accelerator.cuda_accelerator import CUDA_Accelerator
+from windlass.compat.module_finder import StandInFinder
 from windlass.compat.not_built import NotBuiltError
 
 # methods of the abstract class of DeepSpeed 0.19.8
@@ -142,3 +144,15 @@ def test_builders() -> None:
         host.create_op_builder("GDSBuilder").load()
     flat = host.create_op_builder("UtilsBuilder").load().flatten([torch.ones(2), torch.zeros(2, 2)])
     assert flat.tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_the_folder_of_the_package_has_a_file_for_each_accelerator() -> None:
+    """Scripts list the folder to find accelerators; every module in it is a name of the stand-in."""
+    spec = StandInFinder().find_spec("deepspeed.accelerator")
+    assert spec is not None and spec.submodule_search_locations is not None
+    files = {file.stem for file in Path(spec.submodule_search_locations[0]).glob("*_accelerator.py")}
+    assert files == {"abstract_accelerator", "real_accelerator", "cpu_accelerator", "cuda_accelerator"}
+    assert all(StandInFinder().find_spec(f"deepspeed.accelerator.{name}") is not None for name in files)
+    other = StandInFinder().find_spec("deepspeed.runtime")
+    assert other is not None and other.submodule_search_locations is not None
+    assert [file.name for file in Path(other.submodule_search_locations[0]).glob("*.py")] == ["__init__.py"]

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.compat.optimizer_classes import optimizer_kind_of
 from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from windlass.compat.optimizers.deepspeed_muon import Muon, muon_update
 from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
+from windlass.config import load_config
 from windlass.optim import Lamb, Lion
 from windlass.optim.elementwise_optimizers import is_elementwise
 
@@ -204,3 +206,11 @@ def test_adagrad_accepts_sparse_gradients_as_torch_does() -> None:
     decaying = DeepSpeedCPUAdagrad(own.parameters(), weight_decay=0.1)
     with pytest.raises(ModelError, match="is sparse; make it dense"):
         decaying.step()
+
+
+@pytest.mark.parametrize(("device", "kind"), [(None, "bf16"), ("none", "bf16"), ("cpu", "stages 1 and 2")])
+def test_fp32_accumulation_of_stage_1_has_its_own_class_without_offload(device: str | None, kind: str) -> None:
+    """`coalesce_grad_reduction`, which that class refuses, works with the optimizer on the host, as in DeepSpeed."""
+    zero = {"stage": 1} | ({"offload_optimizer": {"device": device}} if device else {})
+    given = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": zero}
+    assert optimizer_kind_of(load_config(given)) == kind

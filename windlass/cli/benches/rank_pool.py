@@ -9,14 +9,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from windlass.base.errors import WindlassError
+from windlass.base.processes import temporary_environment
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
 
@@ -62,7 +62,7 @@ class RankPool:
         for rank in range(nproc):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, make_worker, rank, meeting), daemon=True)
-            with _environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
+            with temporary_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
                 process.start()
             there.close()
             self._ends.append(here)
@@ -116,18 +116,6 @@ class RankPool:
     def _end_of(self, rank: int) -> str:
         self._processes[rank].join(_AFTER_FAILURE_S)
         return f"ended with exit code {self._processes[rank].exitcode}"
-
-
-@contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables for processes that start inside the context; torch reads some of them when it is imported."""
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, meeting: str) -> None:

@@ -77,6 +77,10 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
         "windlass.compat.optimizer_group_views:FlatGradients",
         "reduced gradients without padding, copied at each access, which is collective",
     ),
+    "optimizer.unscale_and_clip_grads": differs(
+        "windlass.compat.gradient_unscaling:GradientUnscaling",
+        "scales the gradients that it is given; engine.step() does not call it, and scales its own by itself",
+    ),
     "optimizer._get_norm_groups": differs(
         "windlass.compat.optimizer_group_views:norms_of_groups",
         "collective at every stage: full gradients are gathered one by one",
@@ -88,7 +92,11 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     "parameter.data": differs(
         "", "at stage 3 it has the full shape, not an empty one; reading it outside a gather raises"
     ),
-    "parameter.ds_tensor": differs("", "the elements of the parameter in this rank's shard of its unit, flat"),
+    "parameter.ds_tensor": differs(
+        "windlass.compat.parameter_attributes:LocalShard",
+        "the elements of the parameter in this rank's shard of its unit, flat and without padding; assigning to its "
+        "`data` is refused, because the parameter would not change",
+    ),
     "parameter.grad": differs(
         "",
         "None after a backward; at stage 0 in fp32 and fp16, where DeepSpeed has one, reading its values raises: "

@@ -293,7 +293,7 @@ class _ScheduleRunner:
         else:
             later = self._weight_backwards[stage, micro_batch] = SplitBackward(edges, seeds, kept.input_leaves)
             if later and kept.input_leaves:
-                # Never the last backward: the gradients of weights follow.
+                # Not the last backward of the step: that of the weights follows.
                 self._callbacks.run_backward(later.backward_inputs, False)
         if stage == 0:
             # No previous stage, hence no SEND_GRADIENT that would remove the state.
