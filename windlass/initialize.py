@@ -24,6 +24,7 @@ from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
+from windlass.compress.engine_steps import check_compression, follow_engine_steps
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
 from windlass.engine.engine_reporter import startup_lines
@@ -160,6 +161,7 @@ def build_engine(
     _destroy_previous_engines(model, allow_training=replace_training_engine)
     if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
+    check_compression(model, config.compression_training, axes.tp, axes.pp)
     mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
@@ -187,6 +189,7 @@ def build_engine(
     if training_data is not None:
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _engines_by_model_id[id(model)] = engine
+    follow_engine_steps(model, engine)
     if device.type == "cpu":
         keep_freed_memory()
     observer.after_initialize(engine)

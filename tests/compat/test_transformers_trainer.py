@@ -58,6 +58,7 @@ _AXES: dict[str, dict[str, Any]] = {
     **{f"sequence-{stage}": {"config": _config(stage), "readers": 1, "sequences": 2, "save": True} for stage in (1, 3)},
 }
 Told = dict[str, dict[str, Any]]
+_RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]  # `test_accelerate` trains on one rank too
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told
     return get
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
 def test_losses_equal_the_plain_trainer(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms and learning rates, also after a resume in a new Trainer, equal the plain Trainer's."""
@@ -114,13 +115,13 @@ def test_models_and_sequences_sharded_over_ranks_train_as_one(results_of: Callab
         assert item["resumed"] == pytest.approx(dict(zip("34", plain["losses"][2:], strict=True)), abs=2e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", _RANKS)
 def test_bf16_losses_are_close_to_fp32(results_of: Callable[[int], Told], ranks: int) -> None:
     """bf16 with fp32 masters follows the fp32 losses within the precision of bf16 logits."""
     assert results_of(ranks)["bf16"]["losses"] == pytest.approx(results_of(0)["plain"]["losses"], rel=2e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", _RANKS)
 def test_schedule_of_the_configuration_equals_deepspeed(results_of: Callable[[int], Told], ranks: int) -> None:
     """DeepSpeed's warm-up has made no step before the second update, which has the lowest rate too."""
     plain, item = results_of(0)["plain"], results_of(ranks)["schedule"]
@@ -132,7 +133,8 @@ def test_schedule_of_the_configuration_equals_deepspeed(results_of: Callable[[in
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *((name, ranks) for name, case in _CASES.items() if case.get("save") for ranks in (1, 2)),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name, case in _CASES.items() if case.get("save")),
+        *((name, 2) for name, case in _CASES.items() if case.get("save")),
         *((name, 2) for name, case in _AXES.items() if case.get("save")),
     ],
 )

@@ -106,28 +106,64 @@ def test_packed_directories_are_served(name: str, head: bool, tmp_path: Path) ->
         LLM(tmp_path / "packed", weights="int8", **options)
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
-    layers = []
+    layers: list[str] = []
 
     def fail(layer: str, weight: torch.Tensor, form: Any) -> Any:
-        layers.append(layer)
         if len(layers) == 4:
             raise KeyboardInterrupt
+        layers.append(layer)
         return form.pack(weight)
 
+    def count(layer: str, weight: torch.Tensor, form: Any) -> Any:
+        assert layer not in layers, "a layer that the interrupted run completed"
+        layers.append(layer)
+        return form.pack(weight)
+
+    partial = tmp_path / ".packed.partial"
     with pytest.raises(KeyboardInterrupt):
         write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", pack=fail)
-    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
-    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
-    before = load_file(tmp_path / "packed" / "model.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"wide", ".packed.partial"}, "nothing under the name itself"
+    with open(partial / "journal", "a") as journal:
+        journal.write("model.norm.wei")  # a process that ends in the middle of a line
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", pack=count)
+    assert sorted(layers) == sorted(report.layers) and not partial.exists()
+    write_packed_directory(tmp_path / "wide", tmp_path / "whole", "int4_g32")
+    assert read_files(tmp_path / "packed") == read_files(tmp_path / "whole")
     with pytest.raises(ModelError, match="packed exists"):
         write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
     layers.clear()
     with pytest.raises(KeyboardInterrupt):
         write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", pack=fail, overwrite=True)
-    after = load_file(tmp_path / "packed" / "model.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert read_files(tmp_path / "packed") == read_files(tmp_path / "whole"), "replaced only when complete"
+    # other settings than those of the interrupted run, and another model under the same name
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", overwrite=True)
+    assert read_files(tmp_path / "packed") == read_files(tmp_path / "whole") and not partial.exists()
+    layers.clear()
+    with pytest.raises(KeyboardInterrupt):
+        write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", pack=fail, overwrite=True)
+    build("llama", 7, hidden_size=64, intermediate_size=96, max_position_embeddings=96).save_pretrained(
+        tmp_path / "wide"
+    )
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", overwrite=True)
+    write_packed_directory(tmp_path / "wide", tmp_path / "whole", "int4_g32", overwrite=True)
+    assert read_files(tmp_path / "packed") == read_files(tmp_path / "whole")
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_two_runs_do_not_write_one_directory(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+
+    def inner(layer: str, weight: torch.Tensor, form: Any) -> Any:
+        with pytest.raises(ModelError, match=r"another process writes .*\.packed\.partial"):
+            write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+        return form.pack(weight)
+
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", pack=inner)
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

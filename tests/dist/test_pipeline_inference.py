@@ -88,6 +88,15 @@ def test_matrices_and_layers_over_four_ranks() -> None:
     assert_law(["llama"], {"pp": 2, "tp": 2})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("gemma3", {"pp": 3}), ("gemma3", {"pp": 4}), ("mixtral", {"pp": 2, "ep": 2}), ("qwen2", {"pp": 2, "tp": 2})],
+)
+def test_more_stages_and_axes(name: str, axes: dict[str, int]) -> None:
+    assert_law([name], axes)
+
+
 @pytest.mark.parametrize(
     "options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}, {"policy": "prefill-first"}]
 )

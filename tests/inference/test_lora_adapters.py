@@ -118,8 +118,8 @@ def test_an_adapter_of_the_output_head_changes_the_wanted_rows(tmp_path: Path) -
     assert_adapters(model, outputs, {"head": directory})
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_loaded_model_with_packed_weights_takes_adapters(deterministic: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"deterministic": True}, {"deterministic": False}, {"weights_tier": "disk"}])
+def test_a_loaded_model_with_packed_weights_takes_adapters(settings: dict[str, Any], tmp_path: Path) -> None:
     """Query, key and value projections are one packed product, of which each layer returns a part."""
     model = served("llama")
     model.save_pretrained(tmp_path / "model")
@@ -128,12 +128,12 @@ def test_a_loaded_model_with_packed_weights_takes_adapters(deterministic: bool, 
     wanted = [[None, *directories][number % 4] for number in range(12)]
     found = []
     for sequences in (8, 1):
-        options = {"max_tokens_per_step": 16, "max_sequences": sequences, "deterministic": deterministic}
+        options = {"max_tokens_per_step": 16, "max_sequences": sequences, **settings}
         with LLM(tmp_path / "model", skip_tokenizer_init=True, lora=directories, **options) as llm:
             outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
         assert_adapters(model, outputs, directories)
         found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
-    if deterministic:
+    if settings.get("deterministic"):
         assert found[0] == found[1]
 
 

@@ -76,6 +76,17 @@ def test_one_engine_with_preemption_prefixes_chunks_and_both_tiers(tmp_path: Pat
     assert_greedy(model, outputs)
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_drafts_are_checked_by_a_streamed_model(method: str, tmp_path: Path) -> None:
+    model = saved("llama", tmp_path)
+    settings = {"method": method, **({"model": str(tmp_path)} if method == "draft" else {})}
+    repeating = [[5, 6, 7, 8] * 5, [9, 3] * 7]
+    with streamed(tmp_path, speculative=settings) as llm:
+        outputs = llm.generate([*repeating, *make_prompts(4, VOCABULARY)], GREEDY)
+        assert llm.stats().accepted_draft_tokens > 0
+    assert_greedy(model, outputs)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_formats_have_the_bits_of_packed_weights_in_memory(weights: str, tmp_path: Path) -> None:
     """Bytes read from the file shrink with the format."""

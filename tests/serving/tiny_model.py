@@ -10,7 +10,7 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(directory: Path, max_position_embeddings: int = 512) -> Path:
+def write_tiny_model(directory: Path, max_position_embeddings: int = 512, num_hidden_layers: int = 2) -> Path:
     """Write the model and return its directory."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -28,7 +28,7 @@ def write_tiny_model(directory: Path, max_position_embeddings: int = 512) -> Pat
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=max_position_embeddings,

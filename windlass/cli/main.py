@@ -55,6 +55,7 @@ COMMANDS = (
     CliCommand("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
     CliCommand("serve", "windlass.cli.serve", "serve", "Serve a model over HTTP with OpenAI's interface."),
     CliCommand("chat", "windlass.cli.chat", "chat", "Talk with a model in the terminal."),
+    CliCommand("compress", "windlass.cli.compress", "compress", "Write a model with packed weights."),
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),

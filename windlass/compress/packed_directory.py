@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from windlass.base.atomic_file import make_directory, open_new, temporary_path_beside
 from windlass.base.errors import ModelError
-from windlass.compress.model_directory import INDEX, SINGLE, ModelDirectory, build_empty, linear_layers, write_json
+from windlass.comm.rank_group import RankGroup
+from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
+from windlass.compress.partial_directory import WrittenTensors, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
-from windlass.storage.safetensors_header import encode_safetensors_header
 
 FILE_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", INDEX)
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
 """Packs the weight of a layer, given its name, its weight and its format."""
+
+
+class TensorProducer(Protocol):
+    """Source of the tensors of a packed directory."""
+
+    def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
+        """Yield name and new tensors of each source that `partial` lacks, in any order.
+
+        Args:
+            layers: format of each packed layer.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,57 +55,68 @@ class PackedReport:
 
 
 def write_packed_directory(
-    source: str | Path,
+    source: str | Path | ModelDirectory,
     target: str | Path,
     formats: str | Callable[[str], str | None],
     *,
     pack: PackLayer | None = None,
+    produce: TensorProducer | None = None,
+    method: Mapping[str, Any] | None = None,
     head: bool = False,
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     trust_remote_code: bool = False,
+    group: RankGroup | None = None,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
-    all.
+    all. A call after an interrupted one with the same arguments continues at the layer where that stopped.
 
     Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
 
     Args:
         formats: format of all linear layers, or a function from a layer's name to its format, or None to leave it wide.
         pack: another rounding than the format's own, with the same packed tensors.
+        produce: source of all tensors, in place of `pack`.
+        method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
         head: pack the output head too, where `formats` is a name. A head that shares the embedding stays wide.
         overwrite: replace an existing directory.
         file_bytes: of a file with more than one tensor, at most.
+        group: ranks that make the same call; `produce` is called on each, and the first one writes.
 
     Raises:
         ModelError: the source is no model, is packed already, or the target exists.
         WeightFormatError: a weight does not fit its format.
     """
-    directory, to = ModelDirectory(source), Path(target)
+    directory, to = source if isinstance(source, ModelDirectory) else ModelDirectory(source), Path(target)
     if directory.quantization is not None:
         raise ModelError(
-            f"{source} is quantized already ({directory.quantization.get('quant_method')}); give the wide model"
+            f"{directory.path} is quantized already ({directory.quantization.get('quant_method')}); give the wide model"
         )
     if to.exists() and not overwrite and not (to.is_dir() and not any(to.iterdir())):
         raise ModelError(f"{to} exists; choose another directory, or overwrite it")
     model = build_empty(directory, trust_remote_code=trust_remote_code)
     layers, kept = _choose(directory, model, formats, head)
     forms = _file_forms(directory, layers)
-    staging = temporary_path_beside(to.absolute())
-    try:
-        make_directory(staging, exist_ok=False)
-        _write_files(directory, layers, forms, staging, pack or _round, file_bytes)
+    plan = {"layers": layers, "method": dict(method or {}), "source": _source_state(directory)}
+    if group is not None:
+        group.barrier()  # no rank finds the directory that this call writes
+    if group is not None and group.index:
+        followed = _FollowedDirectory(group.broadcast_object(None))
+        for _ in (produce or _LayerProducer(directory, pack or _round))(layers, followed):
+            pass
+        group.barrier()
+        return _report(directory, layers, kept, forms)
+    with open_partial_directory(to, forms, plan, file_bytes) as partial:
+        if group is not None:
+            group.broadcast_object(set(partial.done))
+        for name, tensors in (produce or _LayerProducer(directory, pack or _round))(layers, partial):
+            partial.write(name, tensors)
+            del tensors
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
         config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
-        write_json(staging / "config.json", config)
-        _copy_companions(directory.path, staging)
-        if to.exists():
-            shutil.rmtree(to)
-        os.replace(staging, to)
-    except OSError as error:
-        raise ModelError(f"{to} cannot be written: {error}; free some space or choose another directory") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        partial.finish(config, _companions(directory.path))
+    if group is not None:
+        group.barrier()
     return _report(directory, layers, kept, forms)
 
 
@@ -138,70 +160,59 @@ def _round(layer: str, weight: torch.Tensor, weight_format: WeightFormat) -> Pac
     return weight_format.pack(weight)
 
 
-def _write_files(
-    directory: ModelDirectory,
-    layers: dict[str, str],
-    forms: dict[str, dict[str, PackedTensorForm]],
-    staging: Path,
-    pack: PackLayer,
-    file_bytes: int,
-) -> None:
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, parts in forms.items():
-        here = sum(form.nbytes for form in parts.values())
-        if size + here > file_bytes and files[-1]:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += here
-    names = [SINGLE]
-    if len(files) > 1:
-        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    for file_name, sources in zip(names, files, strict=True):
-        written = {part: form for source in sources for part, form in forms[source].items()}
-        head = encode_safetensors_header({part: (form.dtype, form.shape) for part, form in written.items()}, {})
-        with open_new(staging / file_name) as file:
-            file.write(head)
-            for source in sources:
-                tensors = _tensors_of(directory, source, layers, pack)
-                for part, form in forms[source].items():
-                    tensor = tensors.pop(part)
-                    if tensor.dtype != form.dtype or tuple(tensor.shape) != form.shape:
-                        raise ModelError(f"tensor {part!r} is {tensor.dtype} {tuple(tensor.shape)}, not {form}")
-                    file.write(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
-                    del tensor
-            file.flush()
-            os.fsync(file.fileno())
-    if len(files) > 1:
-        places = zip(names, files, strict=True)
-        weight_map = {part: file for file, sources in places for source in sources for part in forms[source]}
-        total = sum(form.nbytes for parts in forms.values() for form in parts.values())
-        write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+@dataclass
+class _FollowedDirectory:
+    """Directory that the first rank writes."""
+
+    done: set[str]
+
+    def read(self, source: str) -> PackedWeight:
+        raise AssertionError(f"{source} is read by the first rank alone")
 
 
-def _tensors_of(
-    directory: ModelDirectory, source: str, layers: dict[str, str], pack: PackLayer
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that a tensor of the source becomes, by their names."""
+@dataclass(frozen=True)
+class _LayerProducer:
+    """Producer that packs one layer after the other."""
+
+    directory: ModelDirectory
+    pack: PackLayer
+
+    def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
+        for source in self.directory.places:
+            if source not in partial.done:
+                yield source, pack_source(self.directory, source, layers, self.pack)
+
+
+def pack_source(directory: ModelDirectory, source: str, layers: Mapping[str, str], pack: PackLayer) -> PackedWeight:
+    """Return the tensors that a tensor of the source becomes, by their names in the file."""
     layer = source.removesuffix(".weight")
     if layer not in layers or source == layer:
         return {source: directory.read(source)}
     found = pack(layer, directory.read(source), get_weight_format(layers[layer]))
-    return {f"{layer}.{part}": tensor for part, tensor in found.items()}
+    return name_tensors(layer, found)
 
 
-def _copy_companions(source: Path, staging: Path) -> None:
-    """Copy the small files of a model: tokenizer, generation settings, chat template."""
-    for path in source.iterdir():
-        if (
-            path.is_file()
-            and path.name != "config.json"
-            and not path.name.startswith(".")
-            and not path.name.endswith(_WEIGHTS)
-        ):
-            with path.open("rb") as file, open_new(staging / path.name) as copy:
-                shutil.copyfileobj(file, copy)
+def name_tensors(layer: str, packed: PackedWeight) -> PackedWeight:
+    """Return the packed tensors of a layer by their names in the file."""
+    return {f"{layer}.{part}": tensor for part, tensor in packed.items()}
+
+
+def _companions(source: Path) -> list[Path]:
+    """Return the small files of a model: tokenizer, generation settings, chat template."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if path.is_file()
+        and path.name != "config.json"
+        and not path.name.startswith(".")
+        and not path.name.endswith(_WEIGHTS)
+    ]
+
+
+def _source_state(directory: ModelDirectory) -> dict[str, list[int]]:
+    """Return size and time of change of the files of weights, by which a later run knows the same model."""
+    states = {path.name: path.stat() for path in {place.path for place in directory.places.values()}}
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
 
 def _report(

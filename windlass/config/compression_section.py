@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from windlass.config.config_section import ConfigSection, Count, Float, Int, Names, Positive
-from windlass.config.key_status import refused
+from windlass.config.key_status import accepted, honoured, refused
+
+_SNIP = "belongs to the method snip_momentum, which is not built; use l1 or topk, and delete the key"
 
 
 class LayerReduction(ConfigSection):
@@ -13,18 +15,25 @@ class LayerReduction(ConfigSection):
 
     enable_key = "enabled"
 
-    enabled: bool = refused(False, "")
-    keep_number_layer: Positive | None = refused(None, "")
-    module_name_prefix: str | None = refused(None, "")
-    teacher_layer: list[Int] | None = refused(None, "")
-    other_module_name: Names | None = refused(None, "")
+    enabled: bool = honoured(False)
+    """`init_compression` copies layers of its teacher into the model."""
+    keep_number_layer: Positive | None = honoured(None)
+    """Layers of the smaller model."""
+    module_name_prefix: str | None = honoured(None)
+    """Name of the list of layers, e.g. `bert.encoder.layer`."""
+    teacher_layer: list[Int] | None = honoured(None)
+    """The teacher's layer that each layer of the model begins with."""
+    other_module_name: Names | None = honoured(None)
+    """Modules that are copied whole."""
 
 
 class MixedQuantize(ConfigSection):
     """Gradual change from fp16 to quantized weights."""
 
-    enabled: bool = refused(False, "")
-    quantize_change_ratio: Float = refused(0.001, "")
+    enabled: bool = honoured(False)
+    """Mix rounded and wide weights at the beginning."""
+    quantize_change_ratio: Float = honoured(0.001)
+    """Part of the wide weight that each step takes away."""
 
 
 class CompressionSharedParams(ConfigSection):
@@ -32,69 +41,91 @@ class CompressionSharedParams(ConfigSection):
 
     enable_key = "enabled"
 
-    enabled: bool = refused(False, "")
-    schedule_offset: Count = refused(1000, "")
+    enabled: bool = honoured(False)
+    """Use the technique."""
+    schedule_offset: Count = honoured(1000)
+    """Optimizer step from which the technique runs."""
 
 
 class WeightQuantizationShared(CompressionSharedParams):
     """Common options of weight quantization."""
 
-    quantizer_kernel: bool = refused(False, "")
-    schedule_offset: Count = refused(0, "")
-    quantize_groups: Positive = refused(1, "")
-    quantize_verbose: bool = refused(False, "")
-    quantization_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
-    rounding: Literal["nearest", "stochastic"] = refused("nearest", "")
-    quantize_weight_in_forward: bool = refused(False, "")
-    fp16_mixed_quantize: MixedQuantize = refused(MixedQuantize, "")
+    quantizer_kernel: bool = accepted(False, "rounding is part of the forward on every device")
+    schedule_offset: Count = honoured(0)
+    """Optimizer step from which weights are rounded."""
+    quantize_groups: Positive = honoured(1)
+    """Slices of a flattened weight with a scale each."""
+    quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
+    quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
+    """`symmetric` around 0, or `asymmetric` with a zero point."""
+    rounding: Literal["nearest", "stochastic"] = honoured("nearest")
+    """To the nearest value, or `stochastic`."""
+    quantize_weight_in_forward: bool = accepted(
+        False, "weights are rounded in the forward; the optimizer keeps the wide ones in every precision"
+    )
+    fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
+    """Gradual change from wide to rounded weights."""
 
 
 class ActivationQuantizationShared(CompressionSharedParams):
     """Common options of activation quantization."""
 
-    quantization_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
-    range_calibration: Literal["dynamic", "static"] = refused("dynamic", "")
+    quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
+    """`symmetric` around 0, or `asymmetric` with a zero point."""
+    range_calibration: Literal["dynamic", "static"] = honoured("dynamic")
+    """`dynamic`: a range for each token; `static`: a running range of all."""
 
 
 class PruningShared(CompressionSharedParams):
     """Common options of pruning."""
 
-    method: str = refused("l1", "")
+    method: str = honoured("l1")
+    """`l1`: keep the largest weights of the beginning; `topk`: scores that are trained."""
 
 
 class SparsePruningShared(PruningShared):
     """Common options of sparse pruning."""
 
-    schedule_offset_end: Count = refused(1000, "")
-    schedule_offset_stride: Positive = refused(1, "")
-    block_pattern: str = refused("4x1", "")
-    dense_ratio: Float = refused(0.1, "")
-    excluded_modules: Names = refused(list, "")
+    schedule_offset_end: Count = refused(1000, _SNIP)
+    schedule_offset_stride: Positive = refused(1, _SNIP)
+    block_pattern: str = refused("4x1", _SNIP)
+    dense_ratio: Float = refused(0.1, _SNIP)
+    excluded_modules: Names = refused(list, _SNIP)
 
 
 class HeadPruningShared(PruningShared):
     """Common options of head pruning."""
 
-    method: str = refused("topk", "")
-    num_heads: Positive | None = refused(None, "")
+    method: str = honoured("topk")
+    """`topk`: scores that are trained."""
+    num_heads: Positive | None = honoured(None)
+    """Heads of the attention."""
 
 
 class GroupParams(ConfigSection):
     """Options of one group of modules; each technique reads its own."""
 
-    start_bits: Positive | None = refused(None, "")
-    target_bits: Positive | None = refused(None, "")
-    quantization_period: Positive = refused(1, "")
-    bits: Positive | None = refused(None, "")
-    dense_ratio: Float | None = refused(None, "")
+    start_bits: Positive | None = honoured(None)
+    """Bits of weights at the beginning; those at the end by default."""
+    target_bits: Positive | None = honoured(None)
+    """Bits of weights at the end: 1, 2 (ternary), or 3 to 16."""
+    quantization_period: Positive = honoured(1)
+    """Steps with `start_bits`; each further bit takes twice as many steps as the one before."""
+    bits: Positive | None = honoured(None)
+    """Bits of inputs."""
+    dense_ratio: Float | None = honoured(None)
+    """Share of elements, rows, heads or channels that stays."""
 
 
 class CompressionGroup(ConfigSection):
     """Group of modules with the same options."""
 
-    params: GroupParams = refused(GroupParams, "")
-    modules: Names = refused(["*"], "")
-    related_modules: list[Any] | None = refused(None, "")
+    params: GroupParams = honoured(GroupParams)
+    """Options of the group."""
+    modules: Names = honoured(["*"])
+    """Regular expressions that are searched in names of layers; `*`: all."""
+    related_modules: list[Any] | None = honoured(None)
+    """For each of `modules`, layers that lose the same rows, heads or channels in `redundancy_clean`."""
 
 
 class CompressionTechnique(ConfigSection):
@@ -102,58 +133,71 @@ class CompressionTechnique(ConfigSection):
 
     enable_key = "shared_parameters.enabled"
 
-    shared_parameters: CompressionSharedParams = refused(CompressionSharedParams, "")
-    different_groups: dict[str, CompressionGroup] = refused(dict, "")
+    shared_parameters: CompressionSharedParams = honoured(CompressionSharedParams)
+    """Options of all groups."""
+    different_groups: dict[str, CompressionGroup] = honoured(dict)
+    """Groups of layers by a free name."""
 
 
 class WeightQuantizationTraining(CompressionTechnique):
     """Quantization-aware training of weights."""
 
-    shared_parameters: WeightQuantizationShared = refused(WeightQuantizationShared, "")
+    shared_parameters: WeightQuantizationShared = honoured(WeightQuantizationShared)
+    """Options of all groups."""
 
 
 class ActivationQuantization(CompressionTechnique):
     """Quantization of activations."""
 
-    shared_parameters: ActivationQuantizationShared = refused(ActivationQuantizationShared, "")
+    shared_parameters: ActivationQuantizationShared = honoured(ActivationQuantizationShared)
+    """Options of all groups."""
 
 
 class SparsePruning(CompressionTechnique):
     """Pruning of single weights."""
 
-    shared_parameters: SparsePruningShared = refused(SparsePruningShared, "")
+    shared_parameters: SparsePruningShared = honoured(SparsePruningShared)
+    """Options of all groups."""
 
 
 class RowPruning(CompressionTechnique):
     """Pruning of rows of matrices."""
 
-    shared_parameters: PruningShared = refused(PruningShared, "")
+    shared_parameters: PruningShared = honoured(PruningShared)
+    """Options of all groups."""
 
 
 class HeadPruning(CompressionTechnique):
     """Pruning of attention heads."""
 
-    shared_parameters: HeadPruningShared = refused(HeadPruningShared, "")
+    shared_parameters: HeadPruningShared = honoured(HeadPruningShared)
+    """Options of all groups."""
 
 
 class ChannelPruning(CompressionTechnique):
     """Pruning of channels of convolutions."""
 
-    shared_parameters: PruningShared = refused(PruningShared, "")
+    shared_parameters: PruningShared = honoured(PruningShared)
+    """Options of all groups."""
 
 
 class CompressionTraining(ConfigSection):
     """Compression during training."""
 
-    refusal = "not yet built: compression; write false"
-
-    layer_reduction: LayerReduction = refused(LayerReduction, "")
-    weight_quantization: WeightQuantizationTraining = refused(WeightQuantizationTraining, "")
-    activation_quantization: ActivationQuantization = refused(ActivationQuantization, "")
-    sparse_pruning: SparsePruning = refused(SparsePruning, "")
-    row_pruning: RowPruning = refused(RowPruning, "")
-    head_pruning: HeadPruning = refused(HeadPruning, "")
-    channel_pruning: ChannelPruning = refused(ChannelPruning, "")
+    layer_reduction: LayerReduction = honoured(LayerReduction)
+    """Fewer layers, which begin with those of a teacher."""
+    weight_quantization: WeightQuantizationTraining = honoured(WeightQuantizationTraining)
+    """Rounded weights."""
+    activation_quantization: ActivationQuantization = honoured(ActivationQuantization)
+    """Rounded inputs of layers."""
+    sparse_pruning: SparsePruning = honoured(SparsePruning)
+    """Masks of single weights."""
+    row_pruning: RowPruning = honoured(RowPruning)
+    """Masks of output features."""
+    head_pruning: HeadPruning = honoured(HeadPruning)
+    """Masks of attention heads."""
+    channel_pruning: ChannelPruning = honoured(ChannelPruning)
+    """Masks of channels of convolutions."""
 
 
 class WeightQuantization(ConfigSection):

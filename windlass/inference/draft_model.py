@@ -56,7 +56,13 @@ class DraftModelProposer:
         window = find_max_length(model)
         # the cache has the length of the draft model, for any length of the large model
         own = options.replace(
-            speculative=None, lora=None, max_model_len=None, weights=options.weights if owned else None
+            speculative=None,
+            lora=None,
+            max_model_len=None,
+            weights=options.weights if owned else None,
+            weights_tier="device",  # a draft model is small
+            weights_directory=None,
+            weights_buffer_bytes=None,
         )
         self._runner = make_runner(model.eval(), own, window, owned=owned)
         size = self._runner.block_size

@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import os
+import resource
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -175,9 +176,20 @@ class MappedFile:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the memory is read-only
             self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._faults = -1
+        self._left = 0  # bytes to be requested until the next look at the faults
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Let the system read a range before it is used."""
+        """Let the system read a range before it is used, if the file is not in the page cache as a whole.
+
+        A request costs a look at every page. It is left out while the process waits for no page (no major faults).
+        """
+        if self._left <= 0:
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+            if faults == self._faults:
+                return
+            self._faults, self._left = faults, len(self._memory)
+        self._left -= nbytes
         self._memory.madvise(mmap.MADV_WILLNEED, offset, nbytes)
 
 

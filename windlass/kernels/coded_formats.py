@@ -24,7 +24,7 @@ from windlass.kernels.bit_packing import (
     unpack_trits,
     unpack_words,
 )
-from windlass.kernels.packed_matmul import BLOCK_NUMEL, packed_matmul
+from windlass.kernels.packed_matmul import BLOCK_NUMEL, Product, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, check_finite, check_matrix
 
 GROUPS = (32, 64, 128)  # features that can share a scale
@@ -119,9 +119,11 @@ class CodedWeightFormat:
         columns = int(packed["weight_shape"][1])
         return self._rows(self._row_tensors(packed), torch.float32, columns)
 
-    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
+    ) -> torch.Tensor:
         unpack_rows = partial(self._rows, columns=input.shape[-1])
-        return packed_matmul(input, bias, unpack_rows, self._row_tensors(packed))
+        return packed_matmul(input, bias, unpack_rows, self._row_tensors(packed), product)
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Return the packed matrix whose rows are those of all parts, one after the other."""
@@ -296,8 +298,10 @@ class Float8WeightFormat:
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         return packed["weight"].to(torch.float32) * packed["weight_scale"]
 
-    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        return packed_matmul(input, bias, _float8_rows, [packed["weight"], packed["weight_scale"]])
+    def linear(
+        self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
+    ) -> torch.Tensor:
+        return packed_matmul(input, bias, _float8_rows, [packed["weight"], packed["weight_scale"]], product)
 
 
 def make_coded_formats() -> Iterator[CodedWeightFormat]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import WeightFormatError
+from windlass.kernels.panel_cache import PanelCache
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
 
@@ -22,6 +23,9 @@ class PackedLinear(nn.Module):
     tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of another format
     does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as elements. The
     memory is undefined until `pack`, `set_packed` or `load_state_dict`.
+
+    float32 and bfloat16 inputs on the CPU are multiplied by native kernels, which never unpack the weight: see [Note:
+    kept panels]. The backward unpacks a block of rows at a time.
 
     The gradient flows to the input and to `bias`, which is an ordinary parameter. Under autocast the input is cast as
     `nn.Linear` casts it.
@@ -48,6 +52,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.format = get_weight_format(weight_format) if isinstance(weight_format, str) else weight_format
         self._form = self.format.file_form(out_features, in_features)
+        self._panels = PanelCache()
         for name, form in self._form.items():
             shape = (*form.shape[:-1], form.shape[-1] * form.dtype.itemsize)
             memory = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -133,7 +138,9 @@ class PackedLinear(nn.Module):
         if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(kind))
         bias = self.bias.to(input.dtype) if self.bias is not None else None
-        return self.format.linear(input, self.packed(), bias)
+        packed = self.packed()
+        stored = {name: self._stored(name) for name in self._form}
+        return self.format.linear(input, packed, bias, self._panels.product(self.format, packed, stored, input))
 
     def extra_repr(self) -> str:
         """Return the arguments, for `repr`."""
@@ -145,11 +152,14 @@ class PackedLinear(nn.Module):
     def _parameter_name(self, name: str) -> str:
         return f"{self.format.name}_{name}"
 
-    def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a packed tensor as the format's dtype."""
+    def _stored(self, name: str) -> torch.Tensor:
         parameter = self._parameters[self._parameter_name(name)]
         assert parameter is not None
-        stored = parameter.detach()
+        return parameter.detach()
+
+    def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes of a packed tensor as the format's dtype."""
+        stored = self._stored(name)
         if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
             stored = stored.clone()
         return stored.view(dtype)

@@ -11,10 +11,16 @@ from torch.nn import functional as F
 BLOCK_NUMEL = 1 << 22  # elements that are unpacked at once: 16 MiB of float32
 
 UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Computes `input @ weight.T + bias` of a packed weight without gradients."""
 
 
 def packed_matmul(
-    input: torch.Tensor, bias: torch.Tensor | None, unpack_rows: UnpackRows, packed: Sequence[torch.Tensor]
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    unpack_rows: UnpackRows,
+    packed: Sequence[torch.Tensor],
+    product: Product | None = None,
 ) -> torch.Tensor:
     """Return `input @ weight.T + bias` in the dtype of `input`, where `weight` is unpacked from `packed`.
 
@@ -27,18 +33,26 @@ def packed_matmul(
         bias: `[out_features]` of the dtype of `input`, or None.
         unpack_rows: `[rows, in_features]` in a dtype, from the same rows of all packed tensors.
         packed: tensors whose first dimension is `out_features`, without gradients.
+        product: computes the result of the forward instead, from its own form of the weight.
     """
-    result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, *packed)
+    result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, product, *packed)
     return result
 
 
 class _PackedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, unpack_rows: UnpackRows, *packed: torch.Tensor
+        ctx: Any,
+        input: torch.Tensor,
+        bias: torch.Tensor | None,
+        unpack_rows: UnpackRows,
+        product: Product | None,
+        *packed: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(*packed)
         ctx.unpack_rows, ctx.has_bias = unpack_rows, bias is not None
+        if product is not None:
+            return product(input, bias)
         blocks = list(_blocks(packed, input.shape[-1]))
         if len(blocks) == 1:
             return F.linear(input, unpack_rows(list(packed), input.dtype), bias)
@@ -57,7 +71,7 @@ class _PackedMatmul(torch.autograd.Function):
             grad_input = _grad_input(grad, ctx.unpack_rows, packed)
         if ctx.has_bias and ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_input, grad_bias, None, *[None] * len(packed)
+        return grad_input, grad_bias, None, None, *[None] * len(packed)
 
 
 def _grad_input(grad: torch.Tensor, unpack_rows: UnpackRows, packed: Sequence[torch.Tensor]) -> torch.Tensor:

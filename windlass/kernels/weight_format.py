@@ -13,7 +13,7 @@ import torch
 
 from windlass.base.errors import WeightFormatError
 from windlass.kernels.coded_formats import Float8WeightFormat, make_coded_formats
-from windlass.kernels.packed_matmul import packed_matmul
+from windlass.kernels.packed_matmul import Product, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm as PackedTensorForm
 from windlass.kernels.packed_tensors import PackedWeight as PackedWeight
 from windlass.kernels.packed_tensors import check_finite, check_matrix
@@ -46,13 +46,16 @@ class WeightFormat(Protocol):
         """Return the matrix `[out_features, in_features]` in the format's own precision (float32 or bfloat16)."""
         ...
 
-    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
+    ) -> torch.Tensor:
         """Return `input @ unpack(packed).T + bias` in the dtype of `input`, with gradients of `input` and `bias`.
 
         Args:
             input: `[..., in_features]`.
             packed: tensors of `file_form`.
             bias: `[out_features]` of the dtype of `input`, or None.
+            product: computes the values in the forward, from another form of the packed weight.
 
         Returns:
             `[..., out_features]`.
@@ -78,8 +81,10 @@ class CastWeightFormat:
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         return packed["weight"].clone()
 
-    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        return packed_matmul(input, bias, _cast_rows, [packed["weight"]])
+    def linear(
+        self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
+    ) -> torch.Tensor:
+        return packed_matmul(input, bias, _cast_rows, [packed["weight"]], product)
 
 
 class Int8WeightFormat:
@@ -111,8 +116,10 @@ class Int8WeightFormat:
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         return packed["weight"].to(torch.float32) * packed["weight_scale"]
 
-    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        return packed_matmul(input, bias, _scaled_rows, [packed["weight"], packed["weight_scale"]])
+    def linear(
+        self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
+    ) -> torch.Tensor:
+        return packed_matmul(input, bias, _scaled_rows, [packed["weight"], packed["weight_scale"]], product)
 
 
 def _cast_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

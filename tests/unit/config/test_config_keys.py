@@ -148,8 +148,6 @@ ASKS: list[tuple[str, Any]] = [
     ("compile.deepcompile", True),
     ("compile.passes", ["z3"]),
     ("sparse_attention.mode", "fixed"),
-    ("compression_training.head_pruning.shared_parameters.enabled", True),
-    ("compression_training.layer_reduction.enabled", True),
     ("weight_quantization.post_init_quant", {"x": {}}),
     ("quantize_training.enabled", True),
     ("inference.tensor_parallel", {"tp_size": 2}),

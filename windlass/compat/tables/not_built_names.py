@@ -11,7 +11,7 @@ def _refused_names(reason: str, names: str) -> dict[str, StandInEntry]:
 _RAGGED = "batches are scheduled by the engine, not by the script; use windlass.LLM, mii.pipeline or init_inference"
 _INJECT = "the model's layers are not replaced but sharded in place; set tensor_parallel.autotp_size"
 _LAYER = "windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model"
-_COMPRESSION = "compression is not built yet; prune or quantise after training, with torchao or torch.nn.utils.prune"
+_COMPRESSION = "init_compression replaces layers itself and engines run their schedules; use init_compression"
 _SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
 _DATA = "the data pipeline of DeepSpeed is not built yet; use windlass.data, or a torch DataLoader"
 _LTD = "random layer-token dropping is not built; train on all tokens"
@@ -51,8 +51,7 @@ TABLE: dict[str, StandInEntry] = {
     **_refused_names(_LAYER, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
     **_refused_names(
         _COMPRESSION,
-        "compression.compress.init_compression compression.compress.redundancy_clean "
-        "compression.compress.student_initialization compression.scheduler.compression_scheduler "
+        "compression.scheduler.compression_scheduler "
         "compression.helper.module_replacement compression.helper.compression_preparation "
         "compression.helper.fix_compression compression.basic_layer.LinearLayer_Compress",
     ),

@@ -165,6 +165,12 @@ _ROOT: dict[str, StandInEntry] = {
         "windlass.compat.script_config:load_ds_config"
     ),
     **_rows_for(
+        "deepspeed.compression.compress",
+        "windlass.compress.compression_training",
+        "init_compression student_initialization",
+    ),
+    "deepspeed.compression.compress.redundancy_clean": works("windlass.compress.redundancy_clean:redundancy_clean"),
+    **_rows_for(
         "deepspeed.compression.helper",
         "windlass.compat.attribute_paths",
         "recursive_getattr recursive_setattr convert_conv1d_to_linear",

@@ -1,0 +1,324 @@
+"""Tests of `compression_training`: rounding, masks, schedules, and the plain smaller models that remain."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from windlass.base.errors import ConfigError
+from windlass.compress.compressed_layers import CompressedLayer, WeightRounding
+from windlass.compress.compression_training import compression_clock, init_compression, student_initialization
+from windlass.compress.engine_steps import check_compression
+from windlass.compress.fake_rounding import round_straight_through, top_share
+from windlass.compress.redundancy_clean import redundancy_clean
+from windlass.config.compression_section import CompressionTraining
+
+
+def section(**techniques: Any) -> dict[str, Any]:
+    return {"train_batch_size": 4, "compression_training": techniques}
+
+
+def technique(shared: dict[str, Any], params: dict[str, Any], modules: Any, **more: Any) -> dict[str, Any]:
+    groups = {"group": {"params": params, "modules": modules, **more}}
+    return {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}, "different_groups": groups}
+
+
+class Attention(nn.Module):
+    """Plain attention of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            one(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in (self.query, self.key, self.value)
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Encoder(nn.Module):
+    """Layers of attention and two matrices."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.layer = nn.ModuleList(
+            nn.ModuleDict({"attention": Attention(), "fc1": nn.Linear(16, 24), "fc2": nn.Linear(24, 16)})
+            for _ in range(layers)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layer:
+            x = x + layer["attention"](x)
+            x = x + layer["fc2"](torch.relu(layer["fc1"](x)))
+        return x
+
+
+def encoder(layers: int = 2) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(layers)
+
+
+IDS = torch.arange(22).view(2, 11) % 11
+
+
+def reference(values: Tensor, bits: int, groups: int, symmetric: bool) -> Tensor:
+    """Round one element after the other, by the formulas."""
+    out = []
+    for part in values.double().flatten().split(values.numel() // groups):
+        if bits == 1:
+            out += [math.copysign(1, w) * float(part.abs().mean()) if w else 0.0 for w in part.tolist()]
+        elif bits == 2:
+            limit = 0.7 * float(part.abs().mean())
+            kept = [abs(w) for w in part.tolist() if abs(w) > limit]
+            out += [math.copysign(sum(kept) / len(kept), w) if abs(w) > limit else 0.0 for w in part.tolist()]
+        elif symmetric:
+            scale = 2 * float(part.abs().max()) / 2**bits
+            out += [min(max(round(w / scale), -(2 ** (bits - 1))), 2 ** (bits - 1) - 1) * scale for w in part.tolist()]
+        else:
+            low, high = float(part.min()), float(part.max())
+            scale = (high - low) / 2**bits
+            zero = round(low / scale) * scale
+            out += [min(max(round((w - zero) / scale), 0), 2**bits - 1) * scale + zero for w in part.tolist()]
+    return torch.tensor(out).view(values.shape)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@pytest.mark.parametrize("groups", [1, 6])
+def test_rounding_equals_the_formulas_and_its_gradient_the_identity(bits: int, groups: int, symmetric: bool) -> None:
+    torch.manual_seed(1)
+    values = torch.randn(6, 10, requires_grad=True)
+    rounded = round_straight_through(values, bits, groups, symmetric=symmetric)
+    torch.testing.assert_close(rounded, reference(values.detach(), bits, groups, symmetric), rtol=1e-5, atol=1e-6)
+    weights = torch.randn(6, 10)
+    (rounded * weights).sum().backward()
+    assert torch.equal(values.grad, weights)
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    values = torch.full((4000,), 0.3)
+    values[0] = 1.0
+    mean = round_straight_through(values, 3, 1, noise=torch.Generator().manual_seed(0))[1:].mean()
+    assert abs(float(mean) - 0.3) < 0.01
+    assert float(round_straight_through(values, 3, 1)[1]) == 0.25
+
+
+def test_masks_keep_the_share_of_the_largest() -> None:
+    scores = torch.tensor([0.5, -2.0, 3.0, 1.0, 0.0], requires_grad=True)
+    mask = top_share(scores, 0.5)
+    assert mask.tolist() == [1, 0, 1, 1, 0]
+    (mask * torch.arange(5.0)).sum().backward()
+    assert scores.grad.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_bits_fall_by_periods_that_double() -> None:
+    rounding = WeightRounding(8, 5, period=10, offset=100)
+    assert [rounding.bits(step) for step in (100, 109, 110, 129, 130, 169, 170, 10**6)] == [8, 8, 7, 7, 6, 6, 5, 5]
+
+
+def test_weights_and_inputs_are_rounded_from_their_offsets_on() -> None:
+    model, plain = encoder(), encoder()
+    config = section(
+        weight_quantization=technique(
+            {"quantize_groups": 4, "schedule_offset": 2}, {"start_bits": 8, "target_bits": 8}, ["fc1", "embedding"]
+        ),
+        activation_quantization=technique({"schedule_offset": 3}, {"bits": 8}, "fc1"),
+    )
+    names = list(model.state_dict())
+    assert init_compression(model, config) is model and list(model.state_dict()) == names
+    compressed = [name for name, module in model.named_modules() if isinstance(module, CompressedLayer)]
+    assert compressed == ["embedding", "layer.0.fc1", "layer.1.fc1"]
+    clock = compression_clock(model)
+    clock.step = 1
+    assert torch.equal(model(IDS), plain(IDS))
+    clock.step = 2
+    with torch.no_grad():
+        for module in (plain.embedding, plain.layer[0]["fc1"], plain.layer[1]["fc1"]):
+            module.weight.copy_(reference(module.weight, 8, 4, True))
+    torch.testing.assert_close(model(IDS), plain(IDS), rtol=1e-5, atol=1e-5)
+    clock.step = 3
+    for layer in plain.layer:
+        layer["fc1"].register_forward_pre_hook(lambda m, i: (reference(i[0].detach(), 8, i[0][..., 0].numel(), True),))
+    torch.testing.assert_close(model(IDS), plain(IDS), rtol=1e-5, atol=1e-5)
+    twin = copy.deepcopy(model)
+    compression_clock(twin).step = 0
+    assert compression_clock(model).step == 3 and not torch.equal(twin(IDS), model(IDS)), "a copy has its own clock"
+
+
+def test_mixed_weights_turn_into_rounded_ones() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    weight = model[0].weight.detach().clone()
+    mixed = {"enabled": True, "quantize_change_ratio": 0.25}
+    init_compression(
+        model, section(weight_quantization=technique({"fp16_mixed_quantize": mixed}, {"target_bits": 2}, "*"))
+    )
+    rounded = reference(weight, 2, 1, True)
+    for step, wide in ((0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)):
+        compression_clock(model).step = step
+        torch.testing.assert_close(model[0].compressed_weight(), wide * weight + (1 - wide) * rounded)
+
+
+def test_static_ranges_follow_the_inputs_while_training() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    init_compression(
+        model,
+        section(activation_quantization=technique({"range_calibration": "static"}, {"bits": 8}, "*")),
+    )
+    first, second = torch.linspace(-1, 3, 8).view(2, 4), torch.linspace(-2, 1, 8).view(2, 4)
+    model(first)
+    assert model[0].input_range.tolist() == [-1, 3]
+    model(second)
+    torch.testing.assert_close(model[0].input_range, 0.95 * torch.tensor([-1.0, 3]) + 0.05 * torch.tensor([-2.0, 1]))
+    span = model[0].input_range.clone()
+    x = second.clone().requires_grad_()
+    out = model.eval()(x)
+    assert torch.equal(model[0].input_range, span)
+    scale = 2 * float(span.abs().max()) / 256
+    wanted = (second / scale).round().clamp(-128, 127) * scale
+    torch.testing.assert_close(out, F.linear(wanted, model[0].weight, model[0].bias))
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, model[0].weight.sum(0).expand(2, 4))
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+def test_sparse_and_row_masks(method: str) -> None:
+    model, plain = encoder(), encoder()
+    config = section(
+        sparse_pruning=technique({"method": method, "schedule_offset": 5}, {"dense_ratio": 0.25}, ["query"]),
+        row_pruning=technique({"method": method}, {"dense_ratio": 0.5}, ["fc1"], related_modules=[["fc2"]]),
+    )
+    init_compression(model, config)
+    compression_clock(model).step = 5
+    with torch.no_grad():
+        for layer in plain.layer:
+            weight = layer["attention"].query.weight
+            limit = weight.abs().flatten().sort(descending=True).values[63]
+            weight.mul_(weight.abs() >= limit)
+            norms = layer["fc1"].weight.abs().sum(1)
+            mask = norms >= norms.sort(descending=True).values[11]
+            layer["fc1"].weight.mul_(mask[:, None])
+            layer["fc1"].bias.mul_(mask)
+    torch.testing.assert_close(model(IDS), plain(IDS), rtol=1e-5, atol=1e-5)
+    trained = dict(model.named_parameters())
+    assert any("scores" in name for name in trained) == (method == "topk")
+    model(IDS).square().mean().backward()
+    assert all(p.grad is not None for name, p in trained.items())
+    before = model(IDS).detach()
+    redundancy_clean(model, config)
+    assert (
+        not any(isinstance(module, CompressedLayer) for module in model.modules()) and compression_clock(model) is None
+    )
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for layer in model.layer:
+        assert layer["fc1"].weight.shape == (12, 16) and layer["fc2"].weight.shape == (16, 12)
+        assert (layer["fc1"].out_features, layer["fc2"].in_features, len(layer["fc1"].bias)) == (12, 12, 12)
+    torch.testing.assert_close(model(IDS), before, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_are_removed() -> None:
+    model = encoder()
+    related = [["query", "key", "value"]]
+    config = section(
+        head_pruning=technique(
+            {"num_heads": 4, "method": "topk"}, {"dense_ratio": 0.5}, ["out"], related_modules=related
+        )
+    )
+    init_compression(model, config)
+    before = model(IDS).detach()
+    with torch.no_grad():
+        assert not torch.equal(before, encoder()(IDS))
+    redundancy_clean(model, config)
+    for layer in model.layer:
+        attention = layer["attention"]
+        assert attention.num_heads == 2 and attention.out.weight.shape == (16, 8)
+        assert all(one.weight.shape == (8, 16) for one in (attention.query, attention.key, attention.value))
+    torch.testing.assert_close(model(IDS), before, rtol=1e-5, atol=1e-5)
+
+
+def test_channels_are_removed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.5, 2)
+        model[1].bias.zero_()
+        model[1].running_mean.zero_()  # a masked channel is zero behind the norm too
+    config = section(
+        channel_pruning=technique({"method": "l1"}, {"dense_ratio": 0.5}, ["^0$"], related_modules=[["^1$", "^3$"]])
+    )
+    init_compression(model, config)
+    image = torch.randn(2, 3, 9, 9)
+    before = model(image).detach()
+    redundancy_clean(model, config)
+    assert model[0].weight.shape[0] == model[1].num_features == model[3].in_channels == 4
+    torch.testing.assert_close(model(image), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_student_begins_with_layers_of_its_teacher() -> None:
+    teacher, student = encoder(4), encoder(2)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(1)
+    reduction = {
+        "enabled": True,
+        "keep_number_layer": 2,
+        "module_name_prefix": "layer",
+        "teacher_layer": [1, 3],
+        "other_module_name": ["embedding"],
+    }
+    init_compression(student, section(layer_reduction=reduction), teacher_model=teacher)
+    for new, old in ((0, 1), (1, 3)):
+        wanted = teacher.layer[old].state_dict()
+        assert all(torch.equal(value, wanted[name]) for name, value in student.layer[new].state_dict().items())
+    assert torch.equal(student.embedding.weight, teacher.embedding.weight)
+    with pytest.raises(ConfigError, match="pass teacher_model"):
+        init_compression(encoder(2), section(layer_reduction=reduction))
+    with pytest.raises(ConfigError, match="the model has 3 layers under 'layer'"):
+        student_initialization(encoder(3), teacher, section(layer_reduction=reduction))
+    with pytest.raises(ConfigError, match="no module 'layer.9'"):
+        student_initialization(encoder(2), teacher, section(layer_reduction={**reduction, "teacher_layer": [1, 9]}))
+
+
+def test_bad_input_names_the_key() -> None:
+    def refused(match: str, **techniques: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            init_compression(encoder(), section(**techniques))
+
+    refused("'fc9', which no Linear", row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc9"]))
+    refused(
+        "num_heads is 3, which does not divide the 16",
+        head_pruning=technique({"num_heads": 3}, {"dense_ratio": 0.5}, "out"),
+    )
+    refused("dense_ratio is None", sparse_pruning=technique({}, {}, ["fc1"]))
+    refused(
+        "method is 'snip_momentum'", sparse_pruning=technique({"method": "snip_momentum"}, {"dense_ratio": 0.5}, "fc1")
+    )
+    refused("block_pattern", sparse_pruning=technique({"block_pattern": "2x1"}, {"dense_ratio": 0.5}, "fc1"))
+    refused("target_bits is missing", weight_quantization=technique({}, {}, ["fc1"]))
+    refused("quantize_groups is 7", weight_quantization=technique({"quantize_groups": 7}, {"target_bits": 8}, ["fc1"]))
+    refused(
+        "start_bits 4 and target_bits 8", weight_quantization=technique({}, {"start_bits": 4, "target_bits": 8}, "*")
+    )
+    with pytest.raises(ConfigError, match="no section 'compression_training'"):
+        init_compression(encoder(), {"train_batch_size": 1})
+    with pytest.raises(ConfigError, match="the model that init_compression prepared"):
+        redundancy_clean(encoder(), section())
+    enabled = CompressionTraining.model_validate({"row_pruning": technique({}, {"dense_ratio": 0.5}, ["fc1"])})
+    with pytest.raises(ConfigError, match="the model has no compressed layers; call init_compression"):
+        check_compression(encoder(), enabled, 1, 1)
+    config = section(row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc1"], related_modules=[["query"]]))
+    model = init_compression(encoder(), config)
+    with pytest.raises(ConfigError, match="not with tp 2 and pp 1"):
+        check_compression(model, enabled, 2, 1)
+    with pytest.raises(ConfigError, match="does not fit a mask of 24"):
+        redundancy_clean(model, config)

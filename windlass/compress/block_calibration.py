@@ -1,0 +1,342 @@
+"""Forward of a calibration text through a model whose blocks are in memory one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass.base.errors import ModelError
+from windlass.comm.rank_group import RankGroup
+from windlass.compress.model_directory import ModelDirectory, build_empty
+
+ReadTensor = Callable[[str], Tensor]
+
+
+class _Stopped(Exception):  # noqa: N818  ends a forward, and is no error
+    """End of a forward whose rest is not needed."""
+
+
+@dataclass
+class InputStatistics:
+    """Sums over the inputs of a linear layer.
+
+    Attributes:
+        hessian: sum of `x x^T`, float64.
+        largest, total: largest magnitude and sum of magnitudes of each feature.
+        rows: number of inputs.
+    """
+
+    hessian: Tensor
+    largest: Tensor
+    total: Tensor
+    rows: int = 0
+
+    @classmethod
+    def of(cls, features: int) -> InputStatistics:
+        zeros = torch.zeros(features)
+        return cls(torch.zeros(features, features, dtype=torch.float64), zeros, zeros.double())
+
+    def add(self, inputs: Tensor) -> None:
+        """Add the inputs of one call. Each call's products are summed in float32, and calls in float64."""
+        rows = inputs.reshape(-1, inputs.shape[-1]).float()
+        self.hessian += rows.t() @ rows
+        self.largest = torch.maximum(self.largest, rows.abs().amax(0))
+        self.total = self.total + rows.abs().sum(0, dtype=torch.float64)
+        self.rows += len(rows)
+
+    def reduce(self, group: RankGroup) -> None:
+        """Add the inputs of all ranks. Collective."""
+        group.all_reduce(self.hessian)
+        group.all_reduce(self.total)
+        group.all_reduce(self.largest, dist.ReduceOp.MAX)
+        rows = group.all_reduce(torch.tensor([self.rows]))
+        self.rows = int(rows)
+        self.hessian = self.hessian.float().double()  # so that the order of the ranks' sums leaves no trace
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean magnitude of each feature."""
+        return (self.total / max(self.rows, 1)).float()
+
+
+@dataclass
+class LayerGroup:
+    """Linear layers of a block that get the same tensor, in the order of their calls.
+
+    Attributes:
+        names: in the block.
+        producer: name of the module whose output is this tensor, e.g. a norm; None if there is none.
+    """
+
+    names: list[str]
+    producer: str | None = None
+
+
+@dataclass
+class CalibratedBlock:
+    """Block with its weights in memory, and the text's hidden states before it."""
+
+    prefix: str
+    module: nn.Module
+    hidden: Sequence[Tensor]
+    arguments: dict[str, Any]
+    positional: tuple[Any, ...]
+    group: RankGroup | None = None
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states after the block."""
+        out = self.module(hidden, *self.positional, **self.arguments)
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+    def groups(self) -> list[LayerGroup]:
+        """Return the linear layers that a forward calls, with those of one input together."""
+        calls: list[tuple[str, Tensor]] = []
+        outputs: list[tuple[str, Tensor]] = []  # held, so that no other tensor gets the identity of one
+        linear = {name: module for name, module in self.module.named_modules() if type(module) is nn.Linear}
+
+        def called(name: str) -> Callable[..., None]:
+            return lambda module, inputs: calls.append((name, inputs[0]))
+
+        def made(name: str) -> Callable[..., None]:
+            return lambda module, inputs, output: outputs.append((name, output))
+
+        handles: list[Any] = [module.register_forward_pre_hook(called(name)) for name, module in linear.items()]
+        for name, module in self.module.named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children()):
+                handles.append(module.register_forward_hook(made(name)))
+        try:
+            self.run(self.hidden[0])
+        finally:
+            for handle in handles:
+                handle.remove()
+        groups: list[tuple[Tensor, LayerGroup]] = []
+        for name, input in calls:
+            if any(name in group.names for _, group in groups):
+                continue  # called more than once
+            known = next((group for tensor, group in groups if tensor is input), None)
+            if known is not None:
+                known.names.append(name)
+                continue
+            source = next((source for source, output in outputs if output is input), None)
+            groups.append((input, LayerGroup([name], source)))
+        return [group for _, group in groups]
+
+    def statistics(self, names: Sequence[str], *, stops: bool = True) -> dict[str, InputStatistics]:
+        """Return the sums over the inputs of layers.
+
+        Args:
+            names: layers of different inputs, in the order of their calls.
+            stops: end each forward at the last of them.
+        """
+        found = {name: InputStatistics.of(self.linear(name).in_features) for name in names}
+
+        def called(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                found[name].add(inputs[0])
+                if stops and name == names[-1]:
+                    raise _Stopped
+
+            return hook
+
+        handles = [self.linear(name).register_forward_pre_hook(called(name)) for name in names]
+        try:
+            for hidden in self.hidden:
+                with contextlib.suppress(_Stopped):
+                    self.run(hidden)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self.group is not None:
+            for one in found.values():
+                one.reduce(self.group)
+        return found
+
+    def linear(self, name: str) -> nn.Linear:
+        """Return a linear layer by its name in the block."""
+        module = self.module.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        return module
+
+
+@dataclass
+class BlockCalibration:
+    """Model of a directory and the hidden states of a calibration text before its next block.
+
+    Args:
+        directory: of the model.
+        batches: token ids `[rows, length]`, all of one shape; of this rank.
+        group: ranks that calibrate together.
+    """
+
+    directory: ModelDirectory
+    batches: Sequence[Tensor]
+    trust_remote_code: bool = False
+    group: RankGroup | None = None
+    model: nn.Module = field(init=False)
+    prefix: str = field(init=False)
+    _hidden: list[Tensor] = field(init=False, default_factory=list)
+    _log: _CallLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.batches or any(batch.shape != self.batches[0].shape for batch in self.batches):
+            raise ModelError("calibration needs batches of token ids of one shape; give some text")
+        self.model = build_empty(self.directory, trust_remote_code=self.trust_remote_code).eval()
+        self.prefix = find_blocks(self.model)
+        self._log = _CallLog()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        found = self.model.get_submodule(self.prefix)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def start(self) -> None:
+        """Compute the hidden states before the first block, and the other arguments of each block."""
+        with torch.no_grad():
+            outside = {name for name in self.directory.places if not name.startswith(f"{self.prefix}.")}
+            head = self._head_names()
+            for name in sorted(outside - head):
+                if _has_parameter(self.model, name):
+                    _set(self.model, name, self.directory.read(name).float())
+            self._load_block(0, self.directory.read)
+            self._record_calls()
+            for name in outside:  # not needed again
+                if _has_parameter(self.model, name):
+                    _free(self.model, name)
+
+    def block(self, number: int, read: ReadTensor) -> CalibratedBlock:
+        """Return a block with its weights in memory, of `read` by their names in the model."""
+        self._load_block(number, read)
+        positional, arguments = self._log.calls[number]
+        prefix = f"{self.prefix}.{number}"
+        return CalibratedBlock(prefix, self.blocks[number], self._hidden, arguments, positional, self.group)
+
+    def advance(self, block: CalibratedBlock) -> None:
+        """Replace the hidden states by those after the block, and free its weights."""
+        with torch.no_grad():
+            self._hidden = [block.run(hidden) for hidden in self._hidden]
+        for name, _ in list(block.module.named_parameters()):
+            _free(block.module, name)
+
+    def block_tensors(self, number: int) -> list[str]:
+        """Return the names of the tensors of a block in the files."""
+        return [name for name in self.directory.places if name.startswith(f"{self.prefix}.{number}.")]
+
+    def _head_names(self) -> set[str]:
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        names = {name for name, module in self.model.named_modules() if module is head and head is not None}
+        return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
+
+    def _load_block(self, number: int, read: ReadTensor) -> None:
+        prefix = f"{self.prefix}.{number}."
+        for name in self.block_tensors(number):
+            _set(self.blocks[number], name.removeprefix(prefix), read(name).float())
+
+    def _record_calls(self) -> None:
+        """Run the embeddings for all batches, and stand-ins of all blocks for the first."""
+        blocks = list(self.blocks)
+        for number, batch in enumerate(self.batches):
+            log = self._log if number == 0 else _CallLog(last=0)
+            log.last = len(blocks) - 1 if number == 0 else 0
+            for place, block in enumerate(blocks):
+                self.blocks[place] = _BlockRecorder(block, log)
+            try:
+                self.model(batch, use_cache=False)
+            except _Stopped:
+                pass
+            finally:
+                for place, block in enumerate(blocks):
+                    self.blocks[place] = block
+            if len(log.calls) != log.last + 1:
+                raise ModelError(f"{self.directory.path} does not run its blocks {self.prefix!r} one after the other")
+            assert log.first is not None
+            self._hidden.append(log.first)
+
+
+@dataclass
+class _CallLog:
+    """Calls of the blocks of a model in one forward.
+
+    Attributes:
+        last: number of the call that ends the forward.
+        first: hidden states before the first block.
+        returns_tuple: the first block returns a tuple that begins with the hidden states.
+    """
+
+    last: int = 0
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    first: Tensor | None = None
+    returns_tuple: bool = False
+
+
+class _BlockRecorder(nn.Module):
+    """Stand-in of a block, which records its arguments and returns the hidden states as they are."""
+
+    def __init__(self, block: nn.Module, log: _CallLog) -> None:
+        super().__init__()
+        self.__dict__["_block"], self.__dict__["_log"] = block, log  # no submodule: the model's own names stay
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)  # e.g. the kind of its attention
+
+    def forward(self, hidden: Tensor, *positional: Any, **arguments: Any) -> Any:
+        log: _CallLog = self.__dict__["_log"]
+        if not log.calls:
+            log.first = hidden.detach()
+            if log.last:  # the first block has its weights
+                out = self.__dict__["_block"](hidden, *positional, **arguments)
+                log.returns_tuple = isinstance(out, tuple)
+        log.calls.append((positional, arguments))
+        if len(log.calls) > log.last:
+            raise _Stopped
+        return (hidden,) if log.returns_tuple else hidden
+
+
+def find_blocks(model: nn.Module) -> str:
+    """Return the name of the list of a model's blocks: the longest one that has linear layers.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = [
+        (len(module), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(type(part) is nn.Linear for part in module.modules())
+    ]
+    outer = [(size, name) for size, name in found if not any(name.startswith(f"{other}.") for _, other in found)]
+    if not outer:
+        raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; use method rtn or hqq")
+    return str(max(outer)[1])
+
+
+def _has_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    try:
+        return leaf in model.get_submodule(owner)._parameters
+    except AttributeError:
+        return False
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    else:
+        module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _free(model: nn.Module, name: str) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    parameter = module._parameters.get(leaf)
+    if parameter is not None:
+        _set(model, name, torch.empty_like(parameter, device="meta"))

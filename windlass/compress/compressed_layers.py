@@ -1,0 +1,259 @@
+"""Linear layers, convolutions and embeddings that are rounded and masked while they train.
+
+A layer keeps its parameters, their names and its place: its class changes. So an engine shards it as before, and the
+whole weight is there when the forward runs, at every stage of ZeRO.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from windlass.base.errors import ConfigError
+from windlass.compress.fake_rounding import round_straight_through, top_share
+
+_MOMENTUM = 0.95  # of a static range of inputs
+
+
+@dataclass
+class CompressionClock:
+    """Optimizer steps that were taken, which the techniques of all layers read."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class WeightRounding:
+    """Rounding of a weight: bits fall from `start_bits` by one after each period, and each period is twice as long as
+    the one before."""
+
+    start_bits: int
+    target_bits: int
+    period: int = 1
+    groups: int = 1
+    symmetric: bool = True
+    stochastic: bool = False
+    offset: int = 0
+    mixed_ratio: float = 0.0  # of the wide weight that is taken away in each step; 0: all at once
+
+    def bits(self, step: int) -> int:
+        """Return the bits at a step."""
+        bits, period, left = self.start_bits, self.period, step - self.offset
+        while bits > self.target_bits and left >= period:
+            bits, left, period = bits - 1, left - period, 2 * period
+        return bits
+
+
+@dataclass(frozen=True)
+class InputRounding:
+    """Rounding of a layer's inputs: for each token (dynamic), or in a running range of all (static)."""
+
+    bits: int
+    symmetric: bool = True
+    static: bool = False
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Mask of a weight: `sparse` (elements), `row`, `channel` (outputs) or `head` (inputs of attention's output layer).
+
+    Attributes:
+        method: l1 (the largest weights at the beginning) or topk (trained scores).
+        dense_ratio: share that stays.
+        heads: number of heads, of `head`.
+    """
+
+    kind: str
+    method: str
+    dense_ratio: float
+    offset: int = 0
+    heads: int = 0
+
+
+@dataclass
+class LayerCompression:
+    """Techniques of one layer."""
+
+    name: str
+    clock: CompressionClock
+    weight: WeightRounding | None = None
+    inputs: InputRounding | None = None
+    prunings: dict[str, Pruning] = field(default_factory=dict)
+
+
+class CompressedLayer(nn.Module):
+    """Base of layers with techniques."""
+
+    compression: LayerCompression
+    weight: Any
+    bias: Any
+
+    def compressed_weight(self) -> Tensor:
+        """Return the weight as the forward uses it."""
+        clock, rounding = self.compression.clock.step, self.compression.weight
+        weight: Tensor = self.weight
+        if rounding is not None and clock >= rounding.offset:
+            weight = self._rounded(weight, rounding, clock)
+        for pruning in self.compression.prunings.values():
+            if clock >= pruning.offset:
+                weight = weight * self._spread(pruning, self.mask(pruning)).to(weight.dtype)
+        return weight
+
+    def compressed_bias(self) -> Tensor | None:
+        """Return the bias as the forward uses it: without pruned outputs."""
+        bias: Tensor | None = self.bias
+        for pruning in self.compression.prunings.values():
+            if (
+                bias is not None
+                and pruning.kind in ("row", "channel")
+                and self.compression.clock.step >= pruning.offset
+            ):
+                bias = bias * self.mask(pruning).flatten().to(bias.dtype)
+        return bias
+
+    def mask(self, pruning: Pruning) -> Tensor:
+        """Return the mask of a technique: of elements, outputs `[out]`, or heads `[heads]`."""
+        if pruning.method == "l1":
+            return self.get_buffer(mask_name(pruning))
+        return top_share(self.get_parameter(mask_name(pruning)), pruning.dense_ratio)
+
+    def compressed_input(self, input: Tensor) -> Tensor:
+        """Return the input as the forward uses it."""
+        rounding = self.compression.inputs
+        if rounding is None or self.compression.clock.step < rounding.offset or not input.is_floating_point():
+            return input
+        if not rounding.static:
+            rows = input.numel() // max(input.shape[-1], 1)
+            return round_straight_through(input, rounding.bits, max(rows, 1), symmetric=rounding.symmetric)
+        span = self.get_buffer("input_range")
+        if self.training:
+            with torch.no_grad():
+                seen = torch.stack(torch.aminmax(input.detach().float()))
+                fresh = bool((span == 0).all())
+                span.copy_(seen if fresh else _MOMENTUM * span + (1 - _MOMENTUM) * seen)
+        return _round_in_range(input, span, rounding)
+
+    def _rounded(self, weight: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
+        noise = None
+        if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
+            noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
+        rounded = round_straight_through(
+            weight, rounding.bits(clock), rounding.groups, symmetric=rounding.symmetric, noise=noise
+        )
+        wide = max(0.0, 1 - rounding.mixed_ratio * (clock - rounding.offset)) if rounding.mixed_ratio else 0.0
+        return wide * weight + (1 - wide) * rounded if wide else rounded
+
+    def _spread(self, pruning: Pruning, mask: Tensor) -> Tensor:
+        """Return a mask with the shape of the weight, up to broadcasting."""
+        if pruning.kind == "head":
+            return mask.flatten().repeat_interleave(self.weight.shape[1] // pruning.heads)
+        if pruning.kind == "sparse":
+            return mask
+        return mask.view(-1, *[1] * (self.weight.dim() - 1))
+
+
+class CompressedLinear(CompressedLayer, nn.Linear):
+    """Linear layer with techniques."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self.compressed_input(input), self.compressed_weight(), self.compressed_bias())
+
+
+class CompressedConv2d(CompressedLayer, nn.Conv2d):
+    """Convolution with techniques."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = self._conv_forward(self.compressed_input(input), self.compressed_weight(), self.compressed_bias())
+        return out
+
+
+class CompressedEmbedding(CompressedLayer, nn.Embedding):
+    """Embedding whose weight is rounded."""
+
+    bias = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(
+            input,
+            self.compressed_weight(),
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+
+
+COMPRESSED: dict[type[nn.Module], type[CompressedLayer]] = {
+    nn.Linear: CompressedLinear,
+    nn.Conv2d: CompressedConv2d,
+    nn.Embedding: CompressedEmbedding,
+}
+
+
+def mask_name(pruning: Pruning) -> str:
+    """Return the name of the buffer or parameter of a mask."""
+    return f"{pruning.kind}_pruning_{'mask' if pruning.method == 'l1' else 'scores'}"
+
+
+def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
+    """Make a layer one with techniques, which are still empty."""
+    if not isinstance(module, CompressedLayer):
+        module.__class__ = COMPRESSED[type(module)]
+        module.__dict__["compression"] = compression
+    assert isinstance(module, CompressedLayer)
+    return module
+
+
+def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
+    """Add a mask: that of the largest weights, or trained scores.
+
+    Raises:
+        ConfigError: the layer has no such outputs or heads.
+    """
+    weight = layer.weight
+    if pruning.kind in layer.compression.prunings:
+        raise ConfigError(f"two groups of {pruning.kind}_pruning name {layer.compression.name!r}; leave one out")
+    if pruning.kind == "head" and (not pruning.heads or weight.shape[1] % pruning.heads):
+        raise ConfigError(
+            f"head_pruning.shared_parameters.num_heads is {pruning.heads or None}, which does not divide the "
+            f"{weight.shape[1]} inputs of {layer.compression.name!r}; write the model's number of heads"
+        )
+    if weight.is_meta or weight.numel() == 0:
+        raise ConfigError(
+            f"the weight of {layer.compression.name!r} is not in memory; call init_compression before initialize, on a "
+            "model that was built without zero.Init"
+        )
+    norms = weight.detach().abs().float()
+    if pruning.kind == "head":
+        norms = norms.view(len(weight), pruning.heads, -1).sum((0, 2))
+    elif pruning.kind != "sparse":
+        norms = norms.flatten(1).sum(1)
+    if pruning.method == "l1":
+        layer.register_buffer(mask_name(pruning), top_share(norms, pruning.dense_ratio) > 0)
+    else:  # scores begin with the mask of l1
+        scores = norms / norms.mean().clamp(min=1e-12)
+        layer.register_parameter(mask_name(pruning), nn.Parameter(scores.to(weight.dtype)))
+    layer.compression.prunings[pruning.kind] = pruning
+
+
+def _round_in_range(input: Tensor, span: Tensor, rounding: InputRounding) -> Tensor:
+    levels = 2**rounding.bits
+    with torch.no_grad():
+        low, high = span[0], span[1]
+        if rounding.symmetric:
+            scale = (2 * span.abs().max() / levels).clamp(min=1e-12)
+            rounded = (input.detach().float() / scale).round().clamp_(-levels / 2, levels / 2 - 1) * scale
+        else:
+            scale = ((high - low) / levels).clamp(min=1e-12)
+            zero = (low / scale).round() * scale
+            rounded = ((input.detach().float() - zero) / scale).round().clamp_(0, levels - 1) * scale + zero
+        change = rounded.to(input.dtype) - input.detach()
+    result: Tensor = input + change
+    return result

@@ -1,0 +1,205 @@
+"""Compression during training in DeepSpeed's words: `compression_training` of a configuration, applied to a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.compress.compressed_layers import (
+    COMPRESSED,
+    CompressedLayer,
+    CompressionClock,
+    InputRounding,
+    LayerCompression,
+    Pruning,
+    WeightRounding,
+    add_pruning,
+    replace_class,
+)
+from windlass.compress.layer_reduction import copy_teacher_layers
+from windlass.config.compression_section import CompressionGroup, CompressionTraining
+from windlass.config.config_loading import load_config
+from windlass.config.config_refusals import find_section_refusals
+
+SECTION = "compression_training"
+CLOCK = "_windlass_compression_clock"  # attribute of a model
+PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d,)}
+
+
+def init_compression(
+    model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
+) -> nn.Module:
+    """Prepare a model for `compression_training`, in place: its chosen layers round and mask their weights and inputs
+    from their `schedule_offset` on. Call it before `initialize`, and build the optimizer afterwards.
+
+    Args:
+        deepspeed_config: dict or path of the whole configuration.
+        teacher_model: with `layer_reduction`, the model whose layers the smaller `model` begins with.
+
+    Raises:
+        ConfigError: a technique names no layer, or one that it does not fit.
+    """
+    section = read_compression_training(deepspeed_config)
+    if mpu is not None and int(mpu.get_model_parallel_world_size()) > 1:
+        raise ConfigError(f"{SECTION} does not run with sharded matrices; leave out mpu")
+    if section.layer_reduction.enabled:
+        if teacher_model is None:
+            raise ConfigError(f"{SECTION}.layer_reduction needs the teacher; pass teacher_model to init_compression")
+        copy_teacher_layers(model, teacher_model, section.layer_reduction)
+    clock = compression_clock(model) or CompressionClock()
+    model.__dict__[CLOCK] = clock
+    _add_weight_rounding(model, section, clock)
+    _add_input_rounding(model, section, clock)
+    for kind in PRUNINGS:
+        _add_prunings(model, section, kind, clock)
+    return model
+
+
+def compression_clock(model: nn.Module) -> CompressionClock | None:
+    """Return the steps that a prepared model has seen; None of another model. An engine sets them before each forward,
+    a loop without one after each step."""
+    found = model.__dict__.get(CLOCK)
+    return found if isinstance(found, CompressionClock) else None
+
+
+def needs_preparation(section: CompressionTraining) -> bool:
+    """Return True if the section enables something."""
+    techniques = (section.weight_quantization, section.activation_quantization, section.sparse_pruning)
+    techniques += (section.row_pruning, section.head_pruning, section.channel_pruning)  # type: ignore[assignment]
+    return section.layer_reduction.enabled or any(one.shared_parameters.enabled for one in techniques)
+
+
+def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
+    """Copy layers of a teacher into a smaller model, by `compression_training.layer_reduction` alone."""
+    copy_teacher_layers(student_model, teacher_model, read_compression_training(deepspeed_config).layer_reduction)
+    return student_model
+
+
+def read_compression_training(config: Any) -> CompressionTraining:
+    """Return the section of a configuration: a dict, or the path of a JSON file.
+
+    Raises:
+        ConfigError: there is no such section, it is invalid, or it asks for something that is not built.
+    """
+    loaded = load_config(config)
+    if SECTION not in loaded.model_fields_set:
+        raise ConfigError(f"the configuration has no section {SECTION!r}; add it")
+    section: CompressionTraining = loaded.compression_training
+    refused = find_section_refusals(section)
+    if refused:
+        raise ConfigError("; ".join(f"{SECTION}.{one.path} is {one.value!r}: {one.reason}" for one in refused))
+    return section
+
+
+def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup, str]]:
+    """Yield the groups of a technique that is enabled, and their keys."""
+    if not technique.shared_parameters.enabled:
+        return
+    if not technique.different_groups:
+        raise ConfigError(f"{SECTION}.{name}.different_groups is empty; name the modules of at least one group")
+    for key, group in technique.different_groups.items():
+        yield group, f"{SECTION}.{name}.different_groups.{key}"
+
+
+def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ...], where: str) -> dict[str, nn.Module]:
+    """Return the modules of some kinds whose names contain a pattern."""
+    expression = ".*" if pattern == "*" else pattern
+    try:
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, kinds)
+            and (type(module) in COMPRESSED or isinstance(module, CompressedLayer))
+            and re.search(expression, name)
+        }
+    except re.error as error:
+        raise ConfigError(f"{where}.modules has {pattern!r}, which is no regular expression: {error}") from error
+    if not found:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{where}.modules has {pattern!r}, which no {names} of the model matches; write another name")
+    return found
+
+
+def _prepared(
+    model: nn.Module, group: CompressionGroup, kinds: tuple[type[nn.Module], ...], where: str, clock: CompressionClock
+) -> Iterator[CompressedLayer]:
+    """Yield the layers of a group, ready for a technique."""
+    for pattern in group.modules:
+        for name, module in find_layers(model, pattern, kinds, where).items():
+            yield replace_class(module, LayerCompression(name, clock))
+
+
+def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
+    shared = section.weight_quantization.shared_parameters
+    for group, where in enabled_groups(section.weight_quantization, "weight_quantization"):
+        params = group.params
+        if params.target_bits is None:
+            raise ConfigError(f"{where}.params.target_bits is missing; write the bits of the weights")
+        start = params.start_bits or params.target_bits
+        if not 1 <= params.target_bits <= start <= 16:
+            raise ConfigError(
+                f"{where}.params has start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no "
+                "fewer bits at the start"
+            )
+        mixed = shared.fp16_mixed_quantize
+        rounding = WeightRounding(
+            start,
+            params.target_bits,
+            params.quantization_period,
+            shared.quantize_groups,
+            shared.quantization_type == "symmetric",
+            shared.rounding == "stochastic",
+            shared.schedule_offset,
+            mixed.quantize_change_ratio if mixed.enabled else 0.0,
+        )
+        for layer in _prepared(model, group, tuple(COMPRESSED), where, clock):
+            if layer.compression.weight is not None:
+                raise ConfigError(f"{where} names {layer.compression.name!r}, as another group does; leave one out")
+            if layer.weight.numel() % shared.quantize_groups:
+                raise ConfigError(
+                    f"{SECTION}.weight_quantization.shared_parameters.quantize_groups is {shared.quantize_groups}, "
+                    f"which does not divide the {layer.weight.numel()} weights of {layer.compression.name!r}; write a "
+                    "divisor"
+                )
+            layer.compression.weight = rounding
+
+
+def _add_input_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
+    shared = section.activation_quantization.shared_parameters
+    for group, where in enabled_groups(section.activation_quantization, "activation_quantization"):
+        rounding = InputRounding(
+            group.params.bits or 8,
+            shared.quantization_type == "symmetric",
+            shared.range_calibration == "static",
+            shared.schedule_offset,
+        )
+        for layer in _prepared(model, group, (nn.Linear, nn.Conv2d), where, clock):
+            layer.compression.inputs = rounding
+            if rounding.static:
+                layer.register_buffer("input_range", torch.zeros(2))
+
+
+def _add_prunings(model: nn.Module, section: CompressionTraining, kind: str, clock: CompressionClock) -> None:
+    name = f"{kind}_pruning"
+    technique = getattr(section, name)
+    shared = technique.shared_parameters
+    for group, where in enabled_groups(technique, name):
+        if shared.method not in (("topk",) if kind == "head" else ("l1", "topk")):
+            raise ConfigError(
+                f"{SECTION}.{name}.shared_parameters.method is {shared.method!r}; write "
+                f"{'topk' if kind == 'head' else 'l1 or topk'}"
+            )
+        ratio = group.params.dense_ratio
+        if ratio is None or not 0 < ratio <= 1:
+            raise ConfigError(
+                f"{where}.params.dense_ratio is {ratio}; write the share that stays, above 0 and at most 1"
+            )
+        heads = getattr(shared, "num_heads", None) or 0
+        pruning = Pruning(kind, shared.method, ratio, shared.schedule_offset, heads)
+        for layer in _prepared(model, group, PRUNINGS[kind], where, clock):
+            add_pruning(layer, pruning)

@@ -1,0 +1,91 @@
+"""Rounding and masks inside of a trained model, with straight-through gradients, by DeepSpeed's rules.
+
+[Note: straight-through] The forward uses rounded weights or masks, the backward passes the gradient on as if nothing
+had been rounded (Bengio et al. 2013, https://arxiv.org/abs/1308.3432).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.base.errors import ConfigError
+
+_TWN_THRESHOLD = 0.7  # of the mean magnitude: Li et al., Ternary Weight Networks (2016)
+
+
+def round_straight_through(
+    values: Tensor, bits: int, groups: int, *, symmetric: bool = True, noise: torch.Generator | None = None
+) -> Tensor:
+    """Return values rounded to few levels, with the gradient of the identity.
+
+    Symmetric: `s = 2 max|x| / 2 ** bits`, `round(x / s)` clamped to `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, times
+    `s`. Asymmetric: `s = (max - min) / 2 ** bits`, zero point `round(min / s) s`. 2 bits: `-a, 0, a` with the threshold
+    0.7 mean|x|. 1 bit: `sign(x) mean|x|`. Each is for one of `groups` slices of the flattened tensor.
+
+    Args:
+        noise: for stochastic rounding: up with the probability of the fraction; None: to nearest.
+
+    Raises:
+        ConfigError: the groups do not divide the tensor.
+    """
+    if values.numel() % groups:
+        raise ConfigError(
+            f"quantize_groups is {groups}, which does not divide the {values.numel()} elements of a tensor of shape "
+            f"{tuple(values.shape)}; choose a divisor"
+        )
+    with torch.no_grad():
+        wide = values.detach().float().reshape(groups, -1)
+        rounded = _round(wide, bits, symmetric, noise).view(values.shape).to(values.dtype)
+    return _StraightThrough.apply(values, rounded)  # type: ignore[no-any-return]
+
+
+def _round(wide: Tensor, bits: int, symmetric: bool, noise: torch.Generator | None) -> Tensor:
+    if bits == 1:
+        return wide.sign() * wide.abs().mean(1, keepdim=True)
+    if bits == 2:
+        kept = wide.abs() > _TWN_THRESHOLD * wide.abs().mean(1, keepdim=True)
+        level = (wide.abs() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
+        return wide.sign() * kept * level
+    levels = 2**bits
+    if symmetric:
+        scale = _divisor(2 * wide.abs().amax(1, keepdim=True) / levels)
+        return _nearest(wide / scale, noise).clamp_(-levels / 2, levels / 2 - 1) * scale
+    low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
+    scale = _divisor((high - low) / levels)
+    zero = (low / scale).round() * scale
+    return _nearest((wide - zero) / scale, noise).clamp_(0, levels - 1) * scale + zero
+
+
+def _nearest(values: Tensor, noise: torch.Generator | None) -> Tensor:
+    if noise is None:
+        return values.round()
+    return (values + torch.rand(values.shape, generator=noise).to(values.device)).floor()
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def top_share(scores: Tensor, share: float) -> Tensor:
+    """Return 1 for the largest scores, of which there are `share`, rounded up, and 0 for the others, in the dtype of
+    `scores`; the gradient passes to all scores."""
+    with torch.no_grad():
+        flat = scores.detach().flatten()
+        kept = math.ceil(share * flat.numel())
+        mask = torch.zeros_like(flat)
+        mask[flat.argsort(descending=True, stable=True)[:kept]] = 1
+    return _StraightThrough.apply(scores, mask.view(scores.shape))  # type: ignore[no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, result: Tensor) -> Tensor:
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

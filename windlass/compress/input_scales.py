@@ -1,0 +1,84 @@
+"""Scales of input features, folded into the layers before: SmoothQuant and AWQ.
+
+[Note: folded scales] `W x = (W s) (x / s)`: the columns of all layers with one input are multiplied by `s`, and the
+module that computes the input divides by it, a norm in its weight and bias, a linear layer in its rows. The model's
+function stays the same; rounding errors do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from windlass.compress.integer_grid import plain_grid
+from windlass.kernels.weight_format import WeightFormat
+
+_AWQ_STEPS = 20
+_LEAST = 1e-4  # of a scale
+
+
+def smoothing_scales(largest: Tensor, weights: Sequence[Tensor], strength: float = 0.5) -> Tensor:
+    """Return `s_j = max|x_j| ** strength / max|w_j| ** (1 - strength)`, by Xiao et al. 2022
+    (https://arxiv.org/abs/2211.10438): it takes outliers from the inputs, so that int8 inputs lose less.
+
+    Args:
+        largest: largest magnitude of each input feature.
+        weights: of all layers with this input.
+    """
+    columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    scales = largest.clamp(min=1e-5).pow(strength) / columns.clamp(min=1e-5).pow(1 - strength)
+    return torch.where(largest > 0, scales, torch.ones_like(scales)).clamp(min=_LEAST)
+
+
+def activation_aware_scales(
+    mean: Tensor, weights: Sequence[Tensor], forms: Sequence[WeightFormat], hessian: Tensor
+) -> tuple[Tensor, float, float]:
+    """Return scales that make important features larger before rounding, by Lin et al. 2023 (AWQ,
+    https://arxiv.org/abs/2306.00978).
+
+    `s = mean|x| ** a`, with the `a` of 20 in [0, 1) whose rounded layers have the least output error, see [Note: layer
+    error].
+
+    Args:
+        mean: mean magnitude of each input feature.
+        weights, forms: of all layers with this input.
+        hessian: sum of `x x^T`.
+
+    Returns:
+        The scales, and the output errors without and with them.
+    """
+    best = torch.ones_like(mean)
+    first = least = float("inf")
+    for step in range(_AWQ_STEPS):
+        scales = mean.clamp(min=_LEAST).pow(step / _AWQ_STEPS)
+        scales = (scales / (scales.max() * scales.min()).sqrt()).clamp(min=_LEAST)
+        error = 0.0
+        for weight, form in zip(weights, forms, strict=True):
+            scaled = weight * scales
+            grid = plain_grid(form, scaled)
+            error += output_error(grid.values(grid.codes(scaled)) / scales - weight, hessian)
+        if step == 0:
+            first = error
+        if error < least:
+            least, best = error, scales
+    return best, first, least
+
+
+def output_error(change: Tensor, hessian: Tensor) -> float:
+    """Return the squared error of a layer's outputs; see [Note: layer error]."""
+    return float(((change @ hessian.to(change.dtype)) * change).sum(dtype=torch.float64))
+
+
+def fold_scales(producer: nn.Module, consumers: Sequence[nn.Linear], scales: Tensor) -> None:
+    """Divide the outputs of a norm or linear layer by scales, and multiply the columns of its consumers; see [Note:
+    folded scales]."""
+    with torch.no_grad():
+        weight = producer.get_parameter("weight")
+        weight.div_(scales if weight.dim() == 1 else scales[:, None])
+        bias = getattr(producer, "bias", None)
+        if isinstance(bias, Tensor):
+            bias.div_(scales)
+        for consumer in consumers:
+            consumer.weight.mul_(scales)

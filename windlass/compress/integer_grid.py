@@ -1,0 +1,185 @@
+"""Scales and zero points of integer weight formats, chosen with more care than the format's own rounding.
+
+[Note: layer error] The output error of a layer is `tr(D H D^T)`, where `D` is the change of its weight and `H` the sum
+of `x x^T` over the inputs of the calibration text. Its diagonal alone is the importance of each input feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass.base.errors import WeightFormatError
+from windlass.kernels.coded_formats import SCALE_DTYPE, GroupCodes, IntegerWeightFormat
+from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, WeightFormat, get_weight_format
+
+CLIP_STEPS = 26  # candidates of the searched range, from the whole one down
+_LEAST_CLIP = 0.5
+
+
+@dataclass(frozen=True)
+class IntegerGrid:
+    """Values that the codes of a matrix stand for: `(code - zero) * scale`.
+
+    Attributes:
+        form: weight format of the codes.
+        low, high: smallest and largest code.
+        group: input features with one scale.
+        scale: float32 `[rows, groups]`, of values that the format stores exactly.
+        zero: code of the value 0, float32 `[rows, groups]`.
+    """
+
+    form: WeightFormat
+    low: int
+    high: int
+    group: int
+    scale: Tensor
+    zero: Tensor
+
+    def spread(self, values: Tensor, columns: int) -> Tensor:
+        """Return values of groups for each input feature."""
+        return values.repeat_interleave(self.group, 1)[:, :columns]
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """Return the nearest codes of a matrix, float32."""
+        columns = weight.shape[1]
+        return self.column_codes(weight, self.spread(self.scale, columns), self.spread(self.zero, columns))
+
+    def column_codes(self, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Return the nearest codes of weights with these scales and zero points."""
+        return ((weight / _divisor(scale)).round_() + zero).clamp_(self.low, self.high)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Return the values of codes."""
+        columns = codes.shape[1]
+        return (codes - self.spread(self.zero, columns)) * self.spread(self.scale, columns)
+
+    def pack(self, codes: Tensor) -> PackedWeight:
+        """Return codes as the format's packed tensors."""
+        if isinstance(self.form, Int8WeightFormat):
+            return {"weight": codes.to(torch.int8), "weight_scale": self.scale.clone()}
+        assert isinstance(self.form, IntegerWeightFormat)
+        zero = self.zero.to(torch.uint8) if self.form.has_zeros else None
+        return self.form.pack_codes(GroupCodes(codes.to(torch.uint8), self.scale.to(SCALE_DTYPE), zero))
+
+
+def is_integer_format(form: WeightFormat | str) -> bool:
+    """Return True if the codes of a format are integers with a scale, so that grids of it exist."""
+    return isinstance(
+        get_weight_format(form) if isinstance(form, str) else form, (IntegerWeightFormat, Int8WeightFormat)
+    )
+
+
+def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -> IntegerGrid:
+    """Return the format's own grid of a float32 matrix, for a part of each group's range.
+
+    Args:
+        clip: of the range, a number or `[rows, groups]`; 1: the format's own rounding.
+
+    Raises:
+        WeightFormatError: the codes of the format are no integers.
+    """
+    rows, columns = weight.shape
+    if isinstance(form, Int8WeightFormat):
+        scale = weight.abs().amax(1, keepdim=True) / 127 * clip
+        return IntegerGrid(form, -127, 127, max(columns, 1), scale, torch.zeros_like(scale))
+    if not isinstance(form, IntegerWeightFormat):
+        raise WeightFormatError(
+            f"format {form.name!r} has no grid of integers; choose int8, int4, int3, int2 or a group of them"
+        )
+    groups, _ = form.group_weights(weight)
+    top, size = 2**form.bits - 1, groups.shape[2]
+    if form.has_zeros:
+        low, high = groups.amin(2).clamp(max=0) * clip, groups.amax(2).clamp(min=0) * clip
+        scale = ((high - low) / top).to(SCALE_DTYPE).float()
+        zero = (-low / _divisor(scale)).round_().clamp_(0, top)
+    else:
+        scale = (groups.abs().amax(2) / (top / 2) * clip).to(SCALE_DTYPE).float()
+        zero = torch.full_like(scale, form.zero)
+    if not bool(torch.isfinite(scale).all()):
+        raise WeightFormatError(f"format {form.name!r} has a scale outside of the range of {SCALE_DTYPE}")
+    return IntegerGrid(form, 0, top, size, scale, zero)
+
+
+def clipped_grid(form: WeightFormat, weight: Tensor, importance: Tensor | None = None) -> IntegerGrid:
+    """Return the grid with the part of each group's range that has the least squared error.
+
+    Values outside of a smaller range are clamped to its ends, and those inside are rounded more finely.
+
+    Args:
+        weight: float32 `[rows, columns]`.
+        importance: of each column, e.g. the diagonal of `H`; None: all columns alike. See [Note: layer error].
+    """
+    best = plain_grid(form, weight)
+    least = _group_errors(best, weight, importance)
+    clip = torch.ones_like(least)
+    for step in range(1, CLIP_STEPS):
+        part = 1 - step * (1 - _LEAST_CLIP) / (CLIP_STEPS - 1)
+        errors = _group_errors(plain_grid(form, weight, part), weight, importance)
+        better = errors < least
+        least, clip = torch.where(better, errors, least), torch.where(better, part, clip)
+    return plain_grid(form, weight, clip)
+
+
+def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) -> IntegerGrid:
+    """Return the grid found by half-quadratic quantization, which needs no data (Badri and Shaji 2023, HQQ).
+
+    It minimizes `|w - value| ** 0.7` alternately: `e = shrink(w - value)` takes outliers out, then zero point and scale
+    are the mean and the least squares of the rest, `w - e`. Zero points stay integers, since formats store them as
+    codes. Of all steps each group keeps the best.
+    """
+    columns = weight.shape[1]
+    best = plain_grid(form, weight)
+    least = _group_losses(best, weight)
+    grid, beta = best, 10.0
+    is_coded = isinstance(form, IntegerWeightFormat)
+    moves_zero = isinstance(form, IntegerWeightFormat) and form.has_zeros
+    for _ in range(steps):
+        codes = grid.codes(weight)
+        error = weight - grid.values(codes)
+        rest = weight - error.sign() * (error.abs() - error.abs().clamp(min=1e-12).pow(_NORM - 1) / beta).clamp(min=0)
+        scale, zero = grid.scale, grid.zero
+        if moves_zero:
+            shifts = codes - rest / _divisor(grid.spread(scale, columns))
+            zero = (
+                (_group_sums(grid, shifts) / _group_sums(grid, torch.ones_like(shifts))).round_().clamp_(0, grid.high)
+            )
+        steps_of = codes - grid.spread(zero, columns)
+        squares = _group_sums(grid, steps_of * steps_of)
+        scale = torch.where(squares > 0, _group_sums(grid, rest * steps_of) / _divisor(squares), scale)
+        if is_coded:
+            scale = scale.to(SCALE_DTYPE).float()
+        scale = torch.where((scale > 0) & torch.isfinite(scale), scale, grid.scale)
+        grid = IntegerGrid(form, grid.low, grid.high, grid.group, scale, zero)
+        losses = _group_losses(grid, weight)
+        better = losses < least
+        least = torch.where(better, losses, least)
+        scale, zero = torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero)
+        best = IntegerGrid(form, grid.low, grid.high, grid.group, scale, zero)
+        beta *= 1.01
+    return best
+
+
+_NORM = 0.7
+
+
+def _group_losses(grid: IntegerGrid, weight: Tensor) -> Tensor:
+    return _group_sums(grid, (weight - grid.values(grid.codes(weight))).abs().pow(_NORM))
+
+
+def _group_errors(grid: IntegerGrid, weight: Tensor, importance: Tensor | None) -> Tensor:
+    squares = (weight - grid.values(grid.codes(weight))).square_()
+    return _group_sums(grid, squares if importance is None else squares.mul_(importance))
+
+
+def _group_sums(grid: IntegerGrid, values: Tensor) -> Tensor:
+    """Return the sum of each group, `[rows, groups]`."""
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(values, (0, grid.scale.shape[1] * grid.group - columns))
+    return padded.view(rows, -1, grid.group).sum(2)
+
+
+def _divisor(values: Tensor) -> Tensor:
+    return torch.where(values > 0, values, torch.ones_like(values))

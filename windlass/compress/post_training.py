@@ -1,0 +1,341 @@
+"""Rounding of a trained model: block after block, each with the inputs that the rounded blocks before it compute."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.comm.rank_group import RankGroup
+from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics, LayerGroup
+from windlass.compress.gptq import gptq_codes
+from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
+from windlass.compress.integer_grid import IntegerGrid, clipped_grid, half_quadratic_grid, is_integer_format
+from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.packed_directory import PackedReport, name_tensors, pack_source, write_packed_directory
+from windlass.compress.partial_directory import WrittenTensors
+from windlass.compress.rotation import RotatedDirectory
+from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
+
+Method = Literal["rtn", "gptq", "awq", "hqq"]
+METHODS = ("rtn", "gptq", "awq", "hqq")
+NEEDS_TEXT = ("gptq", "awq")
+_PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
+
+# Linear layers whose outputs scale the inputs of another layer of the same parent, feature by feature.
+_LINEAR_PRODUCERS = {"down_proj": "up_proj", "o_proj": "v_proj", "w2": "w3"}
+
+
+@dataclass(frozen=True)
+class RoundingOptions:
+    """Method of rounding.
+
+    Attributes:
+        method: rtn (nearest, with the searched clip), hqq (half-quadratic, without text), awq (input scales, then
+            nearest), gptq (input scales, then each error compensated by later columns).
+        smooth: fold scales that take outliers out of the inputs, for int8 activations.
+        rotate: rotate the hidden states by a Hadamard matrix, folded into the weights.
+        activation_order: of gptq.
+        input_scales: of gptq: search AWQ's scales before.
+    """
+
+    method: Method = "rtn"
+    smooth: bool = False
+    rotate: bool = False
+    activation_order: bool = True
+    input_scales: bool = True
+
+    @property
+    def needs_text(self) -> bool:
+        return self.method in NEEDS_TEXT or self.smooth
+
+
+@dataclass
+class LayerResult:
+    """Output error of a rounded layer on its calibration inputs, relative to its squared outputs."""
+
+    name: str
+    format: str
+    error: float | None
+
+
+@dataclass
+class PostTraining:
+    """Producer of the rounded tensors of a model's directory; see `TensorProducer`.
+
+    Args:
+        directory: of the wide model.
+        options: method of rounding.
+        batches: token ids `[rows, length]` of the calibration text; none for methods that need none.
+        progress: called after each block or layer with the number of layers that are done, and of all.
+        group: ranks that share the text and the layers.
+    """
+
+    directory: ModelDirectory
+    options: RoundingOptions
+    batches: Sequence[Tensor] = ()
+    progress: Callable[[int, int], None] = lambda done, total: None
+    trust_remote_code: bool = False
+    group: RankGroup | None = None
+    results: list[LayerResult] = field(default_factory=list)
+
+    def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
+        done = 0
+        inside: set[str] = set()
+        if self.batches and self.options.needs_text:
+            mine = self.batches if self.group is None else self.batches[self.group.index :: self.group.size]
+            calibration = BlockCalibration(self.directory, mine, self.trust_remote_code, self.group)
+            inside = {name for number in range(len(calibration.blocks)) for name in calibration.block_tensors(number)}
+            calibration.start()
+            for number in range(len(calibration.blocks)):
+                names = calibration.block_tensors(number)
+                if set(names) <= partial.done:
+                    block = calibration.block(number, lambda name: self._read_back(partial, layers, name))
+                else:
+                    block = calibration.block(number, self.directory.read)
+                    packed = self._round_block(block, layers)
+                    for name in names:
+                        yield name, self._tensors(block, name, packed)
+                calibration.advance(block)
+                done += sum(name.removesuffix(".weight") in layers for name in names)
+                self.progress(done, len(layers))
+        for name in self.directory.places:
+            if name not in inside:
+                if name not in partial.done:
+                    yield name, pack_source(self.directory, name, layers, self._round_alone)
+                done += name.removesuffix(".weight") in layers
+                self.progress(done, len(layers))
+
+    def _round_block(self, block: CalibratedBlock, layers: Mapping[str, str]) -> dict[str, PackedWeight]:
+        """Return the packed tensors of a block's layers, whose weights become the rounded ones."""
+        with torch.no_grad():
+            groups = block.groups()
+            if self.options.smooth:
+                self._fold(block, groups, layers, smooth=True)
+            if self.options.method == "awq" or self.options.method == "gptq" and self.options.input_scales:
+                self._fold(block, groups, layers, smooth=False)
+            packed: dict[str, PackedWeight] = {}
+            for group in groups:
+                names = [name for name in group.names if f"{block.prefix}.{name}" in layers]
+                if not names:
+                    continue
+                statistics = block.statistics(names[:1])[names[0]]
+                for place, name in enumerate(names):
+                    layer = f"{block.prefix}.{name}"
+                    form = get_weight_format(layers[layer])
+                    packed[layer] = self._round_shared(place, layer, block.linear(name), form, statistics)
+            for name, module in block.module.named_modules():
+                layer = f"{block.prefix}.{name}"
+                if layer in layers and layer not in packed:  # no token of the text reached it
+                    assert isinstance(module, nn.Linear)
+                    packed[layer] = self._round_alone(layer, module.weight, get_weight_format(layers[layer]))
+        return packed
+
+    def _round_shared(
+        self, place: int, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
+    ) -> PackedWeight:
+        """Round a layer on one of the ranks, which take turns, and send it to the others."""
+        if self.group is None:
+            return self._round_layer(layer, linear, form, statistics)
+        source = place % self.group.size
+        own = self._round_layer(layer, linear, form, statistics) if source == self.group.index else None
+        result = self.results[-1] if own is not None else None
+        packed, found = self.group.broadcast_object((own, result), source)
+        assert packed is not None and found is not None
+        if own is None:
+            self.results.append(found)
+            linear.weight = nn.Parameter(form.unpack(packed).float(), requires_grad=False)
+        return packed
+
+    def _round_layer(
+        self, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
+    ) -> PackedWeight:
+        weight = linear.weight.detach()
+        if not is_integer_format(form):
+            packed = form.pack(weight)
+            values = form.unpack(packed).float()
+        elif self.options.method == "gptq":
+            grid, codes = gptq_codes(form, weight, statistics.hessian, activation_order=self.options.activation_order)
+            packed, values = grid.pack(codes), grid.values(codes)
+        else:
+            grid = self._grid(form, weight, statistics.hessian.diagonal().float())
+            codes = grid.codes(weight)
+            packed, values = grid.pack(codes), grid.values(codes)
+        scale = output_error(weight, statistics.hessian)
+        error = output_error(values - weight, statistics.hessian)
+        self.results.append(LayerResult(layer, form.name, error / scale if scale else 0.0))
+        linear.weight = nn.Parameter(values.float(), requires_grad=False)
+        return packed
+
+    def _round_alone(self, layer: str, weight: Tensor, form: WeightFormat) -> PackedWeight:
+        """Pack a layer without its inputs."""
+        self.results.append(LayerResult(layer, form.name, None))
+        if not is_integer_format(form):
+            return form.pack(weight)
+        form.pack(weight[:0])  # the format's checks of dtype and shape
+        wide = weight.float()
+        grid = self._grid(form, wide, None)
+        return grid.pack(grid.codes(wide))
+
+    def _grid(self, form: WeightFormat, weight: Tensor, importance: Tensor | None) -> IntegerGrid:
+        if self.options.method == "hqq":
+            return half_quadratic_grid(form, weight)
+        return clipped_grid(form, weight, importance)
+
+    def _fold(
+        self, block: CalibratedBlock, groups: Sequence[LayerGroup], layers: Mapping[str, str], *, smooth: bool
+    ) -> None:
+        """Fold scales of the inputs into the modules before, where the block's function stays the same."""
+        for group in groups:
+            producer = _producer(block.module, group)
+            consumers = [block.linear(name) for name in group.names]
+            forms = [get_weight_format(layers[layer]) for layer in (f"{block.prefix}.{name}" for name in group.names)
+                     if layer in layers]  # fmt: skip
+            if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
+                continue
+            statistics = block.statistics(group.names[:1])[group.names[0]]
+            weights = [consumer.weight.detach() for consumer in consumers]
+            if smooth:
+                scales = smoothing_scales(statistics.largest, weights)
+            else:
+                scales, before, after = activation_aware_scales(statistics.mean, weights, forms, statistics.hessian)
+                if after >= before:
+                    continue
+            _fold_if_preserved(block, producer, consumers, scales, self.group)
+
+    def _read_back(self, partial: WrittenTensors, layers: Mapping[str, str], name: str) -> Tensor:
+        """Return a tensor of a complete block as float32: a packed weight with its rounded values."""
+        found = partial.read(name) if self.group is None or self.group.index == 0 else None
+        tensors = found if self.group is None else self.group.broadcast_object(found)
+        assert tensors is not None
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in layers:
+            return tensors[name].float()
+        packed = {part.removeprefix(f"{layer}."): tensor for part, tensor in tensors.items()}
+        return get_weight_format(layers[layer]).unpack(packed).float()
+
+    def _tensors(self, block: CalibratedBlock, name: str, packed: Mapping[str, PackedWeight]) -> PackedWeight:
+        """Return the tensors that a tensor of the block becomes."""
+        layer = name.removesuffix(".weight")
+        if layer in packed and layer != name:
+            return name_tensors(layer, packed[layer])
+        inner, place = name.removeprefix(f"{block.prefix}."), self.directory.places[name]
+        owner, _, leaf = inner.rpartition(".")
+        module = block.module.get_submodule(owner)
+        value: Tensor | None = module._buffers[leaf] if leaf in module._buffers else module._parameters[leaf]
+        assert value is not None
+        stored = value.detach().to(place.dtype)
+        value.data.copy_(stored)  # the blocks after it see the values of the file
+        return {name: stored}
+
+
+def _producer(module: nn.Module, group: LayerGroup) -> nn.Module | None:
+    """Return the module whose outputs can be scaled in place of a group's inputs."""
+    if group.producer is not None:
+        return module.get_submodule(group.producer)
+    if len(group.names) != 1:
+        return None
+    owner, _, leaf = group.names[0].rpartition(".")
+    parent = module.get_submodule(owner)
+    source = getattr(parent, _LINEAR_PRODUCERS.get(leaf, ""), None) if leaf in _LINEAR_PRODUCERS else None
+    consumer = getattr(parent, leaf)
+    fits = type(source) is nn.Linear and source.out_features == consumer.in_features
+    return source if fits else None
+
+
+def _fold_if_preserved(
+    block: CalibratedBlock,
+    producer: nn.Module,
+    consumers: Sequence[nn.Linear],
+    scales: Tensor,
+    group: RankGroup | None = None,
+) -> bool:
+    """Fold scales; undo it where the output of the block changes, as with norms that add 1 to their weight."""
+    hidden = block.hidden[0]
+    before = block.run(hidden)
+    modules = [producer, *consumers]
+    saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
+    fold_scales(producer, consumers, scales)
+    change = (block.run(hidden) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    if group is not None:
+        group.all_reduce(change, dist.ReduceOp.MAX)
+    if bool(change <= _PRESERVED):
+        return True
+    for module, values in zip(modules, saved, strict=True):
+        for name, value in values.items():
+            module.get_parameter(name).data.copy_(value)
+    return False
+
+
+def compress_directory(
+    source: str | Path,
+    target: str | Path,
+    formats: str | Callable[[str], str | None],
+    options: RoundingOptions | None = None,
+    *,
+    batches: Sequence[Tensor] = (),
+    head: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    trust_remote_code: bool = False,
+    group: RankGroup | None = None,
+) -> tuple[PackedReport, list[LayerResult]]:
+    """Write the model of `source` with packed linear layers, rounded by a method of `RoundingOptions`, to `target`.
+
+    One block is in memory at a time, in float32, with the hidden states of the calibration text. An interrupted call
+    continues with the first block that is not complete.
+
+    Args:
+        formats, head, overwrite: as for `write_packed_directory`.
+        batches: token ids `[rows, length]` of text, all of one shape.
+        progress: called with the number of layers that are done, and of all.
+        group: ranks that make the same call, e.g. `world_group()`: each runs its share of the text and rounds its share
+            of the layers; the first one writes the directory.
+
+    Returns:
+        Sizes, and the error of each layer that this call rounded.
+
+    Raises:
+        ConfigError: the method needs text and there is none.
+        ModelError: as for `write_packed_directory`.
+    """
+    chosen = options or RoundingOptions()
+    if chosen.method not in METHODS:
+        raise ConfigError(f"method is {chosen.method!r}; write one of {', '.join(METHODS)}")
+    if chosen.needs_text and not batches:
+        what = f"method {chosen.method}" if chosen.method in NEEDS_TEXT else "smoothing of int8 activations"
+        raise ConfigError(f"{what} needs a calibration text; give some, or use method hqq or rtn")
+    directory = ModelDirectory(source)
+    if chosen.rotate:
+        directory = RotatedDirectory(directory)
+    if group is not None and chosen.needs_text and len(batches) < group.size:
+        raise ConfigError(
+            f"{len(batches)} batches of text do not reach {group.size} ranks; give more text, or smaller batches"
+        )
+    producer = PostTraining(directory, chosen, batches, progress, trust_remote_code, group)
+    method: dict[str, Any] = {**asdict(chosen), "text": [_fingerprint(batch) for batch in batches]}
+    report = write_packed_directory(
+        directory,
+        target,
+        formats,
+        produce=producer,
+        method=method,
+        head=head,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        group=group,
+    )
+    logger.debug("%d layers rounded by %s", len(producer.results), chosen.method)
+    return report, producer.results
+
+
+def _fingerprint(batch: Tensor) -> str:
+    return hashlib.sha256(batch.to(torch.int64).contiguous().numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,195 @@
+"""End of compression during training: a plain, smaller model with the same function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError
+from windlass.base.log import logger
+from windlass.compress.compressed_layers import COMPRESSED, CompressedLayer, mask_name
+from windlass.compress.compression_training import (
+    CLOCK,
+    PRUNINGS,
+    compression_clock,
+    enabled_groups,
+    find_layers,
+    read_compression_training,
+)
+from windlass.config.compression_section import CompressionTraining
+
+
+def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+    """Make a trained model plain, in place, with the same function: weights become the rounded and masked ones.
+
+    Outputs, heads and channels that a mask removes leave the matrices where `related_modules` names the layers that
+    read them. Rounded inputs are no part of a plain model and end.
+
+    Raises:
+        ConfigError: the model was not prepared, or related layers do not fit.
+    """
+    section = read_compression_training(deepspeed_config)
+    clock = compression_clock(model)
+    if clock is None:
+        raise ConfigError("redundancy_clean needs the model that init_compression prepared")
+    clock.step = max(clock.step, _last_offset(section))
+    kept: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, layer in _compressed_layers(model):
+            for kind in ("row", "head", "channel"):
+                if kind in layer.compression.prunings:
+                    kept[f"{kind} {name}"] = layer.mask(layer.compression.prunings[kind]).detach().flatten() > 0
+            weight, bias = layer.compressed_weight().detach(), layer.compressed_bias()
+            layer.weight.copy_(weight)
+            if layer.bias is not None and bias is not None:
+                layer.bias.copy_(bias.detach())
+            _make_plain(layer)
+        for kind in ("row", "head", "channel"):
+            _shrink_related(model, section, kind, kept)
+    del model.__dict__[CLOCK]
+    return model
+
+
+def _last_offset(section: CompressionTraining) -> int:
+    """Return the step at which every technique runs, with its last bits."""
+    last = 0
+    for name in ("weight_quantization", "activation_quantization", *(f"{kind}_pruning" for kind in PRUNINGS)):
+        technique = getattr(section, name)
+        if technique.shared_parameters.enabled:
+            last = max(last, technique.shared_parameters.schedule_offset)
+    for group in section.weight_quantization.different_groups.values():
+        falls = (group.params.start_bits or 0) - (group.params.target_bits or 0)
+        shared = section.weight_quantization.shared_parameters
+        last = max(last, shared.schedule_offset + group.params.quantization_period * 2 ** max(falls, 0))
+        if shared.fp16_mixed_quantize.enabled and shared.fp16_mixed_quantize.quantize_change_ratio > 0:
+            last = max(last, shared.schedule_offset + int(1 / shared.fp16_mixed_quantize.quantize_change_ratio) + 1)
+    return last
+
+
+def _compressed_layers(model: nn.Module) -> list[tuple[str, CompressedLayer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, CompressedLayer)]
+
+
+def _make_plain(layer: CompressedLayer) -> None:
+    for pruning in layer.compression.prunings.values():
+        delattr(layer, mask_name(pruning))
+    if "input_range" in layer._buffers:
+        del layer._buffers["input_range"]
+    plain = next(kind for kind, compressed in COMPRESSED.items() if isinstance(layer, compressed))
+    del layer.__dict__["compression"]
+    layer.__class__ = plain  # type: ignore[assignment]
+
+
+def _shrink_related(model: nn.Module, section: CompressionTraining, kind: str, kept: Mapping[str, Tensor]) -> None:
+    """Remove pruned outputs, heads or channels from layers, and from the layers that their group names as related."""
+    technique = getattr(section, f"{kind}_pruning")
+    for group, where in enabled_groups(technique, f"{kind}_pruning"):
+        if not group.related_modules:
+            continue
+        if len(group.related_modules) != len(group.modules):
+            raise ConfigError(f"{where}.related_modules has another length than modules; name a list for each of them")
+        for pattern, related in zip(group.modules, group.related_modules, strict=True):
+            names = [name for name in find_layers(model, pattern, PRUNINGS[kind], where) if f"{kind} {name}" in kept]
+            others = [_find_near(model, names, other, where) for other in _as_list(related)]
+            for place, name in enumerate(names):
+                mask = kept[f"{kind} {name}"]
+                module = model.get_submodule(name)
+                if kind == "head":
+                    features = mask.repeat_interleave(module.get_parameter("weight").shape[1] // len(mask))
+                    _select(module, features, dim=1)
+                    for matches in others:
+                        _select(model.get_submodule(matches[place]), features, dim=0)
+                    _count_heads(model, name, int(mask.sum()), len(mask))
+                else:
+                    _select(module, mask, dim=0)
+                    for matches in others:
+                        _select(model.get_submodule(matches[place]), mask, dim=1)
+
+
+def _as_list(related: Any) -> list[str]:
+    return [related] if isinstance(related, str) else [str(one) for one in related]
+
+
+def _find_near(model: nn.Module, names: list[str], pattern: str, where: str) -> list[str]:
+    """Return a related module for each name: the matching one with the longest common beginning.
+
+    Raises:
+        ConfigError: there is none, or two are equally near.
+    """
+    candidates = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d)) and re.search(pattern, name)
+    ]
+    found = []
+    for name in names:
+        parts = name.split(".")
+        lengths = {one: _common(parts, one.split(".")) for one in candidates if one != name}
+        best = max(lengths.values(), default=-1)
+        nearest = [one for one, length in lengths.items() if length == best]
+        if len(nearest) != 1:
+            raise ConfigError(
+                f"{where}.related_modules has {pattern!r}, which matches {len(nearest)} layers beside {name!r}: "
+                f"{', '.join(nearest[:4]) or 'none'}; write a pattern of one of them"
+            )
+        found.append(nearest[0])
+    return found
+
+
+def _common(one: list[str], two: list[str]) -> int:
+    count = 0
+    for a, b in zip(one, two, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _select(module: nn.Module, mask: Tensor, dim: int) -> None:
+    """Keep some outputs (0) or inputs (1) of a layer.
+
+    Raises:
+        ConfigError: the layer has another number of them.
+    """
+    weight = module.get_parameter("weight")
+    if isinstance(module, nn.BatchNorm2d):
+        dim = 0
+    if weight.shape[dim] != len(mask):
+        raise ConfigError(
+            f"a {type(module).__name__} with weight {tuple(weight.shape)} does not fit a mask of {len(mask)}; name "
+            "the layers that read the pruned outputs as related_modules"
+        )
+    places = mask.nonzero().flatten()
+    module.weight = nn.Parameter(weight.detach().index_select(dim, places), requires_grad=weight.requires_grad)
+    bias = getattr(module, "bias", None)
+    if dim == 0 and isinstance(bias, Tensor):
+        module.bias = nn.Parameter(bias.detach()[places], requires_grad=bias.requires_grad)
+    if isinstance(module, nn.BatchNorm2d):
+        module.__dict__["num_features"] = len(places)
+        for name in ("running_mean", "running_var"):
+            setattr(module, name, module.get_buffer(name)[places])
+    for name, size in (("out_features", 0), ("in_features", 1), ("out_channels", 0), ("in_channels", 1)):
+        if hasattr(module, name) and size == dim:
+            module.__dict__[name] = len(places)
+
+
+def _count_heads(model: nn.Module, name: str, heads: int, before: int) -> None:
+    """Correct the numbers of heads in the attention module of a layer."""
+    owner = name.rpartition(".")[0]
+    while True:
+        module = model.get_submodule(owner) if owner else model
+        for attribute in ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads"):
+            if getattr(module, attribute, None) == before:
+                setattr(module, attribute, heads)
+                size = getattr(module, "attention_head_size", getattr(module, "head_dim", None))
+                if isinstance(size, int) and hasattr(module, "all_head_size"):
+                    module.__dict__["all_head_size"] = heads * size
+                return
+        if not owner:
+            logger.warning("no module around %s has the number of heads %d; set it to %d", name, before, heads)
+            return
+        owner = owner.rpartition(".")[0]

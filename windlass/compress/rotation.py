@@ -1,0 +1,106 @@
+"""Rotation of the hidden states of a model, folded into its weights (QuaRot's first rotation).
+
+[Note: rotated hidden states] An RMS norm without weight commutes with an orthogonal `R`. So the weight of each norm is
+multiplied into the layers that read it, embeddings and layers that write hidden states are rotated, `W_out <- R^T
+W_out`, and layers that read them rotate back, `W_in <- W_in R`. The function stays the same; outliers of single
+features are spread over all of them (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from windlass.base.errors import ModelError
+from windlass.compress.model_directory import ModelDirectory, TensorPlace
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-norm RMS blocks with these names
+_READERS = {
+    "q_proj": "input_layernorm",
+    "k_proj": "input_layernorm",
+    "v_proj": "input_layernorm",
+    "gate_proj": "post_attention_layernorm",
+    "up_proj": "post_attention_layernorm",
+}
+_WRITERS = ("o_proj", "down_proj")
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"(model\.layers\.\d+)\.(?:.*\.)?([a-z0-9_]+)\.(weight|bias)")
+
+
+class RotatedDirectory(ModelDirectory):
+    """Directory whose tensors are those of another one with rotated hidden states, computed when they are read.
+
+    See [Note: rotated hidden states]. A head that shares the embedding becomes a tensor of its own, since the weight of
+    the last norm is multiplied into it alone.
+
+    Raises:
+        ModelError: the model is of another family than Llama's.
+    """
+
+    def __init__(self, source: ModelDirectory, seed: int = 0) -> None:
+        kind = source.config.get("model_type")
+        if kind not in _FAMILIES or _EMBEDDING not in source.places or _NORM not in source.places:
+            raise ModelError(
+                f"{source.path} is of type {kind!r}, whose hidden states are not rotated; rotation knows "
+                f"{', '.join(_FAMILIES)}"
+            )
+        self.path, self.config = source.path, dict(source.config)
+        self._source = source
+        self.places = dict(source.places)
+        if _HEAD not in self.places:
+            self.config["tie_word_embeddings"] = False
+            self.places[_HEAD] = replace(source.places[_EMBEDDING])
+        self._rotation = random_hadamard(source.places[_EMBEDDING].shape[1], seed)
+
+    def read(self, name: str) -> Tensor:
+        """Return a rotated tensor in its dtype in the file.
+
+        Raises:
+            ModelError: there is none of this name, or it cannot be read.
+        """
+        place: TensorPlace | None = self.places.get(name)
+        tensor = self._source.read(_EMBEDDING if name == _HEAD and name not in self._source.places else name)
+        return self._rotate(name, tensor).to(tensor.dtype if place is None else place.dtype)
+
+    def _rotate(self, name: str, tensor: Tensor) -> Tensor:
+        rotation = self._rotation
+        if name == _EMBEDDING:
+            return (tensor.double() @ rotation).float()
+        if name == _HEAD:
+            return (tensor.double() * self._source.read(_NORM).double() @ rotation).float()
+        if name == _NORM:
+            return torch.ones_like(tensor)
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            return tensor
+        prefix, leaf, part = found.groups()
+        if leaf in _READERS.values():
+            return torch.ones_like(tensor)
+        if leaf in _READERS and part == "weight":
+            norm = self._source.read(f"{prefix}.{_READERS[leaf]}.weight").double()
+            return (tensor.double() * norm @ rotation).float()
+        if leaf in _WRITERS:
+            return (rotation.t() @ tensor.double()).float()
+        return tensor
+
+
+def random_hadamard(size: int, seed: int = 0) -> Tensor:
+    """Return a random orthogonal matrix, float64: a Hadamard matrix with random signs of its rows.
+
+    Sizes that are a power of two times an odd number have a random orthogonal matrix of the odd number as a factor.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    power = size & -size
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < power:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    hadamard = hadamard / power**0.5
+    odd = size // power
+    if odd > 1:
+        square = torch.randn(odd, odd, generator=generator, dtype=torch.float64)
+        hadamard = torch.kron(torch.linalg.qr(square).Q.contiguous(), hadamard)
+    signs = torch.randint(0, 2, (size, 1), generator=generator).double() * 2 - 1
+    return hadamard * signs

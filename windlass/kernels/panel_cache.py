@@ -1,0 +1,64 @@
+"""Panels of a packed layer outside of an inference engine, made again when its bytes change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat
+from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.low_bit_panels import has_native_codes
+from windlass.kernels.packed_gemm import ACTIVATION_DTYPES, PackedPanels, pack_panels, packed_linear
+from windlass.kernels.weight_format import PackedWeight, WeightFormat
+
+
+class PanelCache:
+    """Native product of one packed layer.
+
+    [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are
+    the same, and only for parameters that own their memory: the flat buffer of an engine is filled without a change of
+    versions, so panels of its views are made for each product. They take as much memory as the packed weight. A copy or
+    pickle of the layer has no panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._panels: PackedPanels | None = None
+
+    def product(
+        self, weight_format: WeightFormat, packed: PackedWeight, parameters: Mapping[str, torch.Tensor], input: Any
+    ) -> Any:
+        """Return a function `(input, bias) -> output` on native kernels, or None where they do not apply."""
+        if not _is_native(weight_format, input):
+            self._key = self._panels = None
+            return None
+        owned = all(
+            one.untyped_storage().nbytes() == one.nbytes and not one.is_inference() for one in parameters.values()
+        )
+        key = tuple((one.data_ptr(), one._version) for one in parameters.values()) if owned else None
+        if not owned and not isinstance(weight_format, (CodedWeightFormat, Float8WeightFormat)):
+            self._key = self._panels = None
+            return None  # a cast to float is cheaper than panels for one product
+        again = owned and self._key == key
+        panels = self._panels if again else None
+        if panels is None:
+            panels = pack_panels(packed, weight_format)
+        self._key, self._panels = key, panels if again else None
+
+        def multiply(input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            with torch.no_grad():
+                return packed_linear(input.detach(), panels, bias)
+
+        return multiply
+
+    def __reduce__(self) -> tuple[type[PanelCache], tuple[()]]:
+        return PanelCache, ()
+
+
+def _is_native(weight_format: WeightFormat, input: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or input.device.type != "cpu" or input.dtype not in ACTIVATION_DTYPES:
+        return False
+    known = weight_format.name == "int8" or has_native_codes(weight_format)
+    return known and get_inference_path().module is not None and input.numel() > 0
