@@ -250,9 +250,13 @@ def near(one: torch.Tensor | None, other: torch.Tensor, what: str, bound: float 
 
 def check(case: Case, steps: int = 2) -> list[Found]:
     """Train on ranks, and compare losses, gradients, norms and parameters with one process."""
-    actual: list[Found] = run_ranks(train, case.ranks, case, steps)
+    return hold_all(case, run_ranks(train, case.ranks, case, steps), plain, steps)
+
+
+def hold_all(case: Case, actual: list[Found], expect: Callable[..., dict[str, Any]], steps: int) -> list[Found]:
+    """Compare the traces of the ranks with those of `expect`, which trains in one process on the batches of all."""
     readers = 1 + max(item.reader for item in actual)
-    expected = plain(case.model, case.tied, readers, case.accumulation, steps, case.optimizer, case.params)
+    expected = expect(case.model, case.tied, readers, case.accumulation, steps, case.optimizer, case.params)
     return hold(case, actual, expected)
 
 

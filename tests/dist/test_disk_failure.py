@@ -252,6 +252,57 @@ def test_training_cannot_continue_after_a_partial_step(
         assert text["left"] == "saved" and text["latest"].strip() == "global_step1" and text["steps"] == "1"
 
 
+def over_stages(folder: str, stage: int, delays: bool, how: str) -> dict[str, Any]:
+    """Break the disk of rank 0 under a pipeline, continue from a checkpoint, and compare with a run without."""
+    from tests.dist import pipeline_engine_runs as runs
+
+    both = {"device": "nvme", "nvme_path": folder}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 2000}
+    zero |= {"offload_optimizer": {**both, "delayed_update": delays}, **({"offload_param": both} if stage == 3 else {})}
+    case = runs.Case(stage=stage, config=(("zero_optimization", zero),))
+
+    def train(engine: Any) -> None:
+        for number in range(1, 3):
+            runs.one_step(engine, case, number)
+
+    results, text = [], {}
+    for breaks in (False, True):
+        engine = runs.start(case)
+        runs.one_step(engine, case, 0)
+        engine.save_checkpoint(f"{folder}/saved", tag=str(breaks))
+        if breaks:
+            forget(engine)
+            breaker = Breaker(engine)
+            breaker.smash(how)
+            text["step"] = attempt(lambda: train(engine))  # noqa: B023 with a delay the second step receives the error
+            breaker.mend()
+            text["again"] = attempt(lambda: train(engine))  # noqa: B023
+            text["save"] = attempt(lambda: engine.save_checkpoint(f"{folder}/saved", tag="mixed"))  # noqa: B023
+            engine.load_checkpoint(f"{folder}/saved", tag=str(breaks))
+        train(engine)
+        results.append({name: value.clone() for name, value in engine.full_state_dict().items()})
+        engine.destroy()
+    text["same"] = all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    text["left"] = sorted(os.listdir(f"{folder}/saved"))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("transport", "stage", "delays", "how"),
+    [("gloo", 1, True, "write"), ("shm", 1, False, "read")],
+)
+def test_disk_failure_under_one_stage_of_a_pipeline(
+    transport: str, stage: int, delays: bool, how: str, tmp_path: Path
+) -> None:
+    for text in run_ranks(over_stages, 2, str(tmp_path), stage, delays, how, env=LATE, transport=transport):
+        assert text["step"].startswith("StorageError: ") and "rank 0: " in text["step"] and "EIO" in text["step"], text
+        assert "load the last checkpoint" in text["step"], text
+        assert text["again"].startswith("StorageError: ") and text["save"].startswith("CheckpointError: nothing is"), (
+            text
+        )
+        assert text["same"] and "mixed" not in text["left"], text
+
+
 def late(folder: str) -> list[str]:
     """Return the errors when the last writes of a step fail after it: of the step, of the next one, and of a save."""
     subject, engine = begin(folder, param="none")

@@ -600,8 +600,12 @@ def test_change_lost_by_a_reshard_is_an_error(transport: str) -> None:
 # ------------------------------------------------------------------------------------------------- experts over ranks
 
 
-def dropped_of_experts(stage: int) -> list[float]:
-    """Return the difference of parameters, for each way of dropping, from a run without the dropped backwards."""
+def dropped_of_experts(stage: int, backend: str = "") -> list[float]:
+    """Return the difference of parameters, for each way of dropping, from a run without the dropped backwards.
+
+    Args:
+        backend: if not empty, the model is compiled, except in the run without dropped backwards.
+    """
     import windlass
     from tests.dist.parallel_runs import MODELS, VOCABULARY
 
@@ -615,7 +619,11 @@ def dropped_of_experts(stage: int) -> list[float]:
     for name, drop in doors.items():
         torch.manual_seed(1)
         config = ds_config(Recipe(optimizer_params=SGD), Setting(stage, config=(("parallel", {"ep": 2}),)))
-        engine, optimizer = windlass.initialize(model=MODELS["mixtral"](tied=False), config=config)[:2]
+        model = MODELS["mixtral"](tied=False)
+        if backend and name != "skip":
+            torch._dynamo.reset()
+            model.compile(backend=backend)
+        engine, optimizer = windlass.initialize(model=model, config=config)[:2]
 
         def backward(number: int, engine: Any = engine) -> None:
             draw = torch.Generator().manual_seed(2 * number + dist.get_rank())
@@ -638,3 +646,55 @@ def dropped_of_experts(stage: int) -> list[float]:
 def test_expert_gradients_can_be_dropped_by_every_method(stage: int) -> None:
     first, other = run_ranks(dropped_of_experts, 2, stage, timeout=240.0)
     assert first == [0.0] * 3 and other == [], "whole models are at the first rank"
+
+
+@pytest.mark.slow
+def test_gradients_of_compiled_experts_can_be_dropped() -> None:
+    for stage in (1, 3):
+        assert max(run_ranks(dropped_of_experts, 2, stage, "aot_eager", timeout=240.0)[0]) < 1e-5, stage
+
+
+# ------------------------------------------------------------------------------------------------------ pipelines
+
+
+def dropped_between_batches(stage: int, backend: str) -> float:
+    """Return the difference of parameters between a run that drops gradients between its batches and one that doesn't.
+
+    Args:
+        backend: if not empty, the layers of the first run are compiled.
+    """
+    import windlass
+    from tests.dist import pipeline_engine_runs as runs
+
+    case, results = runs.Case(name="tied", stage=stage, micros=2), []
+    for drops in (True, False):
+        model = runs.model_of(case, num_stages=case.pp, virtual_stages=case.chunks)
+        if backend and drops:
+            torch._dynamo.reset()
+            for module in model.modules():
+                if type(module).__name__ == "Block":
+                    module.compile(backend=backend)
+        engine, optimizer = windlass.initialize(model=model, config=runs.config_of(case))[:2]
+        for step in range(3):
+            if drops:
+                for door in (optimizer.zero_grad, engine.zero_grad, engine.module.zero_grad):
+                    door()
+                for parameter in engine.module.parameters():
+                    parameter.grad = None
+            runs.one_step(engine, case, step)
+            assert all(parameter.grad is None for parameter in engine.module.parameters())
+        results.append({name: value.clone() for name, value in engine.full_state_dict().items()})
+        engine.destroy()
+    return relative_error(*results)[0] if results[0] else 0.0
+
+
+def test_a_batch_of_a_pipeline_leaves_no_gradient_to_drop() -> None:
+    """`train_batch` makes all backwards and the step, so that nothing is pending between its calls."""
+    for stage in (0, 2):
+        assert run_ranks(dropped_between_batches, 2, stage, "") == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_compiled_layers_of_a_pipeline_train_as_others() -> None:
+    for stage in (1, 3):
+        assert max(run_ranks(dropped_between_batches, 2, stage, "aot_eager", timeout=240.0)) < 1e-5, stage

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.dist.harness import run_ranks
-from tests.dist.parallel_runs import STEPS, Case, batch, build, check, config_of, hold, plain, train
+from tests.dist.parallel_runs import STEPS, Case, Found, batch, build, check, config_of, hold, hold_all, plain, train
 from windlass.base.errors import ModelError
 
 LAMB = (("lr", 1e-2), ("weight_decay", 0.02), ("eps", 1e-4))
-MUON = (("lr", 1e-2), ("weight_decay", 0.02))
+MUON = (("lr", 1e-2), ("weight_decay", 0.02), ("eps", 1e-4))
 ROWS = (("lr", 1e-2),)
-ROUNDS = 4e-2  # Muon iterates in bf16, whose products CPUs round differently; separate shards are off by their own size
 
 _CASES = [
     Case("llama", (("tp", 2),), stage=1, optimizer="Lamb", params=LAMB),
@@ -24,9 +24,6 @@ _CASES = [
     Case("uneven", (("tp", 2),), stage=2, optimizer="Lamb", params=LAMB, zero=(("sub_group_size", 3000),)),
     Case("mixtral", (("ep", 2),), stage=2, optimizer="Lamb", params=LAMB),
     Case("mixtral", (("ep", 2), ("tp", 2)), stage=3, optimizer="Lamb", params=LAMB),
-    Case("llama", (("tp", 2),), stage=0, optimizer="Muon", params=MUON, bound=ROUNDS),
-    Case("uneven", (("tp", 2),), stage=3, world=4, optimizer="Muon", params=MUON, bound=ROUNDS),
-    Case("mixtral", (("ep", 2),), stage=3, optimizer="Muon", params=MUON, bound=ROUNDS),
     Case("llama", (("tp", 2),), stage=2, optimizer="Adafactor", params=ROWS, bound=5e-5),
 ]
 
@@ -34,6 +31,39 @@ _CASES = [
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_whole_parameter_rules_on_parts_equal_one_process(case: Case) -> None:
     check(case)
+
+
+# ------------------------------------------------------------------------------------------------------------- Muon
+
+_MATRIX_CASES = [
+    Case("llama", (("tp", 2),), stage=0, optimizer="Muon", params=MUON),
+    Case("uneven", (("tp", 2),), stage=3, world=4, optimizer="Muon", params=MUON),
+    Case("mixtral", (("ep", 2),), stage=3, optimizer="Muon", params=MUON),
+]
+
+
+def exact(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """Return the result of Muon's iteration in float64: X <- a X + b (X X') X + c (X X')^2 X from X / |X|."""
+    a, b, c = coefficients
+    x = matrix.double() / matrix.double().norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x.to(matrix.dtype)
+
+
+def train_exactly(case: Case) -> Found:
+    with patch("windlass.optim.muon.orthogonalize", exact):
+        return train(case, 2)
+
+
+@pytest.mark.parametrize("case", _MATRIX_CASES, ids=str)
+def test_muon_on_parts_equals_one_process(case: Case) -> None:
+    """The iteration is in float64 on both sides. In bf16 its quintic, of slope 3.4445 at 0, multiplies the rounding of
+    products by up to 485 in five steps, and CPUs round products differently. The unit test of Muon holds bf16."""
+    actual = run_ranks(train_exactly, case.ranks, case)
+    with patch("windlass.optim.muon.orthogonalize", exact):
+        hold_all(case, actual, plain.__wrapped__, 2)
 
 
 @pytest.mark.parametrize(("rule", "params"), [("Lamb", LAMB), ("Adafactor", ROWS)])
@@ -52,14 +82,16 @@ def test_whole_parameter_states_are_resharded_over_other_axes(rule: str, params:
 # -------------------------------------------------------------------------------------------------- states of 8 bits
 
 
-def eight_bits(axes: dict[str, int], stage: int, steps: int, save: str | None, source: str | None) -> dict[str, Any]:
+def eight_bits(
+    model: str, axes: dict[str, int], stage: int, steps: int, save: str | None, source: str | None
+) -> dict[str, Any]:
     """Train with 8-bit moments. Return full parameters and decoded states, at the end and right after the load."""
     import windlass
 
-    config = config_of(Case("llama", tuple(axes.items()), stage=stage))
+    config = config_of(Case(model, tuple(axes.items()), stage=stage))
     del config["optimizer"]
     made = partial(windlass.optim.CPUAdam, lr=2e-3, eps=1e-4, weight_decay=0.02, state_dtype="8bit")
-    engine = windlass.initialize(model=build("llama", tied=False), optimizer=made, config=config)[0]
+    engine = windlass.initialize(model=build(model, tied=False), optimizer=made, config=config)[0]
 
     def whole() -> dict[str, Any]:
         named = list(engine.module.named_parameters())
@@ -87,21 +119,22 @@ def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((a - b).abs().max()) / float(b.abs().max()) for a, b in pairs)
 
 
-def test_8_bit_states_of_parts_resume_in_any_layout(tmp_path: Path) -> None:
-    cut, dense = {"tp": 2}, {"tp": 1}
+@pytest.mark.parametrize(("model", "axis"), [("llama", "tp"), ("mixtral", "ep")])
+def test_8_bit_states_of_parts_resume_in_any_layout(model: str, axis: str, tmp_path: Path) -> None:
+    cut, dense = {axis: 2}, {axis: 1}
     saved, again, back = (str(tmp_path / name) for name in ("cut", "dense", "back"))
-    first = run_ranks(eight_bits, 2, cut, 1, 2, saved, None)
-    on = run_ranks(eight_bits, 2, cut, 1, 2, None, saved)
-    straight = run_ranks(eight_bits, 2, cut, 1, 4, None, None)
+    first = run_ranks(eight_bits, 2, model, cut, 1, 2, saved, None)
+    on = run_ranks(eight_bits, 2, model, cut, 1, 2, None, saved)
+    straight = run_ranks(eight_bits, 2, model, cut, 1, 4, None, None)
     for item, other, begun in zip(on, straight, first, strict=True):  # the same sharding: equal bit by bit
         for key, values in item["after"].items():
             assert all(torch.equal(value, other["after"][key][name]) for name, value in values.items()), key
         assert _codes_apart(item["before"], begun["after"]) == 0
-    full = run_ranks(eight_bits, 1, dense, 3, 0, again, saved)[0]
+    full = run_ranks(eight_bits, 1, model, dense, 3, 0, again, saved)[0]
     assert _codes_apart(full["before"], first[0]["after"]) < 1 / 64
-    returned = run_ranks(eight_bits, 2, cut, 2, 0, back, again)[0]
+    returned = run_ranks(eight_bits, 2, model, cut, 2, 0, back, again)[0]
     assert _codes_apart(returned["before"], full["after"]) < 1 / 64
-    expected = plain("llama", False, 1, 1, 4)["params"]
+    expected = plain(model, False, 2 if axis == "ep" else 1, 1, 4)["params"]
     for name, value in straight[0]["after"]["params"].items():  # as far from 32 bits as one process with 8-bit states
         assert float((value - expected[name]).abs().max()) < 4 * 2e-3, name
 

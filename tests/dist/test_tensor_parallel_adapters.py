@@ -1,4 +1,4 @@
-"""Tests that peft adapters beside linear layers sharded over tp train as in one process."""
+"""Tests that peft adapters train as in one process beside linear layers that are sharded over tp or lie in stages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _CASES = [
     Case("llama-lora", (("tp", 4),), stage=2),  # fewer key heads than ranks
     Case("gpt2-lora", (("tp", 2),), stage=1, tied=True, more=(("tp_overlap_chunks", 2),)),
     Case("uneven-lora", (("tp", 2),), stage=2),
+    Case("llama-lora", (("pp", 2),), stage=1, accumulation=3),
+    Case("gpt2-lora", (("pp", 2),), stage=3, tied=True, accumulation=2, more=(("recompute", True),)),
 ]
 
 
@@ -28,8 +30,9 @@ def test_adapters_of_sharded_layers_train_as_one_process(case: Case) -> None:
     check(case)
 
 
-def test_adapters_of_sharded_layers_are_saved_in_full(tmp_path: Path) -> None:
-    cut, dense = Case("llama-lora", (("tp", 2),), stage=2), Case("llama-lora", (("tp", 1),), stage=3)
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_adapters_of_sharded_layers_are_saved_in_full(axis: str, tmp_path: Path) -> None:
+    cut, dense = Case("llama-lora", ((axis, 2),), stage=2), Case("llama-lora", ((axis, 1),), stage=3)
     run_ranks(train, 2, cut, 2, str(tmp_path))
     expected = plain("llama-lora", False, 1, 1)
     hold(dense, run_ranks(train, 1, dense, STEPS - 2, None, str(tmp_path)), expected, first=2)

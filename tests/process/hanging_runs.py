@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import windlass
+from tests.dist import parallel_runs
 from tests.ports import free_port
 from windlass import watchdog
 from windlass.base import log
@@ -36,10 +37,13 @@ LEFT_S = 10.0  # seconds that a rank may outlive the others
 def train(engine: Any) -> None:
     """Train two steps."""
     if hasattr(engine.module, "lm_head"):
-        ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(0))
         for _ in range(2):
             try:
-                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                loss = engine(input_ids=ids, labels=ids).loss
+                if engine.module.__dict__.pop("leaves_out", False):
+                    raise ValueError("no such label")
+                engine.backward(loss)
                 engine.step()
             except ValueError as error:
                 print(f"caught {error}")
@@ -60,6 +64,8 @@ def main(fault: str, faulty: int) -> None:
     }
     if fault in ("caught", "alike"):
         model, config["parallel"] = _llama(), {"tp": RANKS}
+    if fault == "left out":
+        model, config["parallel"] = parallel_runs.MODELS["mixtral"](tied=False), {"ep": RANKS}
     engine, *_ = windlass.initialize(model=model, config=config)
     if fault == "early" and dist.get_rank() == faulty:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -100,6 +106,8 @@ def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
             pass
     elif fault in ("caught", "alike"):  # in a layer between two collectives along tp
         engine.module.model.layers[1].register_forward_pre_hook(_once)
+    elif fault == "left out":  # an error of the script between a forward and its backward
+        engine.module.leaves_out = True
     elif fault == "return":
         sys.exit(0)
     elif fault in ("raise", "hook"):

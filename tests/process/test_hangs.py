@@ -133,6 +133,20 @@ def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_call_left_out_along_ep_with_sharded_parameters_ends_all_ranks(tmp_path: Path) -> None:
+    """Ranks that send need the failed one in their all-gathers, so that no batch is dropped.
+
+    All end before `timeout_s`: a rank that can compare its calls with the others raises, the watchdog ends the others.
+    """
+    ranks = run(tmp_path, ["left out"], "gloo", 1)["left out"]
+    for rank in ranks:
+        assert rank.code in (1, WATCHDOG_EXIT_CODE) and "finished" not in rank.text, ranks
+        assert rank.code != 1 or "start the run again from its last checkpoint" in rank.text, ranks
+    assert "caught no such label" in ranks[1].text
+    assert any("hang report:" in rank.text or "skipped the backward of forward" in rank.text for rank in ranks), ranks
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "faulty"), [("shm", 1), ("shm", 0), ("gloo", 0)])
 def test_faults_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Path) -> None:
     """The faults are reported for either transport and rank. Rank 0 hosts the store with all heartbeats."""

@@ -1,4 +1,7 @@
-"""Tests of a parameter of 2^31 + 1 elements: no count, offset or length has 32 bits. Run it alone: it needs 5 GB."""
+"""Tests of a parameter of 2^31 + 1 elements: no count, offset or length has 32 bits.
+
+Run the slow ones alone: they need 9 GB of memory and 14 GB of disk.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from tests.dist.harness import run_ranks
 from tests.unit.kernels.rule_cases import RULES
+from windlass.checkpoint import read_full
 from windlass.checkpoint.fragment_boxes import boxes_of_range, flat_start
+from windlass.checkpoint.safetensors_export import export_safetensors
+from windlass.checkpoint.torch_file_writer import write_torch_file
 from windlass.comm.ordered_sum import sum_of_squares
 from windlass.kernels import keyed_sum
 from windlass.kernels.kernel_dispatch import apply_updates
@@ -71,3 +79,55 @@ def test_kernels_and_disk_reach_the_last_element(tmp_path: Path) -> None:
     apply_updates(rule, [UpdateTensors(parameter, gradient)])
     apply_updates(rule, [expected])
     assert torch.equal(parameter[SPOTS], expected.parameter) and not torch.equal(expected.parameter, before)
+
+
+class Large(nn.Module):
+    """Model with a frozen parameter of `NUMEL` elements, of which it uses a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16), requires_grad=False)
+        self.after = nn.Linear(len(SPOTS), 1)
+        with torch.no_grad():
+            self.large[SPOTS] = torch.arange(1.0, len(SPOTS) + 1).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(x * self.large[SPOTS].float()).mean()
+
+
+def saved_and_loaded(folder: str) -> list[float]:
+    """Save the model, zero it, and load it. Return the used elements."""
+    import windlass
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine = windlass.initialize(model=Large(), config=config)[0]
+    engine.backward(engine(torch.ones(2, len(SPOTS))))
+    engine.step()
+    engine.save_checkpoint(folder, tag="t", exclude_frozen_parameters=False)
+    with torch.no_grad():
+        engine.module.large.zero_()
+    engine.load_checkpoint(folder, tag="t")
+    result: list[float] = engine.module.large[SPOTS].tolist()
+    engine.destroy()
+    return result
+
+
+@pytest.mark.slow
+def test_checkpoint_export_and_torch_file_reach_the_last_element(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    expected = [float(number) for number in range(1, len(SPOTS) + 1)]
+    assert run_ranks(saved_and_loaded, 1, str(tmp_path / "run"), timeout=900.0) == [expected]
+    large = dict(read_full(tmp_path / "run", "t"))["param/large"]
+    assert large.numel() == NUMEL and large[SPOTS].tolist() == expected
+    export_safetensors(tmp_path / "run", tmp_path / "exported")
+    with safe_open(tmp_path / "exported" / "model.safetensors", "pt") as file:
+        part = file.get_slice("large")
+        assert [part[spot : spot + 1].item() for spot in SPOTS] == expected
+    write_torch_file(tmp_path / "large.pt", {"before": torch.ones(3), "large": large, "after": torch.ones(3)})
+    back = torch.load(tmp_path / "large.pt", mmap=True, weights_only=True)
+    assert back["large"][SPOTS].tolist() == expected and back["after"].tolist() == [1.0] * 3

@@ -1,4 +1,7 @@
-"""Atomic writes of small files: a file is written under a temporary name beside its target and then renamed."""
+"""New files and directories that no other user may write, and atomic writes of small files.
+
+A file is written under a temporary name beside its target and then renamed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,31 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PARTIAL_SUFFIX = ".part"
+# Permissions before the umask is applied: under umask 000 too, other users cannot write.
+_FILE_MODE, _DIRECTORY_MODE = 0o664, 0o775
+
+
+def make_directory(path: Path, *, exist_ok: bool = True) -> None:
+    """Make a directory and its missing parents.
+
+    Args:
+        exist_ok: do nothing if it exists; else raise.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [directory for directory in path.parents if not directory.is_dir()]
+    for one in reversed(missing):
+        one.mkdir(_DIRECTORY_MODE, exist_ok=True)
+    path.mkdir(_DIRECTORY_MODE, exist_ok=exist_ok)
+
+
+def open_new(path: str | os.PathLike[str], mode: str = "xb", **options: Any) -> Any:
+    """Open a file for writing as `open` does. A new file has the permissions of this module."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, _FILE_MODE), **options)
 
 
 def temporary_path_beside(path: Path) -> Path:
@@ -19,7 +45,7 @@ def temporary_path_beside(path: Path) -> Path:
     return path.with_name(f".{stem}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
 
 
-def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, durable: bool = False) -> None:
+def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, durable: bool = False) -> None:
     """Write `data` to `path` atomically. A symbolic link at `path` is replaced, not followed.
 
     Args:

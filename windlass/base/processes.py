@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 WATCHDOG_EXIT_CODE = 86
 """Exit code of a rank that its watchdog ended. The cause is in the hang report, and usually on another rank."""
@@ -16,6 +19,34 @@ def forbid_world_writable_files() -> None:
     """Make new files of this process and its children not world-writable, even under umask 000."""
     before = os.umask(0o077)
     os.umask(before | 0o002)
+
+
+@contextlib.contextmanager
+def exit_on_interrupted_import() -> Iterator[None]:
+    """Make Ctrl-C end the process at once, with exit code 130, while a module is being imported.
+
+    A C extension that imports a module ignores every exception of that import (torch imports numpy so), also a
+    KeyboardInterrupt: the program would continue with half a module. Outside of imports Ctrl-C raises
+    KeyboardInterrupt. Does nothing if SIGINT is handled or ignored already, or outside the main thread.
+    """
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not own or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                os._exit(128 + number)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is handle:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

@@ -190,6 +190,11 @@ def disk_errors(path: Path, needed: int) -> Iterator[None]:
                 f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; earlier "
                 "checkpoints are unchanged. Free some space or save to another disk"
             ) from error
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(
+                f"{path} cannot be written: {error.strerror}: it needs {needed} bytes; earlier checkpoints are "
+                "unchanged. Raise the limit of file sizes (`ulimit -f`), or save to a file system that takes such files"
+            ) from error
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
 
 

@@ -39,6 +39,7 @@ def load(
     opened: StoredCheckpoint | None = None,
     first: Collection[str] = (),
     check_first: Callable[[], object] = lambda: None,
+    on_overwrite: Callable[[], object] = lambda: None,
 ) -> LoadedState:
     """Fill the tensors of `into` in place from `directory`/`tag`. Collective over the group.
 
@@ -60,6 +61,7 @@ def load(
         first: tensors that are filled before all others.
         check_first: called after the tensors in `first` are filled, before the others. Its error is raised on all
             ranks.
+        on_overwrite: called on all ranks before the others are filled. An error after this call leaves them undefined.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
@@ -92,7 +94,7 @@ def load(
     # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
-    collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first)
+    collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first, on_overwrite)
     matched = len(requested) - len(missing)
     summary = (
         f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "

@@ -52,11 +52,13 @@ def load_held_tensors(
     ranks: CheckpointRanks,
     first: Collection[str],
     check: Callable[[], object],
+    on_overwrite: Callable[[], object],
 ) -> None:
     """Fill this rank's boxes from a checkpoint. Collective.
 
     Args:
         first: tensors that are filled before all others, on any rank. Then `check` is called on all ranks.
+        on_overwrite: called before the other tensors are filled, on all ranks or on none.
 
     Raises:
         CheckpointError: on all ranks, if any of them fails. Tensors filled before the failure keep the loaded values.
@@ -71,4 +73,5 @@ def load_held_tensors(
         check()
 
     ranks.run_on_all("loading", begin)
+    on_overwrite()
     ranks.run_on_all("loading", lambda: fill({name: one for name, one in held.items() if name not in first}))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.base.atomic_file import make_directory, open_new
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.checkpoint_directory import disk_errors, fsync_directory
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -155,8 +156,8 @@ class _IncomingFile:
 
 def _write(path: Path, chunks: Iterator[bytes]) -> None:
     with disk_errors(path, 0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "xb") as file:
+        make_directory(path.parent)
+        with open_new(path) as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()

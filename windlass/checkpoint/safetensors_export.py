@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import make_directory, temporary_path_beside, write_atomically
 from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
@@ -111,7 +111,7 @@ def export_safetensors(
         staging = temporary_path_beside(root.absolute())
         try:
             with disk_errors(staging, 0):
-                staging.mkdir(parents=True)
+                make_directory(staging, exist_ok=False)
             exported = _write(stored, staging, dtype, shard_size, absent, companion_dirs)
             with disk_errors(root, 0):
                 fsync_directory(staging)
@@ -222,7 +222,7 @@ def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype 
             continue
         found.append(name)
         with disk_errors(staging / name, len(text)):
-            (staging / name).write_bytes(text)
+            write_atomically(staging / name, text)
         if name == "config.json" and dtype is not None:
             _set_config_dtype(staging / name, dtype)
     return tuple(found)
@@ -258,7 +258,7 @@ def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with disk_errors(path, len(text)):
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text)
 
 
 def replace_directory(new: Path, target: Path) -> None:

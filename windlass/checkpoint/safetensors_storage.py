@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from windlass.base.atomic_file import open_new
 from windlass.checkpoint.checkpoint_directory import INDEX_FILE, disk_errors
 from windlass.checkpoint.checkpoint_index import (
     FORMAT,
@@ -147,7 +148,7 @@ class SafetensorsWriter:
             ranks=self._rank_plain,
         )
         path, text = self.path / INDEX_FILE, encode_index(index)
-        with disk_errors(path, len(text)), open(path, "x", encoding="utf-8", newline="\n") as file:
+        with disk_errors(path, len(text)), open_new(path, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

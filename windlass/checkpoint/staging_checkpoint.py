@@ -14,6 +14,7 @@ import time
 import weakref
 from pathlib import Path
 
+from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.regular_file import read_regular
@@ -53,7 +54,7 @@ class StagingCheckpoint:
         self._directory, self._tag = directory, tag
         final, former = directory / tag, replaced_path(directory, tag)
         with disk_errors(directory / f".{tag}{_SUFFIX}", 0):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
                 raise CheckpointError(
                     f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
@@ -181,7 +182,7 @@ def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
     """Create a staging directory and take its lock; the lock is None if the file system has none."""
     for _ in range(_ATTEMPTS):
         path = directory / f".{tag}.{secrets.token_hex(4)}{_SUFFIX}"
-        path.mkdir()
+        make_directory(path, exist_ok=False)
         try:
             lock = _try_lock(path)
         except FileNotFoundError:  # another run removed it before it was locked

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from windlass.base.atomic_file import open_new
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.checkpoint_directory import disk_errors
 from windlass.checkpoint.safetensors_file import TensorEntry, build_header, tensor_bytes
@@ -28,7 +29,7 @@ def stream_tensors(
     """
     head = build_header(entries, metadata)
     needed = len(head) + sum(entry.nbytes for entry in entries.values())
-    with disk_errors(path, needed), open(path, "xb") as file:
+    with disk_errors(path, needed), open_new(path) as file:
         file.write(head)
         for (name, entry), tensor in zip(entries.items(), parts, strict=True):
             left = entry.nbytes

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from windlass.base.atomic_file import open_new
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.checkpoint_directory import disk_errors
 from windlass.checkpoint.pickle_writer import PlannedTensor, write_pickle
@@ -59,7 +60,7 @@ class TorchFileWriter:
         self._unwritten = set(self._numbers)
         self._nbytes = len(text) + sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
         with disk_errors(path, self._nbytes):
-            self._raw = open(path, "wb")  # noqa: SIM115 closed by `__exit__`
+            self._raw = open_new(path, "wb")  # closed by `__exit__`
             self._zip = zipfile.ZipFile(self._raw, "w", zipfile.ZIP_STORED)
             order = sys.byteorder.encode()
             try:

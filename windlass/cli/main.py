@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import windlass
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
-from windlass.base.processes import forbid_world_writable_files
+from windlass.base.processes import exit_on_interrupted_import, forbid_world_writable_files
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
 
@@ -139,7 +139,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Exit with code 1 on an expected error, 130 on Ctrl-C."""
     forbid_world_writable_files()
     try:
-        app(args=arguments, prog_name="windlass")
+        with exit_on_interrupted_import():
+            app(args=arguments, prog_name="windlass")
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
-from windlass.base.processes import forbid_world_writable_files
+from windlass.base.processes import exit_on_interrupted_import, forbid_world_writable_files
 from windlass.launch.hostfile import DEFAULT_HOSTFILE
 from windlass.launch.launch_command import launch_from_args
 from windlass.launch.launch_flags import copy_flags, parse_flags
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the `deepspeed` command: `run`, but a launch error prints one message and exits with status 1."""
     forbid_world_writable_files()
     try:
-        run(argv)
+        with exit_on_interrupted_import():
+            run(argv)
     except WindlassError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
         sys.exit(1)

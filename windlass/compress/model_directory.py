@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from windlass.base.atomic_file import write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
@@ -152,4 +153,4 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file as transformers writes its own."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    write_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from windlass.base.atomic_file import make_directory, open_new
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
@@ -89,7 +90,7 @@ class PartialDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             del tensor
-        with open(self.path / _JOURNAL, "a") as journal:
+        with open_new(self.path / _JOURNAL, "a") as journal:
             journal.write(f"\n{source}{_COMPLETE}\n")  # begins a line, since a stopped run may have left a part of one
             journal.flush()
             os.fsync(journal.fileno())
@@ -110,7 +111,8 @@ class PartialDirectory:
             raise ModelError(f"{self.path} lacks {len(missing)} tensors, first {min(missing)!r}; run the command again")
         write_json(self.path / "config.json", dict(config))
         for path in companions:
-            shutil.copyfile(path, self.path / path.name)
+            with path.open("rb") as file, open_new(self.path / path.name, "wb") as copy:
+                shutil.copyfileobj(file, copy)
         if len(self._files) > 1:
             weight_map = {part: name for part, (name, _) in self._offsets.items()}
             total = sum(form.nbytes for parts in self._forms.values() for form in parts.values())
@@ -140,7 +142,7 @@ class PartialDirectory:
 
     def _prepare(self) -> None:
         """Create the directory, or keep an earlier one of the same plan."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,11 +156,11 @@ class PartialDirectory:
         for path in self.path.iterdir():
             path.unlink()
         for name, header in self._headers.items():
-            with open(self.path / name, "xb") as file:
+            with open_new(self.path / name) as file:
                 file.write(header)
                 file.truncate(self._sizes[name])
         # last, so that the plan is there only with complete headers
-        with open(self.path / _PLAN, "xb") as file:
+        with open_new(self.path / _PLAN) as file:
             file.write(_json_bytes(self._plan))
 
     def _is_continued(self) -> bool:

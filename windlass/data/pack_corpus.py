@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from windlass.base.atomic_file import make_directory
 from windlass.base.errors import DataError
 from windlass.base.log import logger
 from windlass.data.corpus_sources import CorpusSource, find_sources
@@ -111,7 +112,7 @@ def pack_corpus(
             "and to hold out"
         )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         return _build_or_reuse(corpus, directory, tokenizer_dir, vocab_size, eval_bytes)
     except OSError as error:
         hint = "free some space" if error.errno == errno.ENOSPC else "check the path and its rights"

@@ -16,7 +16,7 @@ from typing import IO
 
 import numpy as np
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import open_new, temporary_path_beside
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import DataError
 
@@ -78,7 +78,7 @@ class TokenWriter:
         self._dtype = token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._digest = hashlib.blake2b(digest_size=16)
-        self._stream: IO[bytes] = open(self._partial, "wb")  # noqa: SIM115  closed in __exit__
+        self._stream: IO[bytes] = open_new(self._partial, "wb")  # closed in __exit__
         self._stream.write(b" " * _HEADER_BYTES)
 
     def __enter__(self) -> TokenWriter:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.atomic_file import make_directory, write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import DataError
 
@@ -107,7 +107,7 @@ def _eos_id(backend: Any, settings: dict[str, Any], directory: Path) -> int:
 
 
 def _save(backend: Any, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,

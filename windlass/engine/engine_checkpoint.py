@@ -76,7 +76,7 @@ from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.state_fingerprint import StreamedFingerprint, compute_fingerprint
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
-from windlass.zero.core.disk_health import LOST
+from windlass.zero.core.disk_health import HALF_UPDATED, LOST
 from windlass.zero.update.update_chunk import UpdateChunk
 
 if TYPE_CHECKING:
@@ -332,16 +332,26 @@ def load_engine(
     if trainable_only and options.load_module_strict and options.custom_load_fn is None:
         check_frozen_parameters(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
-    lost = bool(model.disk_health.loss_reason)
-    if lost and not (options.loads_everything and not trainable_only and (groups_too or engine.optimizer is None)):
+    lost, frozen_are_intact = bool(model.disk_health.loss_reason), model.disk_health.frozen_are_intact
+    loads_all = options.loads_everything and (not trainable_only or frozen_are_intact)
+    if lost and not (loads_all and (groups_too or engine.optimizer is None)):
         model.disk_health.require_intact("loading only a part of parameters and optimizer states")
-    with model.replacing_parameters(units):
-        if lost:
-            model.discard_disk_state()
-        loaded_state, is_exact = _load_tensors(engine, directory, opened[0], saved, groups_too, options, order, check)
-    _verify_fingerprint(
-        model, units, loaded_state, is_exact, frozen_parameter_names(model) if trainable_only else frozenset()
-    )
+    overwrites: list[bool] = []
+    try:
+        with model.replacing_parameters(units):
+            if lost and not frozen_are_intact:
+                model.discard_disk_state()
+            loaded_state, is_exact = _load_tensors(
+                engine, directory, opened[0], saved, groups_too, options, order, check, lambda: overwrites.append(True)
+            )
+        _verify_fingerprint(
+            model, units, loaded_state, is_exact, frozen_parameter_names(model) if trainable_only else frozenset()
+        )
+    except CheckpointError as error:  # raised on all ranks
+        if not overwrites:
+            raise
+        model.disk_health.mark_partly_loaded(str(error), trainable_only)
+        raise CheckpointError(f"{error}. State of the model: {HALF_UPDATED}") from error
     if lost:
         model.disk_health.mark_reloaded()
     if not engine.config.zero_optimization.load_from_fp32_weights:
@@ -437,11 +447,13 @@ def _load_tensors(
     options: LoadOptions,
     parameter_order: ParameterOrder | None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], None],
+    on_overwrite: Callable[[], object],
 ) -> tuple[LoadedState, tuple[bool, bool]]:
     """Read the checkpoint into the engine's tensors on their tiers, chunk by chunk.
 
     Args:
         saved: every tensor of the checkpoint, on the meta device.
+        on_overwrite: called on all ranks before the first of the engine's tensors is filled.
 
     Returns:
         The loaded state, and whether parameters and states are now bit by bit equal to the saved ones.
@@ -483,6 +495,7 @@ def _load_tensors(
         left,
         parameter_order,
         check,
+        on_overwrite,
     )
     for handle in handles.values():
         if not handle.was_opened:  # nothing of this chunk is in the checkpoint: opening it clears its optimizer states
@@ -530,6 +543,7 @@ def _load_or_mark_lost(
     ignore: tuple[str, ...],
     parameter_order: ParameterOrder | None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], None],
+    on_overwrite: Callable[[], object],
 ) -> LoadedState:
     group = model.mesh.world.process_group
     try:
@@ -547,6 +561,7 @@ def _load_or_mark_lost(
             opened=opened,
             first=counts.keys(),
             check_first=lambda: check_counts(counts),
+            on_overwrite=on_overwrite,
         )
     except CheckpointError:  # raised on all ranks
         model.disk_health.check("a checkpoint was loaded in part", loses=True)

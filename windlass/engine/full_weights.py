@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import make_directory, temporary_path_beside
 from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.checkpoint_directory import disk_errors
@@ -227,7 +227,7 @@ class _FullWeightsWriter:
     def begin(self, entries: dict[str, TensorEntry], tied: Mapping[str, str]) -> None:
         """Open the file for these entries. `tied` gives further names, for formats that can name a tensor twice."""
         with self._recording_errors(), disk_errors(self._partial, 0):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             if self._path.suffix == ".safetensors":
                 self._file = TensorFileWriter(self._partial, entries)
             else:

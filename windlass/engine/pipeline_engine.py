@@ -133,6 +133,7 @@ class PipelineEngine(Engine):
             LossError, StorageError, UpdateError: as `Engine.step`.
         """
         self._require_ready("train_batch")
+        self._sharded.disk_health.require_intact("a batch")  # on all ranks, before any rank waits for another
         if unfrozen_parameters(self._sharded):
             raise ModelError("parameters were unfrozen: call engine.refresh() on every rank of the pipeline first")
         assert self._optimizer is not None, "train_batch needs an optimizer: pass one to initialize or name one"
@@ -174,8 +175,10 @@ class PipelineEngine(Engine):
 
         Raises:
             StopIteration, DataError, PeerError: as `train_batch`.
+            StorageError: parameters are lost, as after a step that was applied in part.
         """
         self._require_ready("eval_batch")
+        self._sharded.disk_health.require_intact("a batch")
         if reduce_output not in ("avg", None):
             raise ModelError(f'eval_batch: reduce_output is {reduce_output!r}; write "avg", or None')
         micros = num_micro_batches or self.progress.batch.accumulation

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from windlass.base.atomic_file import make_directory
 from windlass.base.errors import StorageError
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.step_batch import ModelRunner
@@ -31,7 +32,7 @@ class PreemptedBlocks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         if options.swap_directory is not None and runner.block_nbytes:
             try:
-                Path(options.swap_directory).mkdir(parents=True, exist_ok=True)
+                make_directory(Path(options.swap_directory))
                 self._directory = tempfile.TemporaryDirectory(prefix="windlass-kv-", dir=options.swap_directory)
             except OSError as error:
                 raise StorageError(f"swap_directory {options.swap_directory} cannot be used: {error}") from error

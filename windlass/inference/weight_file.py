@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.atomic_file import make_directory, write_atomically
 from windlass.base.errors import StorageError
 from windlass.storage.disk_error_messages import error_name
 from windlass.storage.extent_allocator import page_up
@@ -208,7 +208,7 @@ def locked_directory(directory: Path, key: str) -> Iterator[None]:
         StorageError: the directory cannot be written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         lock = os.open(directory / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise _write_error(directory, error) from error

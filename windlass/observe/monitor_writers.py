@@ -12,6 +12,7 @@ from typing import Any, Protocol, SupportsFloat
 
 import torch
 
+from windlass.base.atomic_file import make_directory, open_new
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 
@@ -162,7 +163,7 @@ class CsvWriter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
 
     def write(self, events: list[Event]) -> None:
         """Append one row per event. Each file is opened once per call."""
@@ -171,7 +172,7 @@ class CsvWriter:
             by_name.setdefault(name, []).append((step, value))
         for name, rows in by_name.items():
             path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            with path.open("a", newline="") as file:  # closed after each write, so that no row stays in a buffer
+            with open_new(path, "a", newline="") as file:  # closed after each write, so that no row stays in a buffer
                 writer = csv.writer(file, lineterminator="\n")
                 if file.tell() == 0:
                     writer.writerow(["step", name.rpartition("/")[2]])

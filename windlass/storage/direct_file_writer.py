@@ -40,7 +40,7 @@ class DirectFileWriter:
         # by offset: buffer of an incomplete span, and the number of its bytes so far
         self._spans: dict[int, tuple[torch.Tensor, int]] = {}
         self._in_flight: list[tuple[IoRequest, torch.Tensor]] = []
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
         try:
             direct = enable_direct_io(self._file)
             _preallocate(self._file, nbytes)

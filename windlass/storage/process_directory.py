@@ -12,6 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from windlass.base.atomic_file import make_directory
 from windlass.base.errors import StorageError
 from windlass.base.log import logger
 from windlass.storage.disk_error_messages import advice_for, error_name
@@ -35,7 +36,7 @@ class ProcessDirectory:
 
     def __init__(self, folder: Path, label: str) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_directory(folder)
             remove_stale_directories(folder)
             prefix = (
                 f"windlass-{os.getuid()}-{_host()}-{os.getpid()}-{process_start_time(os.getpid())}-{_sanitize(label)}-"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -110,6 +112,30 @@ def test_other_errors_keep_their_traceback(failing: ModuleType) -> None:
 def test_ctrl_c_exits_with_130(failing: ModuleType) -> None:
     failing.error = KeyboardInterrupt()
     assert call("fail") == 130
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_ctrl_c_in_an_import_ends_the_command_though_the_import_ignores_it(
+    tmp_path: Path, failing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "ignores_exceptions.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(failing, "fail", lambda: importlib.import_module("ignores_exceptions"))
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            main(["fail"])
+        finally:
+            os._exit(7)  # the import was completed
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+
+
+def test_handler_of_ctrl_c_is_restored(failing: ModuleType) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert call("fail", "--code", "7") == 7
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_exit_code_of_a_command_is_returned(failing: ModuleType) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import make_directory, temporary_path_beside
 from windlass.base.dtypes import is_castable
 from windlass.checkpoint.checkpoint_directory import disk_errors, require_space
 from windlass.checkpoint.pickle_writer import PlannedTensor
@@ -96,7 +96,7 @@ def write_weights(
     shards = _split_into_files(weights, dtype, max_shard_bytes)
     total = sum(_nbytes(weight, dtype) for name, weight in weights.items() if weight.name == name)
     with disk_errors(target, total):
-        target.mkdir(parents=True, exist_ok=True)
+        make_directory(target)
     require_space(target, total)
     count = len(shards)
     names = [f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for n in range(1, count + 1)]

@@ -44,5 +44,5 @@ def write_recovery_scripts(directory: Path) -> None:
                 continue
         with disk_errors(path, len(text)):
             write_atomically(
-                path, text, mode=0o777
+                path, text, mode=0o775
             )  # some file shares have no execute bit: `python FILE` runs the script there

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from windlass.base.atomic_file import open_new
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
@@ -110,7 +111,7 @@ def _copy_files(source: Path, target: Path) -> None:
         if path.name[0] == ".":
             continue
         try:
-            with open_regular(path, source) as file, open(target / path.name, "xb") as copy:
+            with open_regular(path, source) as file, open_new(target / path.name) as copy:
                 shutil.copyfileobj(file, copy, 1 << 22)
                 copy.flush()
                 os.fsync(copy.fileno())

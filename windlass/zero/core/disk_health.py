@@ -36,6 +36,7 @@ class DiskHealth:
         update_error: Exception of a partial update on this rank, until all ranks have received it.
         update_changed_nothing: That update raised before any part of it was complete. If so on all ranks, training
             continues.
+        frozen_are_intact: With a `loss_reason`: parameters that are not trained have kept their values.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class DiskHealth:
         self._disk, self._staging, self._data, self._device = disk, staging, data, device
         self._temporary_extents = temporary_extents
         self.loss_reason = ""
+        self.frozen_are_intact = False
         self.update_error: Exception | None = None
         self.update_changed_nothing = False
 
@@ -145,13 +147,18 @@ class DiskHealth:
         if self.loss_reason:
             raise StorageError(f"{what} is refused: {self.loss_reason}; {LOST}")
 
+    def mark_partly_loaded(self, reason: str, frozen_are_intact: bool) -> None:
+        """Record that a load failed after it began to overwrite the model. Called on all ranks."""
+        self.frozen_are_intact = frozen_are_intact and (self.frozen_are_intact or not self.loss_reason)
+        self.loss_reason = f"a checkpoint was loaded in part ({reason})"
+
     def mark_reloaded(self) -> None:
         """Record that the whole model was loaded again. Collective if the model keeps data on NVMe.
 
         Raises:
             StorageError: lost data were not loaded, or could not be written. Raised on all ranks.
         """
-        self.loss_reason = ""
+        self.loss_reason, self.frozen_are_intact = "", False
         self.check("some of the lost data were not loaded", loses=True)
 
     def _lost_extent_error(self) -> StorageError | None:

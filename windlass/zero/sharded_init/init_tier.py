@@ -10,6 +10,7 @@ from weakref import finalize
 
 import torch
 
+from windlass.base.atomic_file import make_directory
 from windlass.base.compute_device import local_device
 from windlass.base.device_memory import device_has_own_memory
 from windlass.base.errors import CheckpointError, ConfigError
@@ -60,7 +61,7 @@ class ShardFile:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by finalize)
         except OSError as error:
             raise ConfigError(
