@@ -16,6 +16,7 @@ from windlass.base.errors import ModelError, StorageError, UpdateError
 from windlass.base.log import logger
 from windlass.base.pending import Pending
 from windlass.comm.mesh import Mesh
+from windlass.comm.mesh_shape import AXES
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.transport import Transport
 from windlass.optim.elementwise_optimizers import enable_fused_step, measure_state_bytes
@@ -149,6 +150,10 @@ class ShardedModel:
             keeps_local_gradients=self_reducing,
         )
         self.disk_health = DiskHealth(tiers.disk, tiers.staging, mesh.world, device, self._temporary_extents)
+        # Stages unshard at different times, so that the ranks of one stage alone exchange the failures of its reads.
+        self._stage_ranks: RankGroup | None = None
+        if mesh.pp.size > 1 and tiers.param is Tier.NVME:
+            self._stage_ranks = mesh.over(*(axis for axis in AXES if axis != "pp"))
         self.scheduler = CollectiveScheduler(
             self.units,
             completion,
@@ -317,7 +322,8 @@ class ShardedModel:
 
     def _after_unshard_all(self, among: RankGroup | None) -> None:
         if self.tiers.param is Tier.NVME:
-            self.disk_health.check("parameters could not be gathered", loses=self._update_in_progress(), among=among)
+            group = among or self._stage_ranks
+            self.disk_health.check("parameters could not be gathered", loses=self._update_in_progress(), among=group)
 
     def _on_backward_end(self) -> None:
         self.reducer.end_backward(self.scheduler.reduce_remaining)
