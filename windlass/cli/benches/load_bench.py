@@ -219,7 +219,8 @@ async def _one_request(client: Any, settings: LoadSettings, number: int, outcome
     except (openai.OpenAIError, OSError) as error:
         found = f"{type(error).__name__}: {error}"
     outcome.counts[found] += 1
-    if found != expected:
+    # A client that reads slowly may get several tokens in an event, so that the stream ends before it is cancelled.
+    if found != expected and not (expected == "cancelled" and found == "whole"):
         outcome.lost.append(f"request {number}, {kind}: {found}")
 
 
