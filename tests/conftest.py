@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -71,3 +74,15 @@ def _one_thread() -> None:
     import torch  # not at the top: the controller of pytest-xdist does not need torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here ({mounted.stderr.decode().strip()})")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,18 +18,6 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_disk_failure import attempt
 from tests.models import Place
 from tests.oracle import Recipe
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 4 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here ({mounted.stderr.decode().strip()})")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def fill(folder: str, free: int) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,18 +14,6 @@ from tests.unit.storage.conftest import MakeTier
 from windlass.base.errors import StorageError
 
 _MIB = 1 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 4 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"may not mount a file system here ({mounted.stderr.decode().strip()})")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.fixture(autouse=True)

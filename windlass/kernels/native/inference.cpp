@@ -7,17 +7,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "inference_job.hpp"
+#include "kernel_sets.hpp"
 #include "parallel.hpp"
 
 namespace nb = nanobind;
@@ -34,74 +32,18 @@ constexpr std::int64_t kSerialElements = 32'768;
 constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 
-struct NamedSet {
-    std::string name;
-    const InferenceSet* set;
-};
-
-// Best first.
-const std::vector<NamedSet>& supported_sets() {
-    static const std::vector<NamedSet> found = [] {
-        std::vector<NamedSet> sets;
+const std::vector<NamedSet<InferenceSet>>& supported_sets() {
 #if defined(__x86_64__)
-        __builtin_cpu_init();
-        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-        const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-        if (dot) sets.push_back({"AVX-512-BF16", &kInferenceAvx512Dot});
-        if (avx512) sets.push_back({"AVX-512", &kInferenceAvx512});
-        if (avx2) sets.push_back({"AVX2", &kInferenceAvx2});
-        sets.push_back({"baseline", &kInferenceBaseline});
-#elif defined(__aarch64__)
-        sets.push_back({"NEON", &kInferenceBaseline});
+    static const auto found = find_sets(&kInferenceBaseline, &kInferenceAvx2, &kInferenceAvx512, &kInferenceAvx512Dot);
 #else
-        sets.push_back({"baseline", &kInferenceBaseline});
+    static const auto found = find_sets<InferenceSet>(&kInferenceBaseline, nullptr, nullptr, nullptr);
 #endif
-        return sets;
-    }();
     return found;
 }
 
-std::vector<std::string> instruction_sets() {
-    std::vector<std::string> names;
-    for (const NamedSet& set : supported_sets()) names.push_back(set.name);
-    return names;
-}
+std::vector<std::string> instruction_sets() { return names_of(supported_sets()); }
 
-const InferenceSet& set_at(int number) {
-    const auto& sets = supported_sets();
-    if (number < 0 || number >= static_cast<int>(sets.size())) throw std::invalid_argument("there is no such instruction set");
-    return *sets[number].set;
-}
-
-// Memory that a thread keeps for the next call, aligned to cache lines.
-class Scratch {
-   public:
-    char* get(std::int64_t bytes) {
-        if (bytes > size_) {
-            memory_.reset();
-            size_ = (bytes + 4095) / 4096 * 4096;
-            memory_.reset(static_cast<char*>(std::aligned_alloc(4096, size_)));
-            if (memory_ == nullptr) {
-                size_ = 0;
-                throw std::bad_alloc();
-            }
-        }
-        return memory_.get();
-    }
-
-   private:
-    struct Free {
-        void operator()(char* memory) const { std::free(memory); }
-    };
-    std::unique_ptr<char, Free> memory_;
-    std::int64_t size_ = 0;
-};
-
-void refuse(bool wrong, const char* problem) {
-    if (wrong) throw std::invalid_argument(problem);
-}
+const InferenceSet& set_at(int number) { return set_at(supported_sets(), number); }
 
 PanelCode known_code(int code) {
     refuse(code < 0 || code > static_cast<int>(PanelCode::int8), "there is no such format of panels");
@@ -305,20 +247,14 @@ void attend_all(const InferenceSet& chosen, const AttentionJob& job, std::int64_
     });
 }
 
-void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uint64_t out, bool is_bf16,
-               std::int64_t tokens, std::int64_t heads, std::uint64_t block_table, std::int64_t table_stride,
-               std::uint64_t query_start, std::uint64_t context_lengths, std::int64_t sequences, double scaling,
-               double softcap, std::int64_t window, std::int64_t chunk, std::uint64_t sinks, int threads) {
-    const InferenceSet& chosen = set_at(set);
-    refuse(query == 0 || out == 0 || query_start == 0 || context_lengths == 0 || block_table == 0,
-           "attention needs the addresses of queries, output and tables");
-    refuse(tokens <= 0 || heads <= 0 || heads % cache.heads != 0 || table_stride <= 0 || sequences <= 0 || threads <= 0,
-           "attention needs sizes and threads above 0, and a multiple of the cache's heads");
-    refuse(window < 0 || chunk < 0 || softcap < 0, "attention needs limits of 0 or more");
+AttentionJob make_attention(const CacheOfLayer& cache, std::uint64_t query, std::int64_t query_stride, std::uint64_t out,
+                            bool is_bf16, std::int64_t heads, std::uint64_t block_table, std::int64_t table_stride,
+                            std::uint64_t query_start, std::uint64_t context_lengths, double scaling, double softcap,
+                            std::int64_t window, std::int64_t chunk, std::uint64_t sinks) {
     AttentionJob job{};
     job.cache = cache;
     job.query = reinterpret_cast<const void*>(query);
-    job.query_stride = heads * cache.key_dim;
+    job.query_stride = query_stride;
     job.out = reinterpret_cast<void*>(out);
     job.is_bf16 = is_bf16;
     job.heads = heads;
@@ -331,6 +267,22 @@ void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uin
     job.window = window;
     job.chunk = chunk;
     job.sinks = reinterpret_cast<const float*>(sinks);
+    return job;
+}
+
+void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uint64_t out, bool is_bf16,
+               std::int64_t tokens, std::int64_t heads, std::uint64_t block_table, std::int64_t table_stride,
+               std::uint64_t query_start, std::uint64_t context_lengths, std::int64_t sequences, double scaling,
+               double softcap, std::int64_t window, std::int64_t chunk, std::uint64_t sinks, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(query == 0 || out == 0 || query_start == 0 || context_lengths == 0 || block_table == 0,
+           "attention needs the addresses of queries, output and tables");
+    refuse(tokens <= 0 || heads <= 0 || heads % cache.heads != 0 || table_stride <= 0 || sequences <= 0 || threads <= 0,
+           "attention needs sizes and threads above 0, and a multiple of the cache's heads");
+    refuse(window < 0 || chunk < 0 || softcap < 0, "attention needs limits of 0 or more");
+    const AttentionJob job =
+        make_attention(cache, query, heads * cache.key_dim, out, is_bf16, heads, block_table, table_stride, query_start,
+                       context_lengths, scaling, softcap, window, chunk, sinks);
     attend_all(chosen, job, tokens, sequences, threads);
 }
 
@@ -512,22 +464,9 @@ class StepProgram {
                                key_stride, value_stride,
                                is_bf16,    reinterpret_cast<const std::int64_t*>(slots),
                                0};
-        AttentionJob job{};
-        job.cache = cache;
-        job.query = reinterpret_cast<const void*>(query);
-        job.query_stride = query_stride;
-        job.out = reinterpret_cast<void*>(out);
-        job.is_bf16 = is_bf16;
-        job.heads = heads;
-        job.block_table = reinterpret_cast<const std::int32_t*>(block_table);
-        job.table_stride = table_stride;
-        job.query_start = reinterpret_cast<const std::int32_t*>(query_start);
-        job.context_lengths = reinterpret_cast<const std::int32_t*>(context_lengths);
-        job.scaling = static_cast<float>(scaling);
-        job.softcap = static_cast<float>(softcap);
-        job.window = window;
-        job.chunk = chunk;
-        job.sinks = reinterpret_cast<const float*>(sinks);
+        const AttentionJob job =
+            make_attention(cache, query, query_stride, out, is_bf16, heads, block_table, table_stride, query_start,
+                           context_lengths, scaling, softcap, window, chunk, sinks);
         add([=, &chosen](const Sizes& sizes) {
             WriteJob now = written;
             now.tokens = sizes.tokens;

@@ -5,15 +5,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "low_bit_job.hpp"
+#include "kernel_sets.hpp"
 #include "parallel.hpp"
 
 namespace nb = nanobind;
@@ -27,68 +25,16 @@ constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that 
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 constexpr std::int64_t kSerialLines = 64 << 10;  // bytes of codes that one thread multiplies before a second one starts
 
-struct NamedSet {
-    std::string name;
-    const LowBitSet* set;
-};
-
-// Best first.
-const std::vector<NamedSet>& supported_sets() {
-    static const std::vector<NamedSet> found = [] {
-        std::vector<NamedSet> sets;
+const std::vector<NamedSet<LowBitSet>>& supported_sets() {
 #if defined(__x86_64__)
-        __builtin_cpu_init();
-        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-        const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-        if (dot) sets.push_back({"AVX-512-BF16", &kLowBitAvx512Dot});
-        if (avx512) sets.push_back({"AVX-512", &kLowBitAvx512});
-        if (avx2) sets.push_back({"AVX2", &kLowBitAvx2});
-        sets.push_back({"baseline", &kLowBitBaseline});
-#elif defined(__aarch64__)
-        sets.push_back({"NEON", &kLowBitBaseline});
+    static const auto found = find_sets(&kLowBitBaseline, &kLowBitAvx2, &kLowBitAvx512, &kLowBitAvx512Dot);
 #else
-        sets.push_back({"baseline", &kLowBitBaseline});
+    static const auto found = find_sets<LowBitSet>(&kLowBitBaseline, nullptr, nullptr, nullptr);
 #endif
-        return sets;
-    }();
     return found;
 }
 
-std::vector<std::string> instruction_sets() {
-    std::vector<std::string> names;
-    for (const NamedSet& set : supported_sets()) names.push_back(set.name);
-    return names;
-}
-
-// Memory that a thread keeps for the next call, aligned to cache lines.
-class Scratch {
-   public:
-    char* get(std::int64_t bytes) {
-        if (bytes > size_) {
-            memory_.reset();
-            size_ = (bytes + 4095) / 4096 * 4096;
-            memory_.reset(static_cast<char*>(std::aligned_alloc(4096, size_)));
-            if (memory_ == nullptr) {
-                size_ = 0;
-                throw std::bad_alloc();
-            }
-        }
-        return memory_.get();
-    }
-
-   private:
-    struct Free {
-        void operator()(char* memory) const { std::free(memory); }
-    };
-    std::unique_ptr<char, Free> memory_;
-    std::int64_t size_ = 0;
-};
-
-void refuse(bool wrong, const char* problem) {
-    if (wrong) throw std::invalid_argument(problem);
-}
+std::vector<std::string> instruction_sets() { return names_of(supported_sets()); }
 
 LowBitJob make_job(int codes, std::int64_t outputs, std::int64_t features) {
     refuse(codes < 1 || codes > 9 || (codes > 4 && codes < 8), "there are no such codes");
@@ -190,9 +136,7 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
 void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::int64_t group,
             std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t scales, std::uint64_t bias,
             std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads, bool codes_inputs) {
-    const auto& sets = supported_sets();
-    refuse(set < 0 || set >= static_cast<int>(sets.size()), "there is no such instruction set");
-    const LowBitSet& chosen = *sets[set].set;
+    const LowBitSet& chosen = set_at(supported_sets(), set);
     LowBitJob job = make_job(codes, outputs, features);
     refuse(group != 32 && group != 64 && group != 128, "a group has 32, 64 or 128 features");
     refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
