@@ -53,23 +53,13 @@ def attend_on_device(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute `paged_attention` on the device of the cache."""
+    attend = attend_plainly
     if query.device.type == "cuda" and has_triton():
         from windlass.kernels import triton_attention
 
         if triton_attention.can_attend(query, cache):
-            return triton_attention.attend(
-                query,
-                cache,
-                block_table,
-                query_start,
-                context_lengths,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                chunk_size=chunk_size,
-                softcap=softcap,
-                sinks=sinks,
-            )
-    return attend_plainly(
+            attend = triton_attention.attend
+    return attend(
         query,
         cache,
         block_table,
