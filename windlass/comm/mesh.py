@@ -203,6 +203,7 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     dense = _data_mesh(maker, grid, DATA_AXES, regather)
     experts = dense if grid.ep == 1 else _data_mesh(maker, grid, EXPERT_DATA_AXES, None)
     axes = {name: MeshAxis(name, maker.over(name)) for name in ("pp", "ep", "sp", "tp")}
+    everyone.barrier()  # no rank may fail, and so close its connections, while a peer still connects to it
     return Mesh(grid, everyone, dense, experts, axes, {}, maker)
 
 
