@@ -13,7 +13,9 @@ import torch
 # Numbers of `enum ggml_type`.
 _TYPES = {"Q8_0": 8, "Q4_0": 2, "Q4_K": 12, "Q2_K": 10, "TQ2_0": 35, "TQ1_0": 34, "Q1_0": 41}
 _REPACKED = ("Q4_0", "Q4_K", "Q2_K")  # on x86
-_pointer, _size, _long = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+_pointer = ctypes.c_void_p
+_size = ctypes.c_size_t
+_long = ctypes.c_int64
 
 
 class _InitParams(ctypes.Structure):
@@ -68,8 +70,9 @@ class GgmlLibrary:
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             if len(x) not in graphs:
-                graphs[len(x)] = self._graph(weights, x, rows)
-            graph, given, last, out = graphs[len(x)]
+                graphs[len(x)] = self._graph(weights, x)
+            graph, given, last = graphs[len(x)]
+            out = torch.empty(len(x), rows)
             self._call("backend_tensor_set", given, *_span(x), result=None)
             self._call("backend_graph_compute", self._backend, graph, result=ctypes.c_int)
             self._call("backend_tensor_get", last, *_span(out), result=None)
@@ -77,7 +80,7 @@ class GgmlLibrary:
 
         return multiply
 
-    def _graph(self, weights: list[_pointer], x: torch.Tensor, outputs: int) -> tuple[Any, ...]:
+    def _graph(self, weights: list[_pointer], x: torch.Tensor) -> tuple[Any, ...]:
         run = self._call("init", _InitParams(8 << 20, None, True))
         graph = self._call("new_graph", run)
         given = self._call("new_tensor_2d", run, 0, _long(x.shape[1]), _long(len(x)))
@@ -85,7 +88,7 @@ class GgmlLibrary:
         self._call("backend_alloc_ctx_tensors_from_buft", run, self._plain)
         for result in results:
             self._call("build_forward_expand", graph, result, result=None)
-        return graph, given, results[-1], torch.empty(len(x), outputs)
+        return graph, given, results[-1]
 
     def _find_repack(self) -> _pointer | None:
         registry = self._call("backend_cpu_reg")
