@@ -24,7 +24,8 @@ from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
-from windlass.compress.engine_steps import check_compression, follow_engine_steps
+from windlass.compress.compressed_layers import shard_compressed_layers
+from windlass.compress.engine_steps import check_compression, check_distillation, follow_engine_steps
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
 from windlass.engine.engine_reporter import startup_lines
@@ -161,7 +162,8 @@ def build_engine(
     _destroy_previous_engines(model, allow_training=replace_training_engine)
     if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
-    check_compression(model, config.compression_training, axes.tp, axes.pp)
+    check_compression(model, config.compression_training)
+    check_distillation(model, config.distillation, axes.pp, axes.sp)
     mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
@@ -171,6 +173,8 @@ def build_engine(
             parallelize(model, mesh, config, script_axes=_script_owned_axes(model, by_script, by_model, config))
             remote_ids = all_ids.difference(id(parameter) for parameter in model.parameters())
             optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, remote_ids)
+            if mesh.tp.size > 1:
+                shard_compressed_layers(model, mesh.tp)
         built = _build_optimizer(model, optimizer, model_parameters, config, mesh)
         _check_checkpoint_format(built, config)
         observer.before_sharding(model, built, config)

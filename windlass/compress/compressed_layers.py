@@ -7,6 +7,7 @@ whole weight is there when the forward runs, at every stage of ZeRO.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +16,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windlass.base.errors import ConfigError
-from windlass.compress.fake_rounding import round_straight_through, top_share
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.compress.fake_rounding import rounded_values, straight_through, top_share
+from windlass.compress.sharded_weight import ShardedWeight, find_sharded_weight, mark_scores
 
 _MOMENTUM = 0.95  # of a static range of inputs
 
 
-@dataclass
 class CompressionClock:
-    """Optimizer steps that were taken, which the techniques of all layers read."""
+    """Optimizer steps that were taken, which the techniques of all layers read.
 
-    step: int = 0
+    Attributes:
+        source: returns the steps of an engine; None: a loop without engine sets `step`.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self.source: Callable[[], int | None] | None = None
+
+    @property
+    def step(self) -> int:
+        found = self.source() if self.source is not None else None
+        return self._step if found is None else found
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step, self.source = value, None
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class WeightRounding:
     stochastic: bool = False
     offset: int = 0
     mixed_ratio: float = 0.0  # of the wide weight that is taken away in each step; 0: all at once
+    form: str | None = None  # weight format instead of bits and groups
 
     def bits(self, step: int) -> int:
         """Return the bits at a step."""
@@ -85,6 +103,8 @@ class LayerCompression:
     weight: WeightRounding | None = None
     inputs: InputRounding | None = None
     prunings: dict[str, Pruning] = field(default_factory=dict)
+    sharded: ShardedWeight | None = None  # over tensor-parallel ranks
+    values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
 
 
 class CompressedLayer(nn.Module):
@@ -102,7 +122,7 @@ class CompressedLayer(nn.Module):
             weight = self._rounded(weight, rounding, clock)
         for pruning in self.compression.prunings.values():
             if clock >= pruning.offset:
-                weight = weight * self._spread(pruning, self.mask(pruning)).to(weight.dtype)
+                weight = weight * self._local(self._spread(pruning, self.mask(pruning))).to(weight.dtype)
         return weight
 
     def compressed_bias(self) -> Tensor | None:
@@ -114,7 +134,7 @@ class CompressedLayer(nn.Module):
                 and pruning.kind in ("row", "channel")
                 and self.compression.clock.step >= pruning.offset
             ):
-                bias = bias * self.mask(pruning).flatten().to(bias.dtype)
+                bias = bias * self._local(self._spread(pruning, self.mask(pruning))).flatten().to(bias.dtype)
         return bias
 
     def mask(self, pruning: Pruning) -> Tensor:
@@ -128,31 +148,52 @@ class CompressedLayer(nn.Module):
         rounding = self.compression.inputs
         if rounding is None or self.compression.clock.step < rounding.offset or not input.is_floating_point():
             return input
-        if not rounding.static:
-            rows = input.numel() // max(input.shape[-1], 1)
-            return round_straight_through(input, rounding.bits, max(rows, 1), symmetric=rounding.symmetric)
-        span = self.get_buffer("input_range")
-        if self.training:
-            with torch.no_grad():
-                seen = torch.stack(torch.aminmax(input.detach().float()))
+        sharded = self.compression.sharded
+        whole = sharded.gather(input, input.dim() - 1) if sharded is not None and sharded.dim == 1 else input.detach()
+        if rounding.static:
+            span = self.get_buffer("input_range")
+            if self.training:
+                seen = torch.stack(torch.aminmax(whole.float()))
                 fresh = bool((span == 0).all())
                 span.copy_(seen if fresh else _MOMENTUM * span + (1 - _MOMENTUM) * seen)
-        return _round_in_range(input, span, rounding)
+            rounded = _round_in_range(whole, span, rounding)
+        else:
+            rows = max(whole.numel() // max(whole.shape[-1], 1), 1)
+            rounded = rounded_values(whole, rounding.bits, rows, symmetric=rounding.symmetric)
+        if whole.shape != input.shape:
+            assert sharded is not None
+            rounded = sharded.local(rounded, input.dim() - 1)
+        return straight_through(input, rounded)
 
     def _rounded(self, weight: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
-        noise = None
-        if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
-            noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
-        rounded = round_straight_through(
-            weight, rounding.bits(clock), rounding.groups, symmetric=rounding.symmetric, noise=noise
-        )
+        sharded = self.compression.sharded
+        whole = weight.detach() if sharded is None else sharded.gather(weight, sharded.dim)
+        if rounding.form is not None:
+            assert self.compression.values is not None
+            rounded = self.compression.values(rounding.form, whole).to(weight.dtype)
+        else:
+            rounded = self._rounded_whole(whole, rounding, clock)
+        rounded = straight_through(weight, rounded if sharded is None else sharded.local(rounded, sharded.dim))
         wide = max(0.0, 1 - rounding.mixed_ratio * (clock - rounding.offset)) if rounding.mixed_ratio else 0.0
         return wide * weight + (1 - wide) * rounded if wide else rounded
 
+    def _rounded_whole(self, whole: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
+        noise = None
+        if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
+            noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
+        return rounded_values(whole, rounding.bits(clock), rounding.groups, symmetric=rounding.symmetric, noise=noise)
+
+    def _local(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a mask."""
+        sharded = self.compression.sharded
+        return whole if sharded is None else sharded.local(whole, sharded.dim)
+
     def _spread(self, pruning: Pruning, mask: Tensor) -> Tensor:
-        """Return a mask with the shape of the weight, up to broadcasting."""
+        """Return a mask with the shape of the whole weight, up to broadcasting."""
         if pruning.kind == "head":
-            return mask.flatten().repeat_interleave(self.weight.shape[1] // pruning.heads)
+            sharded = self.compression.sharded
+            inputs = sharded.size if sharded is not None and sharded.dim == 1 else self.weight.shape[1]
+            return mask.flatten().repeat_interleave(inputs // pruning.heads)[None]
         if pruning.kind == "sparse":
             return mask
         return mask.view(-1, *[1] * (self.weight.dim() - 1))
@@ -243,17 +284,26 @@ def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
     layer.compression.prunings[pruning.kind] = pruning
 
 
+def shard_compressed_layers(model: nn.Module, axis: MeshAxis) -> None:
+    """Connect compressed layers with the ranks that hold parts of their weights, once the model is partitioned and
+    before it is sharded in units. Collective over the axis."""
+    for module in model.modules():
+        if not isinstance(module, CompressedLayer):
+            continue
+        module.compression.sharded = find_sharded_weight(module.weight, axis)
+        for pruning in module.compression.prunings.values():
+            if pruning.method != "l1":
+                mark_scores(module.get_parameter(mask_name(pruning)), axis)
+
+
 def _round_in_range(input: Tensor, span: Tensor, rounding: InputRounding) -> Tensor:
     levels = 2**rounding.bits
-    with torch.no_grad():
-        low, high = span[0], span[1]
-        if rounding.symmetric:
-            scale = (2 * span.abs().max() / levels).clamp(min=1e-12)
-            rounded = (input.detach().float() / scale).round().clamp_(-levels / 2, levels / 2 - 1) * scale
-        else:
-            scale = ((high - low) / levels).clamp(min=1e-12)
-            zero = (low / scale).round() * scale
-            rounded = ((input.detach().float() - zero) / scale).round().clamp_(0, levels - 1) * scale + zero
-        change = rounded.to(input.dtype) - input.detach()
-    result: Tensor = input + change
-    return result
+    low, high = span[0], span[1]
+    if rounding.symmetric:
+        scale = (2 * span.abs().max() / levels).clamp(min=1e-12)
+        rounded = (input.float() / scale).round().clamp_(-levels / 2, levels / 2 - 1) * scale
+    else:
+        scale = ((high - low) / levels).clamp(min=1e-12)
+        zero = (low / scale).round() * scale
+        rounded = ((input.float() - zero) / scale).round().clamp_(0, levels - 1) * scale + zero
+    return rounded.to(input.dtype)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, WeightFormatError
 from windlass.compress.compressed_layers import (
     COMPRESSED,
     CompressedLayer,
@@ -21,10 +21,12 @@ from windlass.compress.compressed_layers import (
     add_pruning,
     replace_class,
 )
+from windlass.compress.format_rounding import format_values
 from windlass.compress.layer_reduction import copy_teacher_layers
-from windlass.config.compression_section import CompressionGroup, CompressionTraining
+from windlass.config.compression_section import CompressionGroup, CompressionTraining, GroupParams
 from windlass.config.config_loading import load_config
 from windlass.config.config_refusals import find_section_refusals
+from windlass.kernels.weight_format import get_weight_format
 
 SECTION = "compression_training"
 CLOCK = "_windlass_compression_clock"  # attribute of a model
@@ -138,35 +140,55 @@ def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: 
     shared = section.weight_quantization.shared_parameters
     for group, where in enabled_groups(section.weight_quantization, "weight_quantization"):
         params = group.params
-        if params.target_bits is None:
-            raise ConfigError(f"{where}.params.target_bits is missing; write the bits of the weights")
-        start = params.start_bits or params.target_bits
-        if not 1 <= params.target_bits <= start <= 16:
-            raise ConfigError(
-                f"{where}.params has start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no "
-                "fewer bits at the start"
-            )
+        start, target = _read_bits(params, where)
         mixed = shared.fp16_mixed_quantize
         rounding = WeightRounding(
             start,
-            params.target_bits,
+            target,
             params.quantization_period,
             shared.quantize_groups,
             shared.quantization_type == "symmetric",
             shared.rounding == "stochastic",
             shared.schedule_offset,
             mixed.quantize_change_ratio if mixed.enabled else 0.0,
+            params.weight_format,
         )
         for layer in _prepared(model, group, tuple(COMPRESSED), where, clock):
             if layer.compression.weight is not None:
                 raise ConfigError(f"{where} names {layer.compression.name!r}, as another group does; leave one out")
-            if layer.weight.numel() % shared.quantize_groups:
+            if layer.weight.numel() % shared.quantize_groups and rounding.form is None:
                 raise ConfigError(
                     f"{SECTION}.weight_quantization.shared_parameters.quantize_groups is {shared.quantize_groups}, "
                     f"which does not divide the {layer.weight.numel()} weights of {layer.compression.name!r}; write a "
                     "divisor"
                 )
             layer.compression.weight = rounding
+            layer.compression.values = _values_in_format
+
+
+def _read_bits(params: GroupParams, where: str) -> tuple[int, int]:
+    """Return the bits of weights at the beginning and at the end."""
+    if params.weight_format is not None:
+        if params.target_bits is not None or params.start_bits is not None:
+            raise ConfigError(f"{where}.params has weight_format and bits; delete target_bits and start_bits")
+        try:
+            get_weight_format(params.weight_format)
+        except WeightFormatError as error:
+            raise ConfigError(f"{where}.params.weight_format: {error}") from error
+        return 16, 16
+    if params.target_bits is None:
+        raise ConfigError(f"{where}.params.target_bits is missing; write the bits of the weights")
+    start = params.start_bits or params.target_bits
+    if not 1 <= params.target_bits <= start <= 16:
+        raise ConfigError(
+            f"{where}.params has start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no "
+            "fewer bits at the start"
+        )
+    return start, params.target_bits
+
+
+def _values_in_format(name: str, weight: Tensor) -> Tensor:
+    return format_values(get_weight_format(name), weight)
 
 
 def _add_input_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:

@@ -109,6 +109,9 @@ class GroupParams(ConfigSection):
     """Bits of weights at the beginning; those at the end by default."""
     target_bits: Positive | None = honoured(None)
     """Bits of weights at the end: 1, 2 (ternary), or 3 to 16."""
+    weight_format: str | None = honoured(None, windlass_only=True)
+    """Weight format, e.g. `int2_g64`, `ternary` or `binary`, instead of `target_bits` and `quantize_groups`: weights
+    are rounded as `pack_trained_layers` packs them."""
     quantization_period: Positive = honoured(1)
     """Steps with `start_bits`; each further bit takes twice as many steps as the one before."""
     bits: Positive | None = honoured(None)

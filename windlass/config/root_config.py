@@ -27,6 +27,7 @@ from windlass.config.config_problems import ConfigRefusal, numbered_list
 from windlass.config.config_refusals import find_refusals
 from windlass.config.config_section import NUMBER, ConfigSection, Count, DtypeName, Int, Positive
 from windlass.config.data_sections import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from windlass.config.distillation_section import DistillationConfig
 from windlass.config.elastic_batch import solve_elastic_batch
 from windlass.config.elasticity_section import Elasticity
 from windlass.config.expert_parallel_section import ExpertParallel
@@ -173,6 +174,8 @@ class Config(ConfigSection):
     """Generation during training."""
     weight_quantization: WeightQuantization = refused(WeightQuantization, "")
     compression_training: CompressionTraining = refused(CompressionTraining, "")
+    distillation: DistillationConfig = honoured(DistillationConfig, windlass_only=True)
+    """Training against the outputs of a teacher."""
     eigenvalue: Eigenvalue = refused(Eigenvalue, "")
     quantize_training: QuantizeTraining | None = refused(None, "")
     data_efficiency: DataEfficiency = refused(DataEfficiency, "")

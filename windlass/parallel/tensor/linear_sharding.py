@@ -20,7 +20,7 @@ from windlass.parallel.autograd_collectives import (
 from windlass.parallel.placement import Ranges
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
-from windlass.parallel.tensor.linear_layers import LinearLayer
+from windlass.parallel.tensor.linear_layers import LinearLayer, used_bias, used_input, used_weight
 from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements, count_rank_elements
 from windlass.parallel.tensor.stack_sequence_sharding import StackSequenceSharding
@@ -191,10 +191,12 @@ class PartialRowsForward:
         self._repeats = _merge_ranges(repeats)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._module.weight, self._module._parameters.get("bias")
-        some = _select_ranges(weight, self._dim, self._rows)  # type: ignore[arg-type]
+        weight, bias = used_weight(self._module), used_bias(self._module)
+        some = _select_ranges(weight, self._dim, self._rows)
         made = functional.linear(
-            inputs, some if self._dim == 0 else some.t(), None if bias is None else _select_ranges(bias, 0, self._rows)
+            used_input(self._module, inputs),
+            some if self._dim == 0 else some.t(),
+            None if bias is None else _select_ranges(bias, 0, self._rows),
         )
         if self._repeats == ((0, made.shape[-1]),):
             return made
@@ -228,13 +230,13 @@ class RowParallelForward:
         hook.end_chain()
         if self._sizes is not None:
             inputs = scatter_to_parallel_region(inputs, axis, -1, self._sizes)
-        weight: Any = self._module.weight
+        inputs, weight = used_input(self._module, inputs), used_weight(self._module)
         weight = weight.t() if self._transposed else weight
         if self._sequence_sharding is None:
             out = row_parallel_linear(inputs, weight, axis, self._tp_overlap_chunks)
         else:
             out = as_contiguous_non_view(reduce_scatter(functional.linear(inputs, weight), axis, -2, gathered))
-        bias = self._module._parameters.get("bias")
+        bias = used_bias(self._module)
         return out if bias is None else out + bias.to(out.dtype)
 
 
