@@ -26,8 +26,10 @@ from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
 from windlass.compress.compressed_layers import shard_compressed_layers
 from windlass.compress.engine_steps import check_compression, check_distillation, follow_engine_steps
+from windlass.compress.quantize_training import prepare_quantize_training
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
+from windlass.engine.compression_observer import observe_compression
 from windlass.engine.engine_reporter import startup_lines
 from windlass.engine.initialize_observer import current_observer
 from windlass.engine.parallelize import mesh_of_model, parallelize
@@ -162,6 +164,8 @@ def build_engine(
     _destroy_previous_engines(model, allow_training=replace_training_engine)
     if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
+    if config.quantize_training is not None:
+        prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.tp * axes.pp * axes.sp)
     check_compression(model, config.compression_training)
     check_distillation(model, config.distillation, axes.pp, axes.sp)
     mesh = _get_or_build_mesh(model, config, axes)
@@ -194,6 +198,7 @@ def build_engine(
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _engines_by_model_id[id(model)] = engine
     follow_engine_steps(model, engine)
+    observe_compression(model, engine, mesh.dense.data)
     if device.type == "cpu":
         keep_freed_memory()
     observer.after_initialize(engine)

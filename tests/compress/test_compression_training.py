@@ -324,9 +324,9 @@ def test_bad_input_names_the_key() -> None:
     )
     refused("dense_ratio is None", sparse_pruning=technique({}, {}, ["fc1"]))
     refused(
-        "method is 'snip_momentum'", sparse_pruning=technique({"method": "snip_momentum"}, {"dense_ratio": 0.5}, "fc1")
+        "method is 'movement'; write l1 or topk or snip_momentum",
+        sparse_pruning=technique({"method": "movement"}, {"dense_ratio": 0.5}, "fc1"),
     )
-    refused("block_pattern", sparse_pruning=technique({"block_pattern": "2x1"}, {"dense_ratio": 0.5}, "fc1"))
     refused("weight_format: .*'int5'", weight_quantization=technique({}, {"weight_format": "int5"}, ["fc1"]))
     both = {"weight_format": "int4", "target_bits": 4}
     refused("has weight_format and bits", weight_quantization=technique({}, both, ["fc1"]))

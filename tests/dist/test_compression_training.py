@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import windlass
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import build
-from windlass.compress.compression_training import compression_clock, init_compression
+from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
+from windlass.compress.quantize_training import bit_planner, prepare_quantize_training
+from windlass.config.compression_section import Eigenvalue
+from windlass.config.quantize_training_section import QuantizeTraining
 
 STEPS, ROWS = 5, 4
 
@@ -219,6 +222,80 @@ def test_layers_and_matrices_in_parts_are_compressed_as_wholes(axis: str, zero: 
     assert parts.keys() == state.keys() and sum("scores" in name for name in state) == 12
     for name, value in state.items():
         torch.testing.assert_close(parts[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ what follows gradients and curves
+
+FOLLOWING: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+    "train_batch_size": ROWS,
+    "compression_training": {
+        "sparse_pruning": technique(
+            {"method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 4, "block_pattern": "2x1"},
+            {"dense_ratio": 0.4},
+            "second",
+        )
+    },
+    "quantize_training": {
+        "quantize_bits": {"start_bits": 8, "target_bits": 4},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+        "eigenvalue": {"enabled": True, "layer_name": "blocks", "tol": 1e-3, "max_iter": 20},
+    },
+}
+
+
+def following_model() -> nn.Module:
+    torch.manual_seed(0)
+    return init_compression(Model(), FOLLOWING)
+
+
+def plain_following() -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = following_model(), []
+    section = QuantizeTraining.model_validate(FOLLOWING["quantize_training"])
+    prepare_quantize_training(model, section, Eigenvalue())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_compression_step(model)
+        bit_planner(model).end_step(model, step + 1)
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train_following(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    losses: list[float] = []
+    share = ROWS // dist.get_world_size()
+    engine = windlass.initialize(model=following_model(), config={**FOLLOWING, "zero_optimization": {"stage": stage}})[
+        0
+    ]
+    for step in range(STEPS):
+        loss = engine(batch(step)[dist.get_rank() * share :][:share])
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    state = engine.full_state_dict()
+    buffers = {name: value.clone() for name, value in engine.module.named_buffers()}
+    engine.destroy()
+    return losses, state if dist.get_rank() == 0 else {}, buffers
+
+
+@pytest.mark.parametrize(("stage", "ranks", "transport"), [(0, 2, "gloo"), (3, 2, "shm")])
+def test_masks_and_bits_follow_the_whole_batch(stage: int, ranks: int, transport: str) -> None:
+    losses, state = plain_following()
+    schedule = state["quantize_training_schedule"]
+    assert int(schedule[:, 0].min()) < 8 and float(state["blocks.0.second.sparse_pruning_mask"].float().mean()) < 0.5
+    results = run_ranks(train_following, ranks, stage, transport=transport)
+    assert results[0][0] == pytest.approx(losses, rel=2e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0][1][name].to(value.dtype), value, rtol=1e-3, atol=1e-5)
+    for name, value in results[1][2].items():
+        assert torch.equal(value, results[0][2][name]), "the same on all ranks"
 
 
 def unprepared() -> str:

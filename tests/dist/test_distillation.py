@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import windlass
 from tests.dist.harness import run_ranks
+from windlass.compress.compression_training import init_compression
 from windlass.compress.distillation import Distillation
 from windlass.compress.teacher_cache import TeacherCache
 
@@ -181,6 +182,63 @@ def test_every_stage_distils_the_same_model(stage: int, ranks: int, transport: s
     for result in results:
         assert not result["states"], "a teacher has no optimizer"
         assert result["held"] <= result["whole"] / (ranks if teacher == 3 else 1) + 64 * ranks
+
+
+XTC = {
+    "compression_training": {
+        "layer_reduction": {
+            "enabled": True,
+            "module_name_prefix": "blocks",
+            "teacher_layer": [1, 3],
+            "other_module_name": ["table", "head"],
+        },
+        "weight_quantization": {
+            "shared_parameters": {"enabled": True, "schedule_offset": 0},
+            "different_groups": {
+                "one": {"params": {"weight_format": "binary"}, "modules": ["fall", "table"]},
+                "two": {"params": {"target_bits": 2}, "modules": ["attention"]},
+            },
+        },
+    }
+}
+
+
+def one_stage(stage: int | None) -> list[float]:
+    """Train fewer layers of one and two bits at once against the whole teacher, with an engine or in plain PyTorch."""
+    teacher = Model(4, 8, seed=1)
+    student = init_compression(Model(2, 8, seed=0), XTC, teacher_model=teacher)
+    assert torch.equal(student.blocks[1].fall.weight, teacher.blocks[3].fall.weight)
+    losses, terms, share = [], {"hidden": 0.5, "layers": {0: 1, 1: 3}}, ROWS
+    if stage is None:
+        Distillation(teacher, **terms).attach(student)
+        optimizer: Any = torch.optim.AdamW(student.parameters(), lr=RATE, weight_decay=0.0)
+    else:
+        share //= dist.get_world_size()
+        teaching = windlass.initialize(model=teacher, config=config(3))[0]
+        Distillation(teaching, **terms).attach(student)
+        more = {"optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0}}, "gradient_clipping": 0.0}
+        engine = windlass.initialize(model=student, config={**config(stage), **XTC, **more})[0]
+    for step in range(STEPS):
+        if stage is None:
+            loss = student(batch(step))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            continue
+        loss = engine(batch(step)[dist.get_rank() * share :][:share])["loss"]
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+def test_few_bits_and_fewer_layers_are_trained_in_one_stage() -> None:
+    expected = one_stage(None)
+    assert expected[-1] < expected[0]
+    assert run_ranks(one_stage, 2, 3, transport="gloo")[0] == pytest.approx(expected, rel=2e-5)
 
 
 def cached(folder: str) -> list[list[float]]:

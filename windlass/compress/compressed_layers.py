@@ -82,9 +82,12 @@ class Pruning:
     """Mask of a weight: `sparse` (elements), `row`, `channel` (outputs) or `head` (inputs of attention's output layer).
 
     Attributes:
-        method: l1 (the largest weights at the beginning) or topk (trained scores).
+        method: l1 (the largest weights at the beginning), topk (trained scores), or snip_momentum; see [Note: SNIP
+            scores].
         dense_ratio: share that stays.
         heads: number of heads, of `head`.
+        end, stride, block: of snip_momentum: step of the last change, steps between changes, outputs and inputs of the
+            blocks that are removed together.
     """
 
     kind: str
@@ -92,6 +95,9 @@ class Pruning:
     dense_ratio: float
     offset: int = 0
     heads: int = 0
+    end: int = 0
+    stride: int = 1
+    block: tuple[int, int] = (1, 1)
 
 
 @dataclass
@@ -105,6 +111,10 @@ class LayerCompression:
     prunings: dict[str, Pruning] = field(default_factory=dict)
     sharded: ShardedWeight | None = None  # over tensor-parallel ranks
     values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
+    products: Tensor | None = None  # of weight and gradient, in the backwards of a step
+    shift: Tensor | None = None  # added to the weight, to measure curvature
+    shifted_square: float = 0.0  # sum of squares of the weight that was shifted last
+    planned_bits: Callable[[], int] | None = None  # of the weight, instead of those of its schedule
 
 
 class CompressedLayer(nn.Module):
@@ -123,7 +133,29 @@ class CompressedLayer(nn.Module):
         for pruning in self.compression.prunings.values():
             if clock >= pruning.offset:
                 weight = weight * self._local(self._spread(pruning, self.mask(pruning))).to(weight.dtype)
+                if pruning.method == "snip_momentum" and clock <= max(pruning.offset, pruning.end):
+                    self._record_products(weight)
+        if self.compression.shift is not None:
+            self.compression.shifted_square = float(weight.detach().float().square().sum())
+            weight = weight + self.compression.shift.to(weight.dtype)
         return weight
+
+    def take_products(self) -> Tensor | None:
+        """Return the sum over backwards of weight times gradient since the last call."""
+        found, self.compression.products = self.compression.products, None
+        return found
+
+    def _record_products(self, used: Tensor) -> None:
+        if not (self.training and used.requires_grad):
+            return
+        own = self.weight
+
+        def add(grad: Tensor) -> None:
+            product = own.detach().float() * grad.float()
+            before = self.compression.products
+            self.compression.products = product if before is None else before + product
+
+        used.register_hook(add)
 
     def compressed_bias(self) -> Tensor | None:
         """Return the bias as the forward uses it: without pruned outputs."""
@@ -139,7 +171,7 @@ class CompressedLayer(nn.Module):
 
     def mask(self, pruning: Pruning) -> Tensor:
         """Return the mask of a technique: of elements, outputs `[out]`, or heads `[heads]`."""
-        if pruning.method == "l1":
+        if pruning.method != "topk":
             return self.get_buffer(mask_name(pruning))
         return top_share(self.get_parameter(mask_name(pruning)), pruning.dense_ratio)
 
@@ -181,7 +213,9 @@ class CompressedLayer(nn.Module):
         noise = None
         if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
             noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
-        return rounded_values(whole, rounding.bits(clock), rounding.groups, symmetric=rounding.symmetric, noise=noise)
+        planned = self.compression.planned_bits
+        bits = rounding.bits(clock) if planned is None else planned()
+        return rounded_values(whole, bits, rounding.groups, symmetric=rounding.symmetric, noise=noise)
 
     def _local(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a mask."""
@@ -240,7 +274,7 @@ COMPRESSED: dict[type[nn.Module], type[CompressedLayer]] = {
 
 def mask_name(pruning: Pruning) -> str:
     """Return the name of the buffer or parameter of a mask."""
-    return f"{pruning.kind}_pruning_{'mask' if pruning.method == 'l1' else 'scores'}"
+    return f"{pruning.kind}_pruning_{'scores' if pruning.method == 'topk' else 'mask'}"
 
 
 def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
@@ -278,6 +312,9 @@ def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
         norms = norms.flatten(1).sum(1)
     if pruning.method == "l1":
         layer.register_buffer(mask_name(pruning), top_share(norms, pruning.dense_ratio) > 0)
+    elif pruning.method == "snip_momentum":
+        layer.register_buffer(mask_name(pruning), torch.ones_like(weight, dtype=torch.bool))
+        layer.register_buffer("sparse_pruning_momentum", torch.zeros_like(norms))
     else:  # scores begin with the mask of l1
         scores = norms / norms.mean().clamp(min=1e-12)
         layer.register_parameter(mask_name(pruning), nn.Parameter(scores.to(weight.dtype)))
@@ -292,7 +329,7 @@ def shard_compressed_layers(model: nn.Module, axis: MeshAxis) -> None:
             continue
         module.compression.sharded = find_sharded_weight(module.weight, axis)
         for pruning in module.compression.prunings.values():
-            if pruning.method != "l1":
+            if pruning.method == "topk":
                 mark_scores(module.get_parameter(mask_name(pruning)), axis)
 
 
@@ -306,4 +343,5 @@ def _round_in_range(input: Tensor, span: Tensor, rounding: InputRounding) -> Ten
         scale = ((high - low) / levels).clamp(min=1e-12)
         zero = (low / scale).round() * scale
         rounded = ((input.float() - zero) / scale).round().clamp_(0, levels - 1) * scale + zero
-    return rounded.to(input.dtype)
+    result: Tensor = rounded.to(input.dtype)
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +24,19 @@ from windlass.compress.compressed_layers import (
 )
 from windlass.compress.format_rounding import format_values
 from windlass.compress.layer_reduction import copy_teacher_layers
+from windlass.compress.snip_pruning import check_blocks, read_block_pattern, update_masks
 from windlass.config.compression_section import CompressionGroup, CompressionTraining, GroupParams
 from windlass.config.config_loading import load_config
 from windlass.config.config_refusals import find_section_refusals
 from windlass.kernels.weight_format import get_weight_format
 
 SECTION = "compression_training"
+_METHODS = {
+    "sparse": ("l1", "topk", "snip_momentum"),
+    "row": ("l1", "topk"),
+    "head": ("topk",),
+    "channel": ("l1", "topk"),
+}
 CLOCK = "_windlass_compression_clock"  # attribute of a model
 PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d,)}
 
@@ -67,6 +75,15 @@ def compression_clock(model: nn.Module) -> CompressionClock | None:
     a loop without one after each step."""
     found = model.__dict__.get(CLOCK)
     return found if isinstance(found, CompressionClock) else None
+
+
+def end_compression_step(model: nn.Module) -> None:
+    """Count an optimizer step of a loop without engine, and update the masks that follow gradients."""
+    clock = compression_clock(model)
+    if clock is None:
+        raise ConfigError("end_compression_step needs the model that init_compression prepared")
+    clock.step += 1
+    update_masks(model, clock.step)
 
 
 def needs_preparation(section: CompressionTraining) -> bool:
@@ -211,17 +228,28 @@ def _add_prunings(model: nn.Module, section: CompressionTraining, kind: str, clo
     technique = getattr(section, name)
     shared = technique.shared_parameters
     for group, where in enabled_groups(technique, name):
-        if shared.method not in (("topk",) if kind == "head" else ("l1", "topk")):
+        if shared.method not in _METHODS[kind]:
             raise ConfigError(
-                f"{SECTION}.{name}.shared_parameters.method is {shared.method!r}; write "
-                f"{'topk' if kind == 'head' else 'l1 or topk'}"
+                f"{SECTION}.{name}.shared_parameters.method is {shared.method!r}; write {' or '.join(_METHODS[kind])}"
             )
         ratio = group.params.dense_ratio
+        by_snip = shared.method == "snip_momentum"
+        if by_snip and ratio is None:
+            ratio = shared.dense_ratio
         if ratio is None or not 0 < ratio <= 1:
             raise ConfigError(
                 f"{where}.params.dense_ratio is {ratio}; write the share that stays, above 0 and at most 1"
             )
         heads = getattr(shared, "num_heads", None) or 0
         pruning = Pruning(kind, shared.method, ratio, shared.schedule_offset, heads)
+        if by_snip:
+            block = read_block_pattern(shared.block_pattern, f"{SECTION}.{name}.shared_parameters")
+            end, stride = shared.schedule_offset_end, shared.schedule_offset_stride
+            pruning = replace(pruning, end=end, stride=stride, block=block)
+        excluded = shared.excluded_modules if by_snip else ()
         for layer in _prepared(model, group, PRUNINGS[kind], where, clock):
+            if any(re.search(pattern, layer.compression.name) for pattern in excluded):
+                continue
+            if by_snip:
+                check_blocks(layer, pruning)
             add_pruning(layer, pruning)

@@ -39,7 +39,8 @@ from windlass.config.optimizer_section import OptimizerConfig
 from windlass.config.parallel_section import ParallelConfig
 from windlass.config.pipeline_section import PipelineConfig
 from windlass.config.precision_section import Bf16, DataTypes, DtypeTable, Fp16, TorchAutocast
-from windlass.config.retired_sections import Amp, InferenceInTrainingConfig, MsAmp, Nebula, QuantizeTraining
+from windlass.config.quantize_training_section import QuantizeTraining
+from windlass.config.retired_sections import Amp, InferenceInTrainingConfig, MsAmp, Nebula
 from windlass.config.scheduler_section import SchedulerConfig
 from windlass.config.sparse_attention_section import SparseAttention
 from windlass.config.tensor_parallel_section import TensorParallelConfig, merge_tensor_tables
@@ -176,8 +177,10 @@ class Config(ConfigSection):
     compression_training: CompressionTraining = refused(CompressionTraining, "")
     distillation: DistillationConfig = honoured(DistillationConfig, windlass_only=True)
     """Training against the outputs of a teacher."""
-    eigenvalue: Eigenvalue = refused(Eigenvalue, "")
-    quantize_training: QuantizeTraining | None = refused(None, "")
+    eigenvalue: Eigenvalue = honoured(Eigenvalue)
+    """Curvature of blocks, for `quantize_training`."""
+    quantize_training: QuantizeTraining | None = honoured(None)
+    """Bits of weights that fall while the model is trained (MoQ)."""
     data_efficiency: DataEfficiency = refused(DataEfficiency, "")
     curriculum_learning: CurriculumLearning = refused(CurriculumLearning, "")
     progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")
