@@ -88,10 +88,9 @@ def test_bits_of_curved_blocks_fall_later() -> None:
     assert schedule.tolist() == [[7, 7, 4], [7, 3 + 20, 20]], "factors 1 + floor(4 * 0.15) and 1 + 4"
     for step in range(4, 200):
         planner.end_step(model, step)
-    assert schedule[:, 0].tolist() == [3, 4] and float(schedule[0, 1]) < float(schedule[1, 1])
+    assert schedule[:, 0].tolist() == [3, 6] and schedule[1, 1:].tolist() == [223, 200]
     compression_clock(model).step = 1
-    bits = [{float(v) for v in block["up"].compressed_weight().detach().flatten()} for block in model.layer]
-    assert [len(found) <= 2**n for found, n in zip(bits, (3, 4), strict=True)] == [True, True]
+    assert len(model.layer[0]["up"].compressed_weight().detach().unique()) <= 2**3
 
 
 def test_without_eigenvalues_bits_follow_the_steps_alone() -> None:
@@ -163,7 +162,7 @@ def test_snip_prunes_by_weights_times_gradients_in_steps() -> None:
                 mask = (sums >= limit).float().repeat_interleave(2, 0)
         torch.testing.assert_close(layer.get_buffer("sparse_pruning_mask").float(), mask)
     assert mask.sum() == 4 and compression_clock(model).step == 7
-    assert not hasattr(model.layer[1]["up"], "compression")
+    assert model.layer[1]["up"].compression.prunings == {}
     before = model(x)
     redundancy_clean(model, config)
     torch.testing.assert_close(model(x), before)
