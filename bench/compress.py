@@ -20,10 +20,11 @@ from rig.compressed_classifier import CLASSIFIERS, measure_classifier
 from rig.compressed_language_model import LANGUAGE_MODELS, measure_language_model, train_base
 
 from windlass.cli.benches.bar_chart import BarPanel, draw_bars
-from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_console import bench_console as make_console
 from windlass.cli.benches.bench_results import write_result
 
 _ROOT = Path(__file__).parent
+_CONSOLE = make_console()
 Piece = tuple[str, str, int]  # kind of model, row, seed
 
 
@@ -56,7 +57,7 @@ def main(
         measured = _MEASURES[kind](row, seed, work, steps)
         done[name] = {**measured, "processor_seconds": round(time.process_time() - before, 1)}
         state.write_text(json.dumps(done, indent=1))
-        bench_console.print(f"{name}: {done[name]}")
+        _CONSOLE.print(f"{name}: {done[name]}")
     rows = _summary(done)
     _print(rows)
     write_result(results, {"steps": steps, "rows": rows, "pieces": done})
@@ -121,7 +122,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         size = f"{row['bytes']:,.0f}" if row["bytes"] else ""
         times = f"{row['times']:.1f}" if row["times"] else ""
         table.add_row(f"{row['kind']}: {row['name']}", str(row["seeds"]), value, spread, row["goal"], size, times)
-    bench_console.print(table)
+    _CONSOLE.print(table)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from windlass.data.resumable_loaders import SequenceLoader
 from windlass.data.token_file import open_tokens
 
 LENGTH, ROWS = 128, 4
+_DEMO = Path(__file__).parents[2] / "examples" / "demo.json"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def train_base(folder: Path, steps: int) -> Path:
         resumes = known.is_file() and (folder / "checkpoint" / "latest").is_file()
         options = TrainOptions(
             out=folder,
+            config=None if resumes else str(_DEMO),
             data=None if resumes else ["stdlib"],
+            eval_bytes=None if resumes else 2**16,
             steps=steps,
             sample_tokens=0,
             save_every=None if resumes else 100,
