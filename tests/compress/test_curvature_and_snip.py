@@ -135,7 +135,6 @@ def test_snip_prunes_by_weights_times_gradients_in_steps() -> None:
     config = snip(schedule_offset_stride=2, block_pattern="2x1", excluded_modules=["1.up"])
     init_compression(model, config)
     layer, rate = model.layer[0]["up"], 0.1
-    twin = copy.deepcopy(model)
     mask, score = torch.ones(4, 4), torch.zeros(4, 4)
     for step in range(7):
         loss = model(x)
@@ -173,4 +172,3 @@ def test_snip_prunes_by_weights_times_gradients_in_steps() -> None:
         init_compression(Blocks(), snip(block_pattern="x4"))
     with pytest.raises(ConfigError, match="block_pattern is 3x1, which does not divide the 4 outputs"):
         init_compression(Blocks(), snip(block_pattern="3x1"))
-    assert twin.layer[0]["up"].compression is not layer.compression
