@@ -29,7 +29,7 @@ def test_learned_codes_lose_less_than_those_they_begin_with(tmp_path: Path) -> N
         tmp_path / "wide", tmp_path / "learned", "int3_g32", None, LayerDistillationOptions(steps=60), batches=text()
     )
     assert len(blocks) == 2 and len(report.layers) == 14
-    assert all(block.after < 0.9 * block.before for block in blocks), blocks
+    assert all(block.after < 0.95 * block.before for block in blocks), blocks
     losses = [divergence(model, load_packed_model(tmp_path / name)) for name in ("gptq", "learned")]
     assert losses[1] < losses[0]
     learned = load_file(tmp_path / "learned" / "model.safetensors")
