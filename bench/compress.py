@@ -71,7 +71,7 @@ def main(
 
 def _order(seeds: int) -> list[Piece]:
     """Return all pieces, the first seed of all rows first."""
-    kinds = {"language": LANGUAGE_MODELS, "classifier": CLASSIFIERS}
+    kinds: dict[str, dict[str, Any]] = {"language": LANGUAGE_MODELS, "classifier": CLASSIFIERS}
     return [
         (kind, row, seed)
         for seed in range(seeds)

@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class CompressedForm:
 
     goal: str
     format: str | None = None
-    method: str = "rtn"
+    method: Literal["rtn", "gptq"] = "rtn"
     share: float = 0.0
     rate: float = 1e-3
     section: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def _load(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base / "hf").eval()
 
 
-def _block_layers(model: nn.Module) -> list[nn.Linear]:
+def _block_layers(model: Any) -> list[nn.Linear]:
     head = model.get_output_embeddings()
     return [module for module in model.modules() if type(module) is nn.Linear and module is not head]
 
