@@ -60,14 +60,14 @@ def measure_classifier(row: str, seed: int, base: Path, known: Path) -> dict[str
     if known.is_file():
         teacher.load_state_dict(torch.load(known, weights_only=True))
     else:
-        _fit(teacher, None, {}, train, seed, rate=1e-3)
+        _fit(teacher, None, {}, train, seed, rate=3e-4)
         torch.save(teacher.state_dict(), known)
     if form.format is None:
         return {"accuracy": _accuracy(teacher, held_out), "bytes": _file_bytes(teacher, None), "times": 1.0}
     student = _bert(form.layers, vocabulary)
     config = _techniques(form)
     init_compression(student, config, teacher_model=teacher)
-    _fit(student, teacher, config, train, seed, rate=1e-3)
+    _fit(student, teacher, config, train, seed, rate=3e-4)
     nbytes = _file_bytes(student, form.format)
     redundancy_clean(student, config)
     result = {"accuracy": _accuracy(student, held_out), "bytes": nbytes}
