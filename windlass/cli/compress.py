@@ -241,7 +241,8 @@ def _round_inputs_as_served(model: Any, activations: str) -> None:
         if isinstance(module, PackedLinear):
             form = module.format
             narrow = isinstance(form, CodedWeightFormat) and form.bits < 8
-            if narrow or activations == "int8" and form.name.startswith("int8"):
+            rounds = activations == "int8" or activations == "auto" and module.rounds_inputs
+            if narrow or rounds and form.name.startswith("int8"):
                 module.register_forward_pre_hook(lambda layer, inputs: (quantize_groups(inputs[0]), *inputs[1:]))
 
 

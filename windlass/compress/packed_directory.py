@@ -11,6 +11,7 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
+from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
 from windlass.compress.partial_directory import WrittenTensors, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
@@ -74,7 +75,8 @@ def write_packed_directory(
     Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
 
     Args:
-        formats: format of all linear layers, or a function from a layer's name to its format, or None to leave it wide.
+        formats: format of all linear layers, or a function from a layer's name in the files to its format, or None to
+            leave it wide.
         pack: another rounding than the format's own, with the same packed tensors.
         produce: source of all tensors, in place of `pack`.
         method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
@@ -123,16 +125,20 @@ def write_packed_directory(
 def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the format of each layer to be packed, and the reason for each other linear layer."""
+    """Return the format of each layer to be packed by its name in the files, and the reason for each other linear
+    layer."""
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, module in linear_layers(model).items():
-        is_head = module is output
+    sources = CheckpointNames(model, directory.places).source_of
+    for module_name, module in linear_layers(model).items():
+        source = sources.get(f"{module_name}.weight")
+        if source is None or not source.endswith(".weight"):
+            kept[module_name] = "it shares another tensor"
+            continue
+        name, is_head = source.removesuffix(".weight"), module is output
         chosen = formats(name) if callable(formats) else formats if head or not is_head else None
-        if f"{name}.weight" not in directory.places:
-            kept[name] = "it shares another tensor"
-        elif chosen is None:
+        if chosen is None:
             kept[name] = "the output head stays wide" if is_head else "no format was chosen"
         else:
             get_weight_format(chosen)

@@ -124,16 +124,16 @@ class PostTraining:
                 self._fold(block, groups, layers, smooth=False)
             packed: dict[str, PackedWeight] = {}
             for group in groups:
-                names = [name for name in group.names if f"{block.prefix}.{name}" in layers]
+                names = [name for name in group.names if block.layer(name) in layers]
                 if not names:
                     continue
                 statistics = block.statistics(names[:1])[names[0]]
                 for place, name in enumerate(names):
-                    layer = f"{block.prefix}.{name}"
+                    layer = block.layer(name)
                     form = get_weight_format(layers[layer])
                     packed[layer] = self._round_shared(place, layer, block.linear(name), form, statistics)
             for name, module in block.module.named_modules():
-                layer = f"{block.prefix}.{name}"
+                layer = block.layer(name)
                 if layer in layers and layer not in packed:  # no token of the text reached it
                     assert isinstance(module, nn.Linear)
                     packed[layer] = self._round_alone(layer, module.weight, get_weight_format(layers[layer]))
@@ -197,8 +197,7 @@ class PostTraining:
         for group in groups:
             producer = _producer(block.module, group)
             consumers = [block.linear(name) for name in group.names]
-            forms = [get_weight_format(layers[layer]) for layer in (f"{block.prefix}.{name}" for name in group.names)
-                     if layer in layers]  # fmt: skip
+            forms = [get_weight_format(layers[layer]) for layer in map(block.layer, group.names) if layer in layers]
             if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
             statistics = block.statistics(group.names[:1])[group.names[0]]
@@ -227,7 +226,9 @@ class PostTraining:
         layer = name.removesuffix(".weight")
         if layer in packed and layer != name:
             return name_tensors(layer, packed[layer])
-        inner, place = name.removeprefix(f"{block.prefix}."), self.directory.places[name]
+        if name not in block.places:  # a part of a tensor of the model, which no method changes
+            return {name: self.directory.read(name)}
+        inner, place = block.places[name].removeprefix(f"{block.prefix}."), self.directory.places[name]
         owner, _, leaf = inner.rpartition(".")
         module = block.module.get_submodule(owner)
         value: Tensor | None = module._buffers[leaf] if leaf in module._buffers else module._parameters[leaf]

@@ -154,7 +154,7 @@ def pack_modules(
         weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
             format.
         activations: "int8" rounds inputs to int8 where the format allows that, "float" does not, "auto" does so for
-            integers of less than 8 bits, whose own rounding is coarser by far.
+            integers of less than 8 bits, whose own rounding is coarser by far, and for layers whose files ask for it.
         frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
             replaced.
     """
@@ -184,7 +184,8 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
     if packed:
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
-        panels = pack_panels(tensors, form, quantize_inputs=_quantizes(form, activations))
+        stated = all(module.rounds_inputs for module in packed)
+        panels = pack_panels(tensors, form, quantize_inputs=_quantizes(form, activations, stated))
     else:
         weights = [_matrix(module) for module in modules]
         form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
@@ -203,9 +204,14 @@ def join_biases(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Ten
     )
 
 
-def _quantizes(form: WeightFormat, activations: str) -> bool:
+def _quantizes(form: WeightFormat, activations: str, stated: bool = False) -> bool:
+    """Return True if inputs are rounded.
+
+    Args:
+        stated: the files of the layers ask for it.
+    """
     if activations == "auto":
-        return isinstance(form, CodedWeightFormat) and form.bits < 8
+        return stated and can_quantize_inputs(form) or isinstance(form, CodedWeightFormat) and form.bits < 8
     return activations == "int8" and can_quantize_inputs(form)
 
 

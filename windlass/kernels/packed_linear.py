@@ -34,9 +34,15 @@ class PackedLinear(nn.Module):
         in_features, out_features, bias, device: as for `nn.Linear`.
         weight_format: a weight format, or its registered name. dtype: dtype of `bias`.
 
+    Attributes:
+        rounds_inputs: the file of the layer says that its inputs are rounded to int8, which the inference engine does
+            unless it is told otherwise. The forward of this module never does.
+
     Raises:
         WeightFormatError: the format does not exist.
     """
+
+    rounds_inputs: bool = False
 
     def __init__(
         self,
