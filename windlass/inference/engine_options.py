@@ -96,7 +96,7 @@ class EngineOptions:
         weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None: as
             they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
         activations: inputs of packed layers: `float`, `int8` (rounded for each token and 128 features), or `auto`,
-            which is `int8` for weights of less than 8 bits, and for 8 bits where the directory says so (W8A8).
+            which is `int8` for weights of less than 8 bits, and for 8 bits where the directory asks for it (W8A8).
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.

@@ -35,8 +35,8 @@ class PackedLinear(nn.Module):
         weight_format: a weight format, or its registered name. dtype: dtype of `bias`.
 
     Attributes:
-        rounds_inputs: the file of the layer says that its inputs are rounded to int8, which the inference engine does
-            unless it is told otherwise. The forward of this module never does.
+        rounds_inputs: the file of the layer asks for inputs rounded to int8, which `auto` activations of the inference
+            engine follow. The forward of this module does not round.
 
     Raises:
         WeightFormatError: the format does not exist.
