@@ -14,16 +14,18 @@ from windlass.base.log import logger
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
 from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
-_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_QUANTIZATION = "quantization_config"
 _UNUSED = ("input_scale", "input_zero_point", "weight_g_idx")
 
 
 def is_packed_directory(path: str | Path) -> bool:
-    """Return True if a path is a model's directory whose configuration says that its weights are quantized."""
+    """Return True if a path is a model's directory that `load_packed_model` loads: its weights are quantized, or it has
+    widths that transformers does not build ([Note: widths of pruned models])."""
     config = Path(path) / "config.json"
     if not config.is_file():
         return False
@@ -31,7 +33,7 @@ def is_packed_directory(path: str | Path) -> bool:
         found = parse_json(config.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and isinstance(found.get("quantization_config"), dict)
+    return isinstance(found, dict) and any(isinstance(found.get(key), dict) for key in (_QUANTIZATION, PRUNING_ENTRY))
 
 
 def load_packed_model(
@@ -41,7 +43,8 @@ def load_packed_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, in eval mode.
+    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or a pruned one
+    that only windlass builds, in eval mode.
 
     Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file.
 
@@ -54,14 +57,16 @@ def load_packed_model(
     """
     directory = ModelDirectory(path)
     entry = directory.quantization
-    if entry is None:
+    if entry is None and PRUNING_ENTRY not in directory.config:
         raise ModelError(
             f"{path} is not quantized: its config.json has no quantization_config; load it with transformers"
         )
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
     used: set[str] = set()
     packed: dict[str, tuple[str, PackedWeight]] = {}
-    if entry.get("quant_method") in ("gptq", "awq"):
+    if entry is None:
+        layers = []
+    elif entry.get("quant_method") in ("gptq", "awq"):
         for layer in find_packed_layers(directory):
             name, tensors, read = read_packed_layer(directory, layer, entry)
             packed[layer] = name, tensors
@@ -75,7 +80,7 @@ def load_packed_model(
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
     unpacked: dict[str, torch.Tensor] = {}
-    inputs = rounds_inputs(entry)
+    inputs = entry is not None and rounds_inputs(entry)
     for layer in list(packed):
         name, tensors = packed.pop(layer)  # one layer is in memory twice, not all
         module = names.module_of(layer)
