@@ -18,6 +18,7 @@ from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
 FILE_BYTES = 5 * 10**9
+WIDE_FORMATS = ("fp32", "bf16")  # a directory of these alone is an ordinary one
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", INDEX)
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
@@ -115,7 +116,9 @@ def write_packed_directory(
             partial.write(name, tensors)
             del tensors
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
-        config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
+        config = dict(directory.config)
+        if any(name not in WIDE_FORMATS for name in layers.values()):
+            config["quantization_config"] = describe_formats(layers, features, sorted(kept))
         partial.finish(config, _companions(directory.path))
     if group is not None:
         group.barrier()
@@ -212,6 +215,7 @@ def _companions(source: Path) -> list[Path]:
         and path.name != "config.json"
         and not path.name.startswith(".")
         and not path.name.endswith(_WEIGHTS)
+        and not path.name.startswith("compression.")  # reports of an earlier compression
     ]
 
 
