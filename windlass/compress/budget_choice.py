@@ -8,7 +8,7 @@ every uniform one of no more bytes, and the better one is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class TokenTimes:
 
     Attributes:
         wide: of the model as it is.
-        anchor: of the model with all layers in `ANCHOR_FORMAT`.
+        anchor: of the model with all layers and the head in `ANCHOR_FORMAT`.
     """
 
     wide: float
@@ -143,7 +143,9 @@ def choose_for_budget(
     solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
     chosen, nats, uniform = solver.solve()
     rows = [
-        GroupChoice(layers, one[place].name, size, one[place].nbytes, one[place].loss * bits_per_nat, one[place].seconds)
+        GroupChoice(
+            layers, one[place].name, size, one[place].nbytes, one[place].loss * bits_per_nat, one[place].seconds
+        )
         for layers, one, place, size in zip(files, options, chosen, wide, strict=True)
     ]
     return BudgetChoice(
@@ -180,10 +182,14 @@ class _Products:
             layers = [model.get_submodule(name) for name in group.names]
             self._shapes[group] = (sum(layer.out_features for layer in layers), layers[0].in_features)
         self._known: dict[tuple[int, int, str], float] = {}
-        self._wide = self._anchor = 0.0
+        self._wide = self._saved = 0.0
         if times is not None:
             self._wide = sum(self.seconds(group, None) for group in groups)
-            self._anchor = sum(self.seconds(group, ANCHOR_FORMAT) for group in groups)
+            self._saved = self._wide - sum(self.seconds(group, ANCHOR_FORMAT) for group in groups)
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            if head is not None and not any(model.get_submodule(n) is head for g in groups for n in g.names):
+                rows, columns = head.weight.shape  # the measured anchor has a packed head
+                self._saved += measure_product(rows, columns, "fp32") - measure_product(rows, columns, ANCHOR_FORMAT)
 
     def seconds(self, group: InputGroup, name: str | None) -> float:
         """Return the seconds of a group's product for one token; 0 where no time is limited."""
@@ -198,9 +204,9 @@ class _Products:
     def _scale(self) -> float:
         """Measured seconds of the whole model for one second of products alone."""
         assert self._times is not None
-        if self._wide <= self._anchor or self._times.wide <= self._times.anchor:
+        if self._saved <= 0 or self._times.wide <= self._times.anchor:
             return 1.0
-        return (self._times.wide - self._times.anchor) / (self._wide - self._anchor)
+        return (self._times.wide - self._times.anchor) / self._saved
 
     def token_seconds(self, products: float) -> float | None:
         """Return the seconds of a token whose products take so long."""
@@ -245,7 +251,9 @@ class _Solver:
                 break
             nats = self._measure(chosen)
             within = asked is None or nats <= asked
-            if within and (best is None or total(self.options, chosen, "nbytes") < total(self.options, best[0], "nbytes")):
+            if within and (
+                best is None or total(self.options, chosen, "nbytes") < total(self.options, best[0], "nbytes")
+            ):
                 best = chosen, nats
             expected = total(self.options, chosen, "loss")
             if asked is None or 0.97 * asked <= nats <= asked or not nats or not expected:
@@ -308,8 +316,10 @@ class _Solver:
         if error.resource == "seconds":
             token = self.products.token_seconds(error.nearest) or 0.0
             wide = self.products._times.wide if self.products._times is not None else token
-            asked = f"speed={self.budget.speed:g}" if self.budget.speed is not None else (
-                f"latency={1e3 * (self.budget.latency or 0):g}ms"
+            asked = (
+                f"speed={self.budget.speed:g}"
+                if self.budget.speed is not None
+                else (f"latency={1e3 * (self.budget.latency or 0):g}ms")
             )
             return ConfigError(
                 f"budget (--budget) {asked} cannot be met: the nearest is latency={1e3 * token:.3g}ms, "
@@ -321,5 +331,3 @@ class _Solver:
             f"budget (--budget) loss={asked} cannot be met: the nearest is loss=+{bits:.4f} bits per byte "
             f"({100 * bits / self.bits_before:.3g} %); allow it, or a larger size or latency"
         )
-
-

@@ -1,7 +1,7 @@
 """Channels and features of plain modules, whose dependencies are found by tracing marked values.
 
-[Note: marked channels] A channel of a layer's output is set to NaN, for each channel in another sample of the batch, and
-the model runs. Each layer whose inputs have NaN in some channels depends on that channel: activations, additions,
+[Note: marked channels] A channel of a layer's output is set to NaN, for each channel in another sample of the batch,
+and the model runs. Each layer whose inputs have NaN in some channels depends on that channel: activations, additions,
 pooling, reshapes and normalizations between the layers need no description. A layer that mixes its inputs gets them
 without NaN, so that a mark ends there. Marks that reach the output of the model, or a layer that is not known, stay.
 """

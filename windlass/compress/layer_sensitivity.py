@@ -228,7 +228,7 @@ class SensitivityMeter:
 
 
 class _PassedLayer(nn.Module):
-    """Stand-in of a layer whose outputs nobody reads."""
+    """Stand-in of a layer that passes its input on, which the first layer that runs replaces."""
 
     def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def write_packed_directory(
     model = build_empty(directory, trust_remote_code=trust_remote_code)
     layers, kept = _choose(directory, model, formats, head)
     forms = _file_forms(directory, layers)
-    plan = {"layers": layers, "method": dict(method or {}), "source": _source_state(directory)}
+    plan = {"layers": layers, "method": dict(method or {}), "source": source_state(directory)}
     if group is not None:
         group.barrier()  # no rank finds the directory that this call writes
     if group is not None and group.index:
@@ -119,7 +119,7 @@ def write_packed_directory(
         config = dict(directory.config)
         if any(name not in WIDE_FORMATS for name in layers.values()):
             config["quantization_config"] = describe_formats(layers, features, sorted(kept))
-        partial.finish(config, _companions(directory.path))
+        partial.finish(config, companion_files(directory.path))
     if group is not None:
         group.barrier()
     return _report(directory, layers, kept, forms)
@@ -206,7 +206,7 @@ def name_tensors(layer: str, packed: PackedWeight) -> PackedWeight:
     return {f"{layer}.{part}": tensor for part, tensor in packed.items()}
 
 
-def _companions(source: Path) -> list[Path]:
+def companion_files(source: Path) -> list[Path]:
     """Return the small files of a model: tokenizer, generation settings, chat template."""
     return [
         path
@@ -219,7 +219,7 @@ def _companions(source: Path) -> list[Path]:
     ]
 
 
-def _source_state(directory: ModelDirectory) -> dict[str, list[int]]:
+def source_state(directory: ModelDirectory) -> dict[str, list[int]]:
     """Return size and time of change of the files of weights, by which a later run knows the same model."""
     states = {path.name: path.stat() for path in {place.path for place in directory.places.values()}}
     return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}

@@ -43,8 +43,8 @@ def load_packed_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or a pruned one
-    that only windlass builds, in eval mode.
+    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or a
+    pruned one that only windlass builds, in eval mode.
 
     Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file.
 

@@ -61,7 +61,12 @@ class RoundingOptions:
 
     @property
     def needs_text(self) -> bool:
-        return self.method in NEEDS_TEXT or self.smooth or self.sparsity is not None and self.sparsity_method != "magnitude"
+        return (
+            self.method in NEEDS_TEXT
+            or self.smooth
+            or self.sparsity is not None
+            and self.sparsity_method != "magnitude"
+        )
 
 
 @dataclass

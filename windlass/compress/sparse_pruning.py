@@ -1,7 +1,7 @@
 """Removal of single weights: magnitude, Wanda and SparseGPT, unstructured and n of m.
 
-[Note: sparse patterns] A share removes that part of each row; `n:m` keeps at most n of each m neighbours of a row, which
-hardware with sparse products reads. The weights stay in dense tensors, with zeros.
+[Note: sparse patterns] A share removes that part of each row; `n:m` keeps at most n of each m neighbours of a row, as
+hardware with sparse products reads them. The weights stay in dense tensors, with zeros.
 """
 
 from __future__ import annotations
