@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -144,6 +145,68 @@ def test_a_forward_that_fails_ends_its_request_alone(position: int) -> None:
         assert [output.outputs[0].finish_reason for output in good] == ["length"] * len(prompts)
         assert_greedy(model, good)
         assert engine.is_healthy and engine.stats().kv_cache_usage == 0
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("part", ["mask", "structure", "text"])
+def test_an_error_of_masks_or_text_ends_its_request_alone(part: str) -> None:
+    """These come from libraries, as errors of other types than RequestError."""
+
+    class Broken:
+        text = ""
+
+        def append(self, token: int) -> str:
+            raise ValueError(f"no text for {token}")
+
+        accept = append
+        allowed = finish = append
+
+    async def main() -> None:
+        model, engine = make_engine()
+        make_sequence = engine._engine._make_sequence
+
+        def make_broken(request: Any, *arguments: Any, **options: Any) -> Any:
+            sequence: Any = make_sequence(request, *arguments, **options)
+            if request.prompt_ids == failing and part == "mask":
+                sequence.sampler.allowed = lambda: Broken().allowed(0)
+            elif request.prompt_ids == failing:
+                setattr(sequence, {"structure": "constraint", "text": "detokenizer"}[part], Broken())
+            return sequence
+
+        engine._engine._make_sequence = make_broken  # type: ignore[method-assign]
+        await engine.start()
+        failing = [5, 6, 7]
+        names = [await engine.add(prompt, GREEDY) for prompt in ([3, 4], failing)]
+        outputs = [[output async for output in engine.outputs(name)][-1] for name in names]
+        assert_greedy(model, outputs[:1])
+        assert outputs[1].outputs[0].finish_reason == "error" and not outputs[1].is_request_error
+        assert "ValueError: no text for" in outputs[1].error
+        assert engine.is_healthy and engine.stats().kv_cache_usage == 0
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_makes_later_steps_faster() -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        runner: Any = engine._engine.runner
+        calls = iter([True, True, False])
+        left = threading.Event()
+
+        def use_idle_time() -> bool:
+            more = next(calls, None)
+            if more is None:
+                left.set()
+            return bool(more)
+
+        runner.use_idle_time = use_idle_time
+        await engine.start()
+        async for _ in engine.stream([3, 4, 5], GREEDY):
+            pass
+        assert await asyncio.to_thread(left.wait, 30)
         await engine.shutdown()
 
     asyncio.run(main())

@@ -276,7 +276,10 @@ class AsyncLLMEngine:
     def _run(self) -> None:
         try:
             while not (self._stopping and not (self._drains and self._engine.has_requests())):
-                self._run_calls(wait=not self._engine.has_requests() and not self._stopping)
+                idle = not self._engine.has_requests() and not self._stopping
+                while idle and self._calls.empty() and self._engine.use_idle_time():
+                    pass
+                self._run_calls(wait=idle)
                 if self._engine.has_requests():
                     self._deliver(self._step())
             self._run_calls(wait=False)

@@ -358,6 +358,10 @@ class LLMEngine:
         self._end(self._requests[failed[0]], "error", cause)
         return self._take_outputs()
 
+    def use_idle_time(self) -> bool:
+        """Do some milliseconds of work that makes later steps faster; return False if there is none."""
+        return self.runner.use_idle_time()
+
     def _take_outputs(self) -> list[RequestOutput]:
         outputs = []
         for request in self._changed.values():
@@ -853,19 +857,26 @@ class LLMEngine:
         sequence.token_ids.append(token)
         output.token_ids.append(token)
         sequence.sampler.count(token)
-        if sampled.logprobs is not None:
-            assert output.logprobs is not None and output.cumulative_logprob is not None
-            output.cumulative_logprob += sampled.logprobs[token].logprob
-            output.logprobs.append(self._with_text(sampled.logprobs))
-        if sequence.constraint is not None:
-            try:
+        try:
+            if sampled.logprobs is not None:
+                assert output.logprobs is not None and output.cumulative_logprob is not None
+                output.cumulative_logprob += sampled.logprobs[token].logprob
+                output.logprobs.append(self._with_text(sampled.logprobs))
+            if sequence.constraint is not None:
                 sequence.constraint.accept(token)
-            except RequestError as error:
-                self._end(request, "error", error)
-                return True
-        reason = self._finish_reason(sequence, token)
-        if reason is not None:
-            self._finish(sequence, reason)
+            reason = self._finish_reason(sequence, token)
+            if reason is not None:
+                self._finish(sequence, reason)
+        except RequestError as error:
+            self._end(request, "error", error)
+            return True
+        except Exception as error:  # of the tokenizer or of a structured output: other requests go on
+            logger.exception("request %s ends by an error of its text", request.request_id)
+            cause = f"token {token} could not be added to the text: {type(error).__name__}: {one_line(str(error))}"
+            for other in request.sequences:
+                other.detokenizer = None  # which may be what failed
+            self._end(request, "error", ModelError(cause))
+            return True
         return reason is not None
 
     def _finish_reason(self, sequence: GenerationSequence, token: int) -> FinishReason | None:

@@ -113,6 +113,10 @@ class OwnCacheModelRunner:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Do nothing: blocks have no content."""
 
+    def use_idle_time(self) -> bool:
+        """Do nothing: the model allocates its cache."""
+        return False
+
     def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
         """Raise: a preempted sequence is computed again."""
         raise ModelError("a model with its own cache has no blocks to save")

@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.inference.cache_population import CachePopulation
 from windlass.inference.decode_graphs import Capture, DecodeGraphs
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
@@ -87,11 +88,14 @@ class PagedModelRunner:
         self._scratch_blocks = int(has_scratch)
         for layer, shape in probe.shapes.items():
             self._backend.caches[layer] = self._make_cache(layer, shape)
+        on_cpu = self.device.type == "cpu"
+        self._population = CachePopulation(self._cache_tensors() if on_cpu else [], block_size)
         self.description = f"paged KV cache of {self.num_blocks} blocks of {block_size} tokens"
         self.program: StepProgram | None = None
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
+        self._population.reach(int(batch.block_table.max()) if self.device.type == "cpu" else 0)
         # the recorded forward has no adapters; with adapters all steps run the modules, so that results are equal bit
         # by bit
         adapted = self.lora is not None and self.lora.names
@@ -176,6 +180,10 @@ class PagedModelRunner:
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
         """Do nothing: forked sequences share blocks through their block tables."""
 
+    def use_idle_time(self) -> bool:
+        """Allocate pages of the KV cache; see [Note: pages of the cache]."""
+        return self._population.advance()
+
     def close(self) -> None:
         """Free the KV cache and packed weights, and restore the model's attention function."""
         self.free_cache()
@@ -187,6 +195,7 @@ class PagedModelRunner:
         self.program = None
         if self.graphs is not None:
             self.graphs.close()
+        self._population.close()
         self._backend.caches.clear()
         self._restore()
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from windlass.base.errors import ModelError, RequestError
+from windlass.base.log import logger
+from windlass.base.text import one_line
 from windlass.inference.outputs import Logprob, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.token_draw import draw_together, draw_tokens, upload
@@ -236,6 +238,9 @@ def _change_rows(
             samplers[row].change_logits(scores[row])
         except RequestError as error:
             errors[row] = error
+        except Exception as error:  # of the library that computes a structured output: the other rows go on
+            logger.exception("a request ends by an error of its masks or penalties")
+            errors[row] = ModelError(f"no token could be chosen: {type(error).__name__}: {one_line(str(error))}")
     return scores, errors
 
 

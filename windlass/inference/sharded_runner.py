@@ -92,6 +92,12 @@ class ShardedRunner:
         if not self._runner.block_nbytes:
             self._call("fork", sequence_id, list(new_ids))
 
+    def use_idle_time(self) -> bool:
+        """Let each rank do some milliseconds of work that makes later steps faster; return False if there is none."""
+        with self._channel.guard():
+            self._channel.send(RankCommand.CALL, ("use_idle_time", ()))
+            return self._runner.use_idle_time()
+
     def close(self) -> None:
         """Free the KV caches, and end the workers."""
         if not self._channel.failed:

@@ -121,6 +121,10 @@ class ModelRunner(Protocol):
         """Let new sequences continue from the computed tokens of another one."""
         ...
 
+    def use_idle_time(self) -> bool:
+        """Do some milliseconds of work that makes later steps faster; return False if there is none."""
+        ...
+
     def close(self) -> None:
         """Free the KV cache, and restore the model."""
         ...

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from windlass.base.errors import ConfigError
+from windlass.base.garbage_collection import freeze_live_objects
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.rank_worker import RankWorker
@@ -18,11 +19,15 @@ def run_worker(
     *,
     dtype: Any = "auto",
     trust_remote_code: bool = False,
+    owns_process: bool = False,
     **options: Any,
 ) -> None:
     """Load this rank's part of a model and run the steps of the first rank's engine until that is closed.
 
     The first rank builds an `AsyncLLMEngine` with the same arguments.
+
+    Args:
+        owns_process: nothing else runs in this process, so that garbage collections may skip what exists by then.
 
     Raises:
         ConfigError: this rank is the first one of its model.
@@ -38,4 +43,6 @@ def run_worker(
     if not isinstance(made, RankWorker):
         made.close()
         raise ConfigError("this rank is the first one of its model; build an AsyncLLMEngine here")
+    if owns_process:
+        freeze_live_objects()
     made.serve()

@@ -57,7 +57,8 @@ class EngineSource:
         """
         from windlass.inference.worker_loop import run_worker
 
-        run_worker(self.model, **{name: value for name, value in self.options.items() if name != "tokenizer"})
+        options = {name: value for name, value in self.options.items() if name != "tokenizer"}
+        run_worker(self.model, owns_process=True, **options)
 
     async def load(self) -> ServedEngine:
         """Load the model on another thread, so that the server answers meanwhile, and start the engine."""

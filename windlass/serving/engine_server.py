@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from windlass.base.errors import CommunicationError, WindlassError
+from windlass.base.garbage_collection import freeze_live_objects
 from windlass.base.log import logger
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.engine_ranks import EngineRankError, EngineRanks, needs_ranks
@@ -130,9 +131,13 @@ def serve_engine(
         WindlassError: the model cannot be loaded.
     """
 
+    def get_ready() -> None:
+        freeze_live_objects()
+        on_ready()
+
     async def run() -> int:
         context = ServerContext(settings)
-        backend = EngineBackend(source, context, on_ready)
+        backend = EngineBackend(source, context, get_ready)
         app = build_http_app(context)
         return await HttpServer(app, backend, context.requests, listener, settings.drain_timeout).run()
 
