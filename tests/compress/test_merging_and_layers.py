@@ -73,7 +73,13 @@ def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> No
         for number in (1, 4):
             model.model.layers[number].self_attn.o_proj.weight.zero_()
             model.model.layers[number].mlp.down_proj.weight.zero_()
-    assert choose_layers(model, 2, BATCHES) == [1, 4]
+    with torch.no_grad():
+        wanted = model(BATCHES[0], use_cache=False).logits
+
+    def distance(one: Any, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(one(batch, use_cache=False).logits, wanted)
+
+    assert choose_layers(model, 2, BATCHES, distance) == [1, 4]
     model = deep(layers=5)
 
     def without(numbers: list[int]) -> float:
