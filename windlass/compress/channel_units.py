@@ -49,7 +49,7 @@ def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
 
 
 def _produces(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or (type(module) in _CONVOLUTIONS and module.groups == 1)
+    return type(module) is nn.Linear or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
 
 
 def _outputs(module: nn.Module) -> int:
@@ -57,7 +57,7 @@ def _outputs(module: nn.Module) -> int:
 
 
 def _is_depthwise(module: nn.Module) -> bool:
-    return type(module) in _CONVOLUTIONS and module.groups == module.in_channels == module.out_channels > 1
+    return isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels == module.out_channels > 1
 
 
 @dataclass

@@ -85,11 +85,11 @@ def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimit
 
 def total(groups: Sequence[Sequence[FormatOption]], chosen: Sequence[int], resource: str) -> float:
     """Return the sum of a resource over a choice."""
-    return sum(getattr(options[place], resource) for options, place in zip(groups, chosen, strict=True))
+    return float(sum(getattr(options[place], resource) for options, place in zip(groups, chosen, strict=True)))
 
 
 def _least(groups: Sequence[Sequence[FormatOption]], resource: str) -> float:
-    return sum(min(getattr(option, resource) for option in options) for options in groups)
+    return float(sum(min(getattr(option, resource) for option in options) for options in groups))
 
 
 def _within(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> list[int]:

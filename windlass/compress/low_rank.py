@@ -73,7 +73,7 @@ def factorize_linear_layers(
     """
     if not 0 < share < 1:
         raise ConfigError(f"share is {share}; write a number above 0 and below 1")
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = {
         name: module
         for name, module in model.named_modules()

@@ -176,7 +176,7 @@ def _staying(tensor: CoupledTensor, kept: Tensor, size: int) -> Tensor:
 def _get(model: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    found = module._parameters.get(leaf)
+    found: Tensor | None = module._parameters.get(leaf)
     found = module._buffers.get(leaf) if found is None else found
     assert found is not None
     return found
@@ -187,10 +187,11 @@ def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> None
     if isinstance(before, nn.Parameter):
         after = nn.Parameter(after, requires_grad=before.requires_grad)
     for module in model.modules():
-        for places in (module._parameters, module._buffers):
+        places: dict[str, Tensor | None]
+        for places in (module._parameters, module._buffers):  # type: ignore[assignment]
             for leaf, value in places.items():
                 if value is before:
-                    places[leaf] = after  # type: ignore[assignment]
+                    places[leaf] = after
 
 
 _SIZES = {

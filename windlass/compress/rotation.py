@@ -100,7 +100,8 @@ class RotatedDirectory(ModelDirectory):
     def _rotate_heads(self, rows: Tensor) -> Tensor:
         """Return rows of the features of heads, `[rows, heads * size]`, with each head rotated."""
         size = len(self._head_rotation)
-        return (rows.unflatten(1, (-1, size)) @ self._head_rotation).flatten(1)
+        rotated: Tensor = rows.unflatten(1, (-1, size)) @ self._head_rotation
+        return rotated.flatten(1)
 
 
 def random_hadamard(size: int, seed: int = 0) -> Tensor:
