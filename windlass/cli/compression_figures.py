@@ -109,20 +109,20 @@ def measure_figures(
     *,
     measure: bool,
     trust_remote_code: bool,
-    bits: float | None = None,
     speed: float | None = None,
 ) -> ModelFigures:
     """Measure a model's directory.
 
     Args:
-        bits, speed: known already.
+        speed: known already.
     """
     if not measure:
-        return ModelFigures(nbytes, bits, speed)
+        return ModelFigures(nbytes, None, speed)
     from windlass.compress.calibration_text import bits_per_byte
     from windlass.inference.model_loading import load_model
 
-    if held_out is not None and bits is None:
+    bits = None
+    if held_out is not None:
         model = load_model(path, trust_remote_code=trust_remote_code)
         _round_inputs_as_served(model, activations)
         bits = bits_per_byte(model, held_out)

@@ -34,9 +34,10 @@ from windlass.compress.budget_choice import (
     TokenTimes,
     choose_for_budget,
 )
-from windlass.compress.calibration_text import CalibrationText, bits_per_byte, longest_sequence, read_calibration_text
+from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
 from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
 from windlass.compress.compression_workspace import CompressionWorkspace
+from windlass.compress.layer_sensitivity import mean_nats, sample_tokens
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import source_state
 from windlass.compress.post_training import RoundingOptions, compress_directory
@@ -87,8 +88,7 @@ class CompressionRun:
         self._budget = parse_budget(settings.budget) if settings.budget is not None else None
         self._shares = parse_shares(settings.prune) if settings.prune is not None else {}
         self._name = self._format_name()
-        self._bits: float | None = None  # of the model before
-        self._speed: float | None = None
+        self._speed: float | None = None  # of the model before
         self._pruned: list[str] = []
         self._notes: list[str] = []
 
@@ -182,7 +182,7 @@ class CompressionRun:
     def _choose(self, work: CompressionWorkspace, source: Path, text: CalibrationText | None) -> BudgetChoice:
         assert text is not None and self._budget is not None
         found = work.value("choice", partial(self._measure_choice, source, text, self._budget))
-        self._bits, self._speed = found["bits"], found["speed"]
+        self._speed = found["speed"]
         value = found["choice"]
         groups = [GroupChoice(**{**one, "names": tuple(one["names"])}) for one in value.pop("groups")]
         value.pop("formats")
@@ -199,19 +199,21 @@ class CompressionRun:
         return choice
 
     def _measure_choice(self, source: Path, text: CalibrationText, budget: CompressionBudget) -> dict[str, Any]:
-        """Return the choice, and the figures of the model before, as JSON."""
+        """Return the choice, and the tokens/s of the model before, as JSON."""
         settings = self._settings
         whole = self._directory
-        bits_whole: float | None = None
         speed = None
         if budget.speed is not None or budget.latency is not None:
             speed = measure_speed(settings.source, trust_remote_code=settings.trust_remote_code)
         directory = ModelDirectory(source)
         model = load_wide_model(directory, trust_remote_code=settings.trust_remote_code)
-        bits = bits_per_byte(model, text.held_out)
-        if source != settings.source:  # the budget is that of the model before it was pruned
+        bits_per_nat = text.held_out.bits_per_byte(len(text.held_out.tokens) - 1)
+        bits, bits_whole = 0.0, None
+        if source != settings.source and budget.loss is not None:  # it is that of the model before it was pruned
+            rows = sample_tokens(model, text.batches)
+            bits = bits_per_nat * mean_nats(model, rows)
             unpruned = load_wide_model(whole, trust_remote_code=settings.trust_remote_code)
-            bits_whole = bits_per_byte(unpruned, text.held_out)
+            bits_whole = bits_per_nat * mean_nats(unpruned, rows)
             del unpruned
         times = None
         if speed is not None:
@@ -223,8 +225,7 @@ class CompressionRun:
             directory,
             text.batches,
             _relative_to(budget, whole, directory, bits_whole, bits, speed, times),
-            bits_before=bits,
-            bits_per_nat=text.held_out.bits_per_byte(len(text.held_out.tokens) - 1),
+            bits_per_nat=bits_per_nat,
             formats=(*BUDGET_FORMATS, *(FORCED_FORMATS if settings.force else ())),
             head=settings.head,
             times=times,
@@ -233,7 +234,7 @@ class CompressionRun:
         self.progress.end()
         del model
         gc.collect()
-        return {"choice": asdict(choice), "bits": bits if bits_whole is None else bits_whole, "speed": speed}
+        return {"choice": asdict(choice), "speed": speed}
 
     def _round(self, source: Path, text: CalibrationText | None, choice: BudgetChoice | None) -> int:
         """Write the directory, and return the bytes of its tensors."""
@@ -315,7 +316,6 @@ class CompressionRun:
             tensor_bytes(self._directory),
             held_out,
             "auto",
-            bits=self._bits,
             speed=self._speed,
             **measured,
         )

@@ -19,7 +19,7 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.compression_budget import CompressionBudget
 from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
 from windlass.compress.format_speed import measure_product
-from windlass.compress.layer_sensitivity import InputGroup, SensitivityMeter
+from windlass.compress.layer_sensitivity import InputGroup, SensitivityMeter, mean_nats, sample_tokens
 from windlass.compress.model_directory import ModelDirectory
 from windlass.kernels.weight_format import get_weight_format
 
@@ -93,11 +93,10 @@ def choose_for_budget(
     batches: Sequence[Tensor],
     budget: CompressionBudget,
     *,
-    bits_before: float,
     bits_per_nat: float,
     formats: Sequence[str] = BUDGET_FORMATS,
     head: bool = False,
-    seconds: float = 60.0,
+    seconds: float = 45.0,
     times: TokenTimes | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> BudgetChoice:
@@ -106,7 +105,6 @@ def choose_for_budget(
     Args:
         model: of the directory, in memory in float32.
         batches: token ids `[rows, length]` of the calibration text.
-        bits_before: bits per byte of held-out text.
         bits_per_nat: bits per byte that one nat a token is.
         seconds: for the measurements of the losses, about.
         times: of a token, which limits of speed and latency need.
@@ -114,7 +112,9 @@ def choose_for_budget(
     Raises:
         ConfigError: the budget cannot be met. The message has the nearest one that can.
     """
-    meter = SensitivityMeter(model, batches, head=head)
+    rows = sample_tokens(model, batches)
+    bits_before = mean_nats(model, rows) * bits_per_nat
+    meter = SensitivityMeter(model, rows, head=head)
     meter.limit_time(len(formats), seconds)
     names = CheckpointNames(model, directory.places).source_of
     groups = [group for group in meter.groups if all(f"{name}.weight" in names for name in group.names)]
@@ -142,14 +142,14 @@ def choose_for_budget(
     ]
     solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
     chosen, nats, uniform = solver.solve()
-    rows = [
+    choices = [
         GroupChoice(
             layers, one[place].name, size, one[place].nbytes, one[place].loss * bits_per_nat, one[place].seconds
         )
         for layers, one, place, size in zip(files, options, chosen, wide, strict=True)
     ]
     return BudgetChoice(
-        rows,
+        choices,
         fixed + int(total(options, chosen, "nbytes")),
         nats * bits_per_nat,
         products.token_seconds(total(options, chosen, "seconds")),

@@ -20,7 +20,8 @@ from windlass.compress.integer_grid import clipped_grid, is_integer_format
 from windlass.compress.layer_importance import find_layer_list
 from windlass.kernels.weight_format import get_weight_format
 
-_LEAST_TOKENS = 64
+_LEAST_TOKENS, _MOST_TOKENS = 64, 2048
+_MOST_BYTES = 512 << 20  # of the log-probabilities of the wide model
 _CLIP_STRIDE = 5  # a coarse search: the measurement compares formats, and the rounding that is written searches again
 
 
@@ -44,6 +45,30 @@ def rounded_weight(weight: Tensor, name: str) -> Tensor:
         return form.unpack(form.pack(weight)).float()
     grid = clipped_grid(form, weight.float(), stride=_CLIP_STRIDE)
     return grid.values(grid.codes(weight.float()))
+
+
+def sample_tokens(model: Any, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Return single rows of a calibration text that a measurement runs, so few that their log-probabilities fit."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    vocabulary = 1 if head is None else int(head.weight.shape[0])
+    return _first_tokens(batches, min(_MOST_TOKENS, max(_MOST_BYTES // (4 * vocabulary), _LEAST_TOKENS)))
+
+
+def mean_nats(model: Any, rows: Sequence[Tensor]) -> float:
+    """Return the loss of a causal language model in nats a token."""
+    with torch.no_grad():
+        losses = [float(model(row, labels=row, use_cache=False).loss) * (row.shape[1] - 1) for row in rows]
+    return sum(losses) / max(sum(row.shape[1] - 1 for row in rows), 1)
+
+
+def _first_tokens(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    kept: list[Tensor] = []
+    for batch in batches:
+        for row in batch:
+            if tokens > 0:
+                kept.append(row[None, : max(min(len(row), tokens), 2)])
+                tokens -= len(row)
+    return kept
 
 
 class SensitivityMeter:
@@ -81,14 +106,7 @@ class SensitivityMeter:
         needed = 0.55 * self.seconds * formats * len(self.groups)
         if needed <= seconds:
             return
-        left = max(int(self.tokens * seconds / needed), _LEAST_TOKENS)
-        kept: list[Tensor] = []
-        for batch in self._batches:
-            for row in batch:
-                if left > 0:
-                    kept.append(row[None, : max(min(len(row), left), 2)])
-                    left -= len(row)
-        self._batches = kept
+        self._batches = _first_tokens(self._batches, max(int(self.tokens * seconds / needed), _LEAST_TOKENS))
         self._prepare()
 
     def _find_groups(self) -> list[InputGroup]:
