@@ -138,7 +138,7 @@ def test_a_size_is_met_and_no_uniform_choice_is_better(wide: Any) -> None:
 
 def test_a_loss_is_met_with_few_bytes(wide: Any) -> None:
     bits = 0.5 * mean_nats(wide[0], sample_tokens(wide[0], BATCHES))
-    plain = [float(wide[0](row[None], labels=row[None]).loss) for batch in BATCHES for row in batch]
+    plain = [wide[0](row[None], labels=row[None]).loss.item() for batch in BATCHES for row in batch]
     assert bits == pytest.approx(0.5 * sum(plain) / len(plain), rel=1e-4)
     loose, tight = choose(wide, "loss=2%"), choose(wide, "loss=+0.002")
     assert loose.loss <= 0.02 * bits and tight.loss <= 0.002 and loose.nbytes < tight.nbytes
