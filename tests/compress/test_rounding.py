@@ -262,7 +262,7 @@ def test_smoothing_preserves_the_function_before_rounding(
     )
     options = RoundingOptions("rtn", smooth=True)
     compress_directory(directory, tmp_path / "same", "fp32", options, batches=text())
-    found = load_packed_model(tmp_path / "same")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "same")
     ids = text()[0]
     with torch.no_grad():
         torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
