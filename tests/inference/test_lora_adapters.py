@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.causal_models import VOCABULARY, build
@@ -42,6 +41,8 @@ def served(name: str) -> Any:
 
 def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
     """Save an adapter whose products are large enough to change tokens."""
+    from peft import LoraConfig, get_peft_model  # not at the top: an import takes seconds, wherever tests are collected
+
     torch.manual_seed(seed)
     tuned: Any = get_peft_model(copy.deepcopy(model), LoraConfig(init_lora_weights=False, **config))
     with torch.no_grad():
@@ -53,6 +54,8 @@ def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> 
 
 
 def reference(model: Any, directory: Path) -> Any:
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
 
 
@@ -76,8 +79,14 @@ def assert_adapters(model: Any, outputs: list[RequestOutput], directories: dict[
         assert_greedy(reference(model, directory), chosen)
 
 
-@pytest.mark.parametrize("budget", [6, 64])
-@pytest.mark.parametrize("name", sorted(ATTENTION))
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        pytest.param(name, budget, marks=() if (budget == 6) == (number % 2 == 0) else pytest.mark.slow)
+        for number, name in enumerate(sorted(ATTENTION))
+        for budget in (6, 64)
+    ],
+)
 def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path: Path) -> None:
     """Covers the paged runner and, with bloom, the one of models with their own cache. All requests share a prefix."""
     model = served(name)
