@@ -32,6 +32,30 @@ def pairwise(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool
     return rows
 
 
+def covering_rows(
+    rows: Sequence[Row], counts: Callable[[str, str], bool], cost: Callable[[Row], float] = lambda row: 1.0
+) -> list[bool]:
+    """Return for each row whether it is in a small subset that has every value, and the pairs of values that count.
+
+    Greedy: the next row is the one that covers most for its cost.
+
+    Args:
+        counts: True if the pairs of values of these two factors have to be in the subset.
+    """
+    aims = [_aims_of(row, counts) for row in rows]
+    left = set().union(*aims)
+    chosen: set[int] = set()
+    while left:
+        best = max(range(len(rows)), key=lambda number: (len(aims[number] & left) / cost(rows[number]), -number))
+        chosen.add(best)
+        left -= aims[best]
+    return [number in chosen for number in range(len(rows))]
+
+
+def _aims_of(row: Row, counts: Callable[[str, str], bool]) -> set[tuple[Any, ...]]:
+    return {*row.items(), *((a, b) for a, b in combinations(row.items(), 2) if counts(a[0], b[0]))}
+
+
 def _all_pairs(
     factors: Mapping[str, Sequence[Any]], names: list[str], allowed: Callable[[Row], bool]
 ) -> dict[Pair, None]:

@@ -143,6 +143,7 @@ def test_two_models_in_one_accelerator(results_of: Callable[[int], Told], stage:
         assert actual == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
     """`accelerate launch --use_deepspeed` finds the compat layer by PYTHONPATH alone."""
     cases = [{"name": "stage-2", "ranks": 2, "config": _config(2)}]

@@ -71,10 +71,15 @@ def plainly(script: Path, *arguments: object) -> str:
     return done.stdout
 
 
-def test_hello_world_trains_as_plain_pytorch_and_resumes(tmp_path: Path) -> None:
-    """Two ranks print plain PyTorch's losses, and after a crash the remaining ones, from the skipped batch on."""
+@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
+def test_hello_world_trains_as_plain_pytorch_and_resumes(launches: bool, tmp_path: Path) -> None:
+    """Two ranks print plain PyTorch's losses, and after a crash the remaining ones, from the skipped batch on.
+
+    `test_accelerate` and the tests of the launcher start ranks as users do.
+    """
     plain = plainly(HELLO, *_HELLO)
-    begun = launched(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
+    begin = launched if launches else start
+    begun = begin(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
     assert_same(numbers(begun), numbers(plain)[:12])
     resumed = start(HELLO, *_HELLO, "--load_dir", tmp_path, ranks=2)
     assert "resumed at step 10" in resumed

@@ -22,7 +22,7 @@ from tests.models import Place, cast
 from tests.oracle import Recipe
 
 GLOBAL = 12  # micro-batches of a step on all ranks together, divisible by any number of ranks
-BEFORE, AFTER = 2, 3  # steps before and after the save
+BEFORE, AFTER = 2, 2  # steps before and after the save
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}}
 TIERS = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}
 CUTS: dict[str, tuple[tuple[str, Any], ...]] = {

@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-MANY = 6
+Row = Mapping[str, Hashable]
 
 
-def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
+def quick_rows(rows: Iterable[Row]) -> list[bool]:
     """Return for each row of a test whether it is quick.
 
-    A row of the other parameters runs at the highest stage and at one other, in turn, and each of these on one
-    transport, in turn. Where there are `MANY` rows of the other parameters, each runs at one stage: two of three at the
-    highest, and every third at another, in turn. Every value of every parameter is in a quick row. A test without other
-    parameters keeps all its stages, and the highest one, or the only one, keeps all its transports.
+    Every value of every parameter is in a quick row, and few rows are quick: a product of parameters does not run as a
+    product. Two of three rows are at the highest stage, and transports take turns. A test without other parameters
+    keeps all its stages, and the highest one, or the only one, keeps all its transports.
 
     Args:
-        rows: parameters by name; those named `transport` and `stage` are thinned out.
+        rows: parameters by name. Values that belong together are one parameter.
     """
     rows = list(rows)
-    others = _numbers(tuple((k, v) for k, v in row.items() if k not in ("transport", "stage")) for row in rows)
-    cells = [(other, row.get("stage"), row.get("transport")) for other, row in zip(others, rows, strict=True)]
-    places = {stage: place for place, stage in enumerate(_distinct(stage for _, stage, _ in cells))}
-    alone = len(set(others)) == 1
-    quick: set[tuple[int, Hashable, Hashable]] = set()
-    for other in set(others):
-        *lower, highest = _distinct(stage for number, stage, _ in cells if number == other)
-        if lower and len(set(others)) >= MANY:
-            stages = [lower[other // 3 % len(lower)]] if other % 3 == 2 else [highest]
-        else:
-            share = min(len(lower), len(set(others))) or 1
-            stages = [*(item for j, item in enumerate(lower) if j % share == other % share), highest]
-        for stage in stages:
-            there = _distinct(transport for *cell, transport in cells if cell == [other, stage])
-            all_kept = alone and stage == highest
-            quick |= {(other, stage, t) for t in (there if all_kept else [there[(other + places[stage]) % len(there)]])}
-    for axis in (1, 2):  # where stages or transports differ from row to row, one of them may be in no row so far
-        for value in _distinct(cell[axis] for cell in cells):
-            if all(cell[axis] != value for cell in quick):
-                quick.add(next(cell for cell in cells if cell[axis] == value))
-    return [cell in quick for cell in cells]
+    others = {tuple((k, v) for k, v in row.items() if k not in ("transport", "stage")) for row in rows}
+    kept = _stages(rows) if len(others) == 1 else []
+    left = {item for row in rows for item in row.items()} - {item for at in kept for item in rows[at].items()}
+    *lower, highest = _distinct(row.get("stage") for row in rows)
+    used: Counter[tuple[str, Hashable]] = Counter()
+    while left:
+        turn = len(kept)
+        wanted = lower[turn // 3 % len(lower)] if lower and turn % 3 == 2 else highest
+        worth = [
+            (len(left & row.items()), row.get("stage") == wanted, -sum(used[item] for item in row.items()))
+            for row in rows
+        ]
+        best = worth.index(max(worth))
+        kept.append(best)
+        left -= rows[best].items()
+        used.update(item for item in rows[best].items() if item[0] != "stage")
+    return [at in kept for at in range(len(rows))]
+
+
+def _stages(rows: Sequence[Row]) -> list[int]:
+    """Return one row of every stage, with transports in turn, and all of the highest stage."""
+    stages = _distinct(row.get("stage") for row in rows)
+    kept: list[int] = []
+    for turn, stage in enumerate(stages):
+        there = [at for at, row in enumerate(rows) if row.get("stage") == stage]
+        kept += there if stage == stages[-1] else [there[turn % len(there)]]
+    return kept
 
 
 # For tests that run a list of cases in one world of ranks: in `make test` each row takes its share of the list.
@@ -66,10 +72,21 @@ def mark_slow_rows(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for rows in by_test.values():
-        parameters = [{name: _key(value) for name, value in item.callspec.params.items()} for item in rows]
+        parameters = [_parameters_of(item) for item in rows]
         for item, quick in zip(rows, quick_rows(parameters), strict=True):
             if not quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def _parameters_of(item: pytest.Function) -> dict[str, Hashable]:
+    """Return the parameters of a collected test. Those of one `parametrize` are one, apart from stage and transport."""
+    values = {name: _key(value) for name, value in item.callspec.params.items()}
+    result = {name: values.pop(name) for name in ("stage", "transport") if name in values}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        if together := [name for name in names if name in values]:
+            result[",".join(together)] = tuple(values.pop(name) for name in together)
+    return {**result, **values}
 
 
 def _key(value: Any) -> Hashable:
@@ -83,9 +100,3 @@ def _key(value: Any) -> Hashable:
 
 def _distinct(values: Iterable[Hashable]) -> list[Hashable]:
     return sorted(set(values), key=str)
-
-
-def _numbers(values: Iterable[Hashable]) -> list[int]:
-    """Number values by their first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]

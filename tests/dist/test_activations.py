@@ -95,8 +95,8 @@ def settings(transport: str) -> list[Setting]:
     return [Setting(stage=stage, transport=transport, config=comm) for stage in range(4)] + [strict]
 
 
-def recipe_for(ranks: int) -> Recipe:
-    return Recipe(ranks=ranks, steps=2, accumulation=2, optimizer="AdamW", optimizer_params=(("lr", 1e-3),))
+def recipe_for(ranks: int, accumulation: int = 2) -> Recipe:
+    return Recipe(ranks=ranks, steps=2, accumulation=accumulation, optimizer="AdamW", optimizer_params=(("lr", 1e-3),))
 
 
 def tiers_for(name: str, transport: str) -> list[str]:
@@ -115,11 +115,15 @@ def tiers_for(name: str, transport: str) -> list[str]:
 def test_checkpointing_under_the_engine_equals_plain_pytorch(
     name: str, ranks: int, transport: str, every: bool, tmp_path: Path
 ) -> None:
-    """Over gloo only stage 3 is tested, where a recomputed forward gathers; with its strictest options, in turn."""
-    stages = settings(transport)
+    """Over gloo only stage 3 is tested, where a recomputed forward gathers; with its strictest options, in turn.
+
+    Every third net accumulates in `make test`, and all do in `make parity`.
+    """
+    stages, number = settings(transport), list(NETS).index(name)
     if (ranks, transport) == (2, "gloo"):
-        stages = share(stages[3:], list(NETS).index(name), 2, every)
-    hold(name, tiers_for(name, transport), recipe_for(ranks), stages, tmp_path)
+        stages = share(stages[3:], number, 2, every)
+    recipe = recipe_for(ranks, 2 if every or number % 3 == 0 else 1)
+    hold(name, tiers_for(name, transport), recipe, stages, tmp_path)
 
 
 @pytest.mark.slow
@@ -129,10 +133,11 @@ def test_checkpointed_at_the_other_stages_over_gloo(name: str, tmp_path: Path) -
     hold(name, tiers_for(name, "gloo"), recipe_for(2), settings("gloo")[:3], tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["bf16"])
-def test_checkpointed_16_bit_training_is_bitwise_equal(precision: str, transport: str, tmp_path: Path) -> None:
-    recipe = Recipe(ranks=2, steps=2, precision=precision, optimizer_params=(("lr", 0.05),))
-    hold("Nested", ["plain", "kept", "buffer"], recipe, settings(transport)[1:], tmp_path)
+@in_shares
+def test_checkpointed_bf16_training_is_bitwise_equal(transport: str, every: bool, tmp_path: Path) -> None:
+    recipe = Recipe(ranks=2, steps=2, precision="bf16", optimizer_params=(("lr", 0.05),))
+    stages = share(settings(transport)[1:], transport == "gloo", 2, every)
+    hold("Nested", ["plain", "kept", "buffer"], recipe, stages, tmp_path)
 
 
 # ----------------------------------------------------------------------------- sharded over the model-parallel ranks
@@ -176,11 +181,16 @@ def train_partitioned(name: str, by_unit: bool, options: dict[str, Any]) -> tupl
     return differences(result, want), own
 
 
+NAMES = ["Net", "Nested", "Arguments", "Shapes"]
+
+
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
-@pytest.mark.parametrize("name", ["Net", "Nested", "Arguments", "Shapes"])
-def test_sharded_activations_are_restored(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@in_shares
+def test_sharded_activations_are_restored(name: str, every: bool, tmp_path: Path) -> None:
     buffer = {"contiguous_memory_optimization": True, "number_checkpoints": 6}
-    for options in ({}, {"cpu_checkpointing": True}, buffer, {"nvme_path": str(tmp_path)}):
+    tiers: list[dict[str, Any]] = [{}, {"cpu_checkpointing": True}, buffer, {"nvme_path": str(tmp_path)}]
+    for options in share(tiers, NAMES.index(name), 2, every):
         for text, moved in run_ranks(train_partitioned, 3, name, options == buffer, options):
             assert not text, (name, options, text)
             assert moved > 0

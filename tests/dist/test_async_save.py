@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests import oracle
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.dist.test_offload import EMULATED, LATE, offload_to
 from tests.models import Place, cast
 from tests.oracle import Recipe
@@ -146,9 +147,12 @@ def all_compared(cases: list[Case], folder: str) -> list[dict[str, Any]]:
     return results
 
 
+@in_shares
 @pytest.mark.parametrize(("ranks", "transport", "env"), [(2, "gloo", LATE), (2, "shm", EMULATED), (1, "gloo", LATE)])
-def test_async_save_equals_a_blocking_save(ranks: int, transport: str, env: dict[str, str], tmp_path: Path) -> None:
-    cases = CASES if ranks == 2 and transport == "gloo" else [CASES[0], CASES[4], CASES[6]]
+def test_async_save_equals_a_blocking_save(
+    ranks: int, transport: str, env: dict[str, str], every: bool, tmp_path: Path
+) -> None:
+    cases = [CASES[0], CASES[4], CASES[6]] if ranks == 1 else share(CASES, transport == "shm", 2, every)
     results = run_ranks(all_compared, ranks, cases, str(tmp_path), env=env, transport=transport, timeout=120)
     for case, item in ((case, entry) for result in results for case, entry in zip(cases, result, strict=True)):
         assert not item["early"], f"{case}: it blocked"

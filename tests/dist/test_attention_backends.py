@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.dist.test_sequence_parallel import BATCHES, axis_of_all, batch, build, check_close, check_mean
 from windlass.attention import AttentionBackend, AttentionMask, HeadSlice, attention, use_backend
 from windlass.attention.eager_backend import EagerBackend
@@ -61,7 +62,8 @@ def alibi_law(cases: list[tuple[str, dict[str, Any], str]], recompute: bool) -> 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("world", "recompute"), [(1, False), (2, False), (2, True), (3, False)])
-def test_biases_of_another_backend_over_sp(world: int, recompute: bool) -> None:
+@in_shares
+def test_biases_of_another_backend_over_sp(world: int, recompute: bool, every: bool) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         *(("llama", {"initializer_range": 0.3}, kind) for kind in BATCHES),
         ("llama", {"num_attention_heads": 6, "hidden_size": 48, "initializer_range": 0.3}, "left"),
@@ -69,7 +71,7 @@ def test_biases_of_another_backend_over_sp(world: int, recompute: bool) -> None:
         ("gemma2", {"initializer_range": 0.3}, "plain"),
         ("mistral", {"initializer_range": 0.3}, "packed"),
     ]
-    run_ranks(alibi_law, world, cases, recompute)
+    run_ranks(alibi_law, world, share(cases, world + recompute, 2, every), recompute)
 
 
 def own_module() -> None:

@@ -389,7 +389,7 @@ def talk_in_pairs() -> None:
     comm.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_dtype_and_strides_are_transferred(world: int) -> None:
     run_ranks(move_everything, world)
     run_ranks(exchange_everything, world)

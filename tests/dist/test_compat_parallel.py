@@ -142,7 +142,7 @@ def mixture_script(stage: int, folder: str) -> tuple[list[float], Tensors]:
     return losses, state
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), pytest.param(1, 2, marks=pytest.mark.slow), (2, 4), (3, 2)])
 def test_moe_script_trains_as_one_process(stage: int, ranks: int, tmp_path: Path) -> None:
     seen = run_ranks(mixture_script, ranks, stage, str(tmp_path), timeout=120)
     losses, state = plain(mixed(), mixed_loss, ranks)
@@ -480,7 +480,14 @@ def resumed(folder: str, experts: bool) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "experts"), [(0, 2, False), (1, 4, False), (3, 2, False), (2, 4, True), (3, 4, True)]
+    ("stage", "ranks", "experts"),
+    [
+        (0, 2, False),
+        pytest.param(1, 4, False, marks=pytest.mark.slow),
+        (3, 2, False),
+        pytest.param(2, 4, True, marks=pytest.mark.slow),
+        (3, 4, True),
+    ],
 )
 def test_a_megatron_script_trains_and_saves_as_one_process(
     stage: int, ranks: int, experts: bool, tmp_path: Path

@@ -27,6 +27,7 @@ from tests.dist.equivalence_runs import (
     whole_params,
 )
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.dist.test_disk_failure import Breaker, attempt
 from tests.dist.test_disk_failure import step as whole_step
 from tests.dist.test_offload import EMULATED, LATE, hold, offload_to, train_all
@@ -57,17 +58,21 @@ def late(case: tuple[int, str, str], folder: Any, transport: str = "gloo", **mor
 # ---------------------------------------------------------------------------------------------------- the recurrence
 
 
-def test_parameters_follow_the_recurrence(transport: str, tmp_path: Any) -> None:
+@in_shares
+def test_parameters_follow_the_recurrence(transport: str, every: bool, tmp_path: Any) -> None:
     recipe = replace(DELAYED, accumulation=2)
-    hold("tied", recipe, [late(case, tmp_path, transport) for case in CASES], LATE)
+    cases = share(CASES, transport == "shm", 2, every)
+    hold("tied", recipe, [late(case, tmp_path, transport) for case in cases], LATE)
 
 
 def test_one_rank_follows_the_recurrence(tmp_path: Any) -> None:
     hold("tied", replace(DELAYED, ranks=1), [late(case, tmp_path) for case in CASES], LATE)
 
 
-def test_recurrence_holds_if_host_memory_is_device_memory(transport: str, tmp_path: Any) -> None:
-    hold("tied", DELAYED, [late(case, tmp_path, transport) for case in CASES if case != (3, "cpu", "nvme")], {})
+@in_shares
+def test_recurrence_holds_if_host_memory_is_device_memory(transport: str, every: bool, tmp_path: Any) -> None:
+    cases = share([case for case in CASES if case != (3, "cpu", "nvme")], transport == "gloo", 2, every)
+    hold("tied", DELAYED, [late(case, tmp_path, transport) for case in cases], {})
 
 
 def test_oracle_detects_a_delay() -> None:
@@ -77,17 +82,23 @@ def test_oracle_detects_a_delay() -> None:
     assert relative_error(at_once.params, one_late.params)[0] > 100 * FP32_BOUND
 
 
-@pytest.mark.parametrize("name", ["frozen", "unused_by_step", "lora", "odd_shapes", "checkpoint_reentrant"])
-def test_unusual_models_follow_the_recurrence(name: str, transport: str, tmp_path: Any) -> None:
-    cases = [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")]
+UNUSUAL = ["frozen", "unused_by_step", "lora", "odd_shapes", "checkpoint_reentrant"]
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@in_shares
+def test_unusual_models_follow_the_recurrence(name: str, transport: str, every: bool, tmp_path: Any) -> None:
+    cases = share([(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")], UNUSUAL.index(name), 3, every)
     recipe = replace(DELAYED, optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
     hold(name, recipe, [late(case, tmp_path, transport) for case in cases], LATE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bit_models_follow_the_recurrence(precision: str, transport: str, tmp_path: Any) -> None:
+@in_shares
+def test_16_bit_models_follow_the_recurrence(precision: str, transport: str, every: bool, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, precision=precision, delayed_from=0)
-    hold("mlp", recipe, [late(case, tmp_path, transport) for case in CASES if case[0] != 2], LATE)
+    cases = share([case for case in CASES if case[0] != 2], precision == "fp16", 2, every)
+    hold("mlp", recipe, [late(case, tmp_path, transport) for case in cases], LATE)
 
 
 def test_tiers_of_delayed_updates_agree_bitwise(transport: str, tmp_path: Any) -> None:
@@ -251,8 +262,9 @@ WAYS = ["full_param", "full_state_dict", "gathered", "finish_update", "save", "s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_reads_return_values_of_the_last_step(way: str, transport: str, tmp_path: Any) -> None:
-    for number, case in enumerate((HOST[0], HOST[-1])):
+@in_shares
+def test_reads_return_values_of_the_last_step(way: str, transport: str, every: bool, tmp_path: Any) -> None:
+    for number, case in enumerate(share((HOST[0], HOST[-1]), list(WAYS).index(way), 2, every)):
         text = run_ranks(seen, 2, late(case, tmp_path), way, str(tmp_path / str(number)), env=LATE, transport=transport)
         two = expected("mlp", replace(DELAYED, steps=2))
         three = expected("mlp", replace(DELAYED, steps=3, finished_after=(1,)))

@@ -162,7 +162,10 @@ def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) 
     ("transport", "when", "how", "gradients", "words"),
     [
         ("gloo", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
-        ("shm", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
+        pytest.param(
+            *("shm", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
+            marks=pytest.mark.slow,
+        ),
         ("gloo", "backward", "read", "cpu", ("this step was skipped", "reading", "parameters of")),
         ("shm", "backward", "write", "nvme", ("this step was skipped", "writing", "gradient of")),
     ],
@@ -289,7 +292,12 @@ def over_stages(folder: str, stage: int, delays: bool, how: str) -> dict[str, An
 
 @pytest.mark.parametrize(
     ("transport", "stage", "delays", "how"),
-    [("gloo", 1, True, "write"), ("shm", 1, False, "read"), ("gloo", 3, False, "write"), ("shm", 3, False, "read")],
+    [
+        ("gloo", 1, True, "write"),
+        pytest.param("shm", 1, False, "read", marks=pytest.mark.slow),
+        pytest.param("gloo", 3, False, "write", marks=pytest.mark.slow),
+        ("shm", 3, False, "read"),
+    ],
 )
 def test_disk_failure_under_one_stage_of_a_pipeline(
     transport: str, stage: int, delays: bool, how: str, tmp_path: Path

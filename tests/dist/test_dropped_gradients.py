@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import oracle
 from tests.dist.equivalence_runs import SGD, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.dist.test_offload import EMULATED, offload_to
 from tests.models import Place, adversarial
 from tests.oracle import Recipe, relative_error
@@ -180,8 +181,10 @@ def hold(rows: list[tuple[str, str]], setting: Setting, ranks: int, stand_in: bo
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_can_be_dropped_by_every_method(stage: int) -> None:
-    hold(rows_of(stage), Setting(stage=stage, transport="shm" if stage in (0, 3) else "gloo"), 2)
+@in_shares
+def test_gradients_can_be_dropped_by_every_method(stage: int, every: bool) -> None:
+    rows = share(rows_of(stage), stage, 2, every)
+    hold(rows, Setting(stage=stage, transport="shm" if stage in (0, 3) else "gloo"), 2)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -190,14 +193,11 @@ def test_dropped_gradients_on_one_rank(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "state", "param"), [(1, "nvme", "none"), (2, "cpu", "none"), (3, "nvme", "nvme")])
-def test_offloaded_gradients_are_dropped(stage: int, state: str, param: str, tmp_path: Any) -> None:
+@in_shares
+def test_offloaded_gradients_are_dropped(stage: int, state: str, param: str, every: bool, tmp_path: Any) -> None:
     setting = Setting(stage=stage, zero=offload_to(state, param, tmp_path))
-    hold(
-        rows_of(stage, ["own optimizer, zeros", "one parameter", "optimizer", "submodule", "module"]),
-        setting,
-        2,
-        env=EMULATED,
-    )
+    rows = rows_of(stage, ["own optimizer, zeros", "one parameter", "optimizer", "submodule", "module"])
+    hold(share(rows, stage, 2, every), setting, 2, env=EMULATED)
 
 
 @pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.hf_experts import FAMILIES, language
 from tests.oracle import relative_error
 from windlass.comm.mesh import build_mesh
@@ -171,8 +172,9 @@ def hold(seen: list[Seen], family: str, change: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_transformers_models_equal_one_process(ranks: int) -> None:
-    cases = [(family, "as_it_is") for family in FAMILIES]
+@in_shares
+def test_transformers_models_equal_one_process(ranks: int, every: bool) -> None:
+    cases = share([(family, "as_it_is") for family in FAMILIES], ranks, 3, every)
     by_rank = run_ranks(see_all, ranks, MeshShape(ep=ranks), cases, timeout=180)
     for number, (family, change) in enumerate(cases):
         hold([seen[number] for seen in by_rank], family, change, ranks)
@@ -371,8 +373,8 @@ def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
     ("grid", "lengths", "skewed"),
     [
         (MeshShape(ep=2), [9, 14], False),
-        (MeshShape(ep=3), [9, 14, 4], False),
-        (MeshShape(ep=4), [9, 14, 4, 7], False),
+        pytest.param(MeshShape(ep=3), [9, 14, 4], False, marks=pytest.mark.slow),
+        pytest.param(MeshShape(ep=4), [9, 14, 4, 7], False, marks=pytest.mark.slow),
         (MeshShape(dp_shard=2, ep=2), [9, 14, 4, 7], False),
         (MeshShape(ep=2), [9, 0], False),  # a rank without a token
         (MeshShape(ep=4), [9, 14, 4, 7], True),  # ranks without a row

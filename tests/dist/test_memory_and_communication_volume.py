@@ -61,7 +61,10 @@ def test_payload_is_exact(row: dict[str, Any]) -> None:
             assert [report["payload_elements"] for report in reports] == [expected] * 2, name
 
 
-@pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(4)), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "replicas"),
+    [*((stage, 1) for stage in range(4)), pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), (3, 2)],
+)
 def test_bytes_of_the_data_axis_equal_the_formulas(stage: int, replicas: int) -> None:
     """`parallel.volumes` gives the received bytes; sent bytes include padding."""
     recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)

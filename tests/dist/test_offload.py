@@ -96,30 +96,25 @@ def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every:
     hold("tied", recipe, settings, ENVIRONMENTS[device])
 
 
-@pytest.mark.parametrize(
-    "name", ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"]
-)
-def test_unusual_models_on_other_tiers(name: str, transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, steps=2)
-    cases = [(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")]
-    hold(
-        name,
-        recipe,
-        [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases],
-        LATE,
-    )
+UNUSUAL = ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"]
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@in_shares
+def test_unusual_models_on_other_tiers(name: str, transport: str, every: bool, tmp_path: Any) -> None:
+    cases = share([(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")], UNUSUAL.index(name), 3, every)
+    settings = [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases]
+    hold(name, Recipe(ranks=2, steps=2), settings, LATE)
 
 
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bit_models_on_other_tiers(precision: str, transport: str, tmp_path: Any) -> None:
+@in_shares
+def test_16_bit_models_on_other_tiers(precision: str, transport: str, every: bool, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=2, precision=precision)
-    hold(
-        "mlp",
-        recipe,
-        [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in CASES],
-        LATE,
-    )
+    cases = share(CASES, precision == "fp16", 2, every)
+    settings = [Setting(stage=s, transport=transport, zero=offload_to(a, b, tmp_path)) for s, a, b in cases]
+    hold("mlp", recipe, settings, LATE)
 
 
 @pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adagrad", "Adafactor"])

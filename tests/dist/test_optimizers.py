@@ -45,7 +45,7 @@ STAGES = [Setting(stage=stage, transport=transport) for stage, transport in enum
 @in_shares
 @pytest.mark.parametrize("name", BY_NAME)
 def test_torch_optimizers_by_name(name: str, every: bool) -> None:
-    stages = share(STAGES, list(BY_NAME).index(name), 2, every)
+    stages = share(STAGES, list(BY_NAME).index(name), 4, every)
     hold_all("unused_by_step", recipe_for(name, BY_NAME[name]), stages)
 
 
@@ -72,7 +72,7 @@ def test_windlass_optimizers_equal_one_process(name: str, precision: str, every:
         return build_optimizer(name, OWN[name], masters)
 
     recipe = recipe_for(name, OWN[name], precision=precision)
-    stages = share(STAGES, list(OWN).index(name) + (precision == "bf16"), 2, every)
+    stages = share(STAGES, list(OWN).index(name) + 2 * (precision == "bf16"), 4, every)
     hold_all("mlp", recipe, stages, wanted=oracle.train(specimen("mlp"), recipe, factory))
 
 

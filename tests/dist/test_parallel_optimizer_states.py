@@ -66,7 +66,7 @@ def test_muon_on_parts_equals_one_process(case: Case) -> None:
         hold_all(case, actual, plain.__wrapped__, 2)
 
 
-@pytest.mark.parametrize(("rule", "params"), [("Lamb", LAMB), ("Adafactor", ROWS)])
+@pytest.mark.parametrize(("rule", "params"), [pytest.param("Lamb", LAMB, marks=pytest.mark.slow), ("Adafactor", ROWS)])
 def test_whole_parameter_states_are_resharded_over_other_axes(rule: str, params: Any, tmp_path: Path) -> None:
     cut = Case("llama", (("tp", 2),), stage=1, optimizer=rule, params=params, bound=5e-5)
     dense = Case("llama", (("tp", 1),), stage=3, optimizer=rule, params=params, bound=5e-5)
@@ -119,7 +119,7 @@ def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((a - b).abs().max()) / float(b.abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("model", "axis"), [("llama", "tp"), ("mixtral", "ep")])
+@pytest.mark.parametrize(("model", "axis"), [("llama", "tp"), pytest.param("mixtral", "ep", marks=pytest.mark.slow)])
 def test_8_bit_states_of_parts_resume_in_any_layout(model: str, axis: str, tmp_path: Path) -> None:
     cut, dense = {axis: 2}, {axis: 1}
     saved, again, back = (str(tmp_path / name) for name in ("cut", "dense", "back"))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, start
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import Place
 from tests.oracle import Recipe
 
@@ -30,10 +31,12 @@ ZERO_KNOBS: list[Knob] = [
 
 
 @pytest.mark.parametrize("knob", ZERO_KNOBS, ids=lambda knob: f"{knob[0]}={knob[1]}")
-def test_options_do_not_change_results(knob: Knob) -> None:
+@in_shares
+def test_options_do_not_change_results(knob: Knob, every: bool) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=2)
-    transports = {3: "gloo"} if knob[0].startswith("stage3") else {1: "gloo", 2: "shm", 3: "gloo"}
-    hold_all("tied", recipe, [Setting(stage=s, transport=t, zero=(knob,)) for s, t in transports.items()])
+    places = [(1, "gloo"), (2, "shm"), (3, "gloo")]
+    places = places[2:] if knob[0].startswith("stage3") else share(places, ZERO_KNOBS.index(knob), 2, every)
+    hold_all("tied", recipe, [Setting(stage=s, transport=t, zero=(knob,)) for s, t in places])
 
 
 SCALES: list[tuple[Knob, ...]] = [
@@ -44,9 +47,11 @@ SCALES: list[tuple[Knob, ...]] = [
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda scale: "+".join(f"{k}={v}" for k, v in scale))
-def test_predivide_and_postdivide_factors(scale: tuple[Knob, ...], transport: str) -> None:
+@in_shares
+def test_predivide_and_postdivide_factors(scale: tuple[Knob, ...], transport: str, every: bool) -> None:
     recipe = Recipe(ranks=3, accumulation=2, steps=2)
-    hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in range(4)])
+    stages = share(range(4), SCALES.index(scale), 2, every)
+    hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in stages])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -94,10 +99,13 @@ SHARDINGS: list[tuple[int, Knob]] = [
         pytest.param(3, "bf16", "shm", marks=pytest.mark.slow),
     ],
 )
-def test_sharding_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
+@in_shares
+def test_sharding_over_fewer_ranks(accumulation: int, precision: str, transport: str, every: bool) -> None:
     """hpZ gathers again from a smaller group; MiCS keeps replicas of sharded states."""
     recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=2)
-    settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in SHARDINGS]
+    # groups of one rank, and of all ranks, are slow
+    shardings = SHARDINGS if every else SHARDINGS[:4]
+    settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in shardings]
     hold_all("cross_attention", recipe, settings)
 
 

@@ -21,6 +21,7 @@ from tests.dist.pipeline_models import (
     transformer,
     unlike,
 )
+from tests.dist.quick_rows import in_shares, share
 from tests.oracle import relative_error
 from windlass.comm.mesh_shape import MeshShape
 from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes
@@ -54,8 +55,9 @@ def _hold(name: str, ranks: int, settings: list[Setting]) -> list[list[Seen]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_schedule_and_number_of_micro_batches(ranks: int) -> None:
-    _hold("row", ranks, _settings(ranks, range(1, 9)))
+@in_shares
+def test_every_schedule_and_number_of_micro_batches(ranks: int, every: bool) -> None:
+    _hold("row", ranks, _settings(ranks, tuple(share(range(1, 9), ranks, 2, every))))
 
 
 def _on_few_and_four(names: list[str], few: int, four: tuple[str, ...]) -> list[Any]:
@@ -71,15 +73,19 @@ TRANSFORMERS = ["llama", "llama tied", "llama checkpointed", "gpt2", "mixtral", 
 
 
 @pytest.mark.parametrize(("name", "ranks"), _on_few_and_four(NESTED, 3, ("several", "tied")))
-def test_any_nested_value_passes_between_layers(name: str, ranks: int) -> None:
+@in_shares
+def test_any_nested_value_passes_between_layers(name: str, ranks: int, every: bool) -> None:
     on_four = [Setting("1f1b", 5), Setting("interleaved", 3, 2), Setting("zero-bubble", 6)]
-    _hold(name, ranks, on_four if ranks == 4 else _settings(3, (1, 4)))
+    settings = on_four if ranks == 4 else _settings(3, (1, 4))
+    _hold(name, ranks, share(settings, list(NESTED).index(name), 2, every))
 
 
 @pytest.mark.parametrize(("name", "ranks"), _on_few_and_four(TRANSFORMERS, 2, ("llama tied", "mixtral")))
-def test_transformers_models(name: str, ranks: int) -> None:
+@in_shares
+def test_transformers_models(name: str, ranks: int, every: bool) -> None:
     on_four = [Setting("1f1b", 5), Setting("interleaved", 5, 2), Setting("zero-bubble", 4)]
-    _hold(name, ranks, on_four if ranks == 4 else _settings(2, (1, 3)))
+    settings = on_four if ranks == 4 else _settings(2, (1, 3))
+    _hold(name, ranks, share(settings, list(TRANSFORMERS).index(name), 2, every))
 
 
 def _row_bytes(micros: int) -> int:

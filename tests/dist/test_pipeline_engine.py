@@ -56,11 +56,11 @@ def test_every_stage_of_zero(stage: int, pp: int, ranks: int) -> None:
         Case(name="tied", schedule="interleaved", chunks=2, stage=3, micros=3),
         Case(name="thrice", schedule="zero-bubble", stage=3, optimizer="SGD"),
         Case(name="named", pp=4, stage=1, micros=2),
-        Case(name="row frozen", stage=2),
+        pytest.param(Case(name="row frozen", stage=2), marks=pytest.mark.slow),
         Case(name="row frozen", schedule="zero-bubble", stage=3, pp=4),
         Case(name="llama tied", stage=3, micros=3),
         Case(name="llama checkpointed", stage=3, gather="micro-batch"),
-        Case(name="gpt2", schedule="zero-bubble", stage=2, optimizer="SGD"),
+        pytest.param(Case(name="gpt2", schedule="zero-bubble", stage=2, optimizer="SGD"), marks=pytest.mark.slow),
         Case(name="gpt2", schedule="interleaved", chunks=2, stage=3),
         Case(name="mixtral", stage=1, gather="micro-batch"),
         Case(name="row ragged", stage=0, micros=2),
@@ -75,10 +75,16 @@ def test_schedules_and_models(case: Case) -> None:
     ("before", "after"),
     [
         (Case(name="llama tied", stage=3), Case(name="llama tied", pp=4, stage=1, micros=8)),
-        (Case(name="llama tied", pp=4, stage=1, micros=8), Case(name="llama tied", pp=1, stage=3, micros=2)),
+        pytest.param(
+            *(Case(name="llama tied", pp=4, stage=1, micros=8), Case(name="llama tied", pp=1, stage=3, micros=2)),
+            marks=pytest.mark.slow,
+        ),
         (Case(name="gpt2", pp=1, stage=2, micros=2), Case(name="gpt2", schedule="interleaved", chunks=2, stage=2)),
         pytest.param(Case(name="tied", pp=4, stage=0, micros=8), Case(name="tied", stage=3), marks=pytest.mark.slow),
-        (Case(name="tied", stage=2), Case(name="tied", schedule="interleaved", chunks=2, stage=2)),
+        pytest.param(
+            *(Case(name="tied", stage=2), Case(name="tied", schedule="interleaved", chunks=2, stage=2)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -104,8 +110,10 @@ def test_run_resumes_in_another_layout(before: Case, after: Case, tmp_path: Path
             marks=pytest.mark.slow,
         ),
         Case(name="llama", beside=("sp",), stage=3, micros=3),
-        Case(name="llama tied", beside=("sp",), stage=1, schedule="interleaved", chunks=2),
-        Case(name="mixtral", beside=("ep",), stage=2),
+        pytest.param(
+            Case(name="llama tied", beside=("sp",), stage=1, schedule="interleaved", chunks=2), marks=pytest.mark.slow
+        ),
+        pytest.param(Case(name="mixtral", beside=("ep",), stage=2), marks=pytest.mark.slow),
         Case(name="mixtral", beside=("ep",), stage=3, schedule="zero-bubble", optimizer="SGD"),
     ],
     ids=str,
@@ -120,8 +128,11 @@ def test_stages_combined_with_other_axes(case: Case) -> None:
         (Case(name="row"), 0, 2),
         (Case(name="row", stage=2, schedule="zero-bubble"), 1, 2),
         (Case(name="row", stage=3, gather="micro-batch"), 2, 4),
-        (Case(name="row", stage=2, schedule="interleaved", chunks=2, gather="micro-batch"), 1, 4),
-        (Case(name="row ragged", stage=1, schedule="gpipe"), 1, 4),
+        pytest.param(
+            *(Case(name="row", stage=2, schedule="interleaved", chunks=2, gather="micro-batch"), 1, 4),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Case(name="row ragged", stage=1, schedule="gpipe"), 1, 4, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -227,7 +238,7 @@ def test_every_schedule_gathers_and_reduces_once(case: Case) -> None:
         assert outcome.payload["gather"] == sum(elements[n] for n in (outcome.names if case.stage == 3 else trained))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_micro_batch(stage: int) -> None:
     """A step of four micro-batches gathers and reduces each element once, or once per micro-batch, as configured."""
     once = _payload(Case(name="row", stage=stage))

@@ -15,6 +15,7 @@ import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.dist.sign_sgd import NAME, SignSGD, SimulatedSignSGD
 from tests.models import ROWS, Place, cast
 from tests.oracle import relative_error
@@ -183,13 +184,15 @@ MODELS = ["mlp", "tied", "frozen", "unused_by_rank", "unused_by_step"]
         for ranks in (1, 2, 3)
     ],
 )
-def test_training_equals_the_simulation(model: str, ranks: int) -> None:
+@in_shares
+def test_training_equals_the_simulation(model: str, ranks: int, every: bool) -> None:
     cases = [
         Case(model, 0, ranks),
         Case(model, 1, ranks, accumulation=2, transport="shm"),
         Case(model, 0, ranks, accumulation=2, clipping=0.1, transport="shm"),
         Case(model, 1, ranks, clipping=0.1),
     ]
+    cases = share(cases, list(MODELS).index(model) + (ranks == 2), 2, every)
     by_rank = run_ranks(train_all, ranks, cases, timeout=120.0)
     for number, case in enumerate(cases):
         require_law(case, [result[number] for result in by_rank])

@@ -63,15 +63,15 @@ PARTS = {"tiled_mlp": 3, "tiled_loss": 4}
     ("number", "kind", "tp", "long"),
     [
         (0, "ulysses", {}, None),
-        (0, "ring", {}, PARTS),
-        (1, "ulysses", {"tp_overlap_chunks": 2}, PARTS),
-        (1, "ring", {"tp_sequence_norms": True}, {"tiled_mlp": False, "tiled_loss": 4}),
+        (1, "ring", {}, PARTS),
+        (2, "ulysses", {"tp_overlap_chunks": 2}, PARTS),
+        (3, "ring", {"tp_sequence_norms": True}, {"tiled_mlp": False, "tiled_loss": 4}),
     ],
 )
 def test_tensor_and_sequence_parallel(
     number: int, kind: str, tp: dict[str, Any], long: dict[str, Any] | None, every: bool
 ) -> None:
-    run_ranks(law, 4, share(CASES, number, 2, every), kind, tp, long)
+    run_ranks(law, 4, share(CASES, number, 4, every), kind, tp, long)
 
 
 def refused() -> str:

@@ -163,16 +163,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
 ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]
+NUMBERS = {on: number + number // 2 for number, on in enumerate(ON)}  # of shares: each way has the other one too
 SLOW = [pytest.param(4, way, marks=pytest.mark.slow) for way in ("ulysses", "ring")]
 
 
 @pytest.mark.parametrize(("world", "way"), [*ON, (4, "both, unbalanced"), *SLOW])
-def test_every_kind_of_batch_with_odd_length(world: int, way: str) -> None:
-    run_ranks(law, world, way, [("llama", {"num_hidden_layers": 1}, kind, 13) for kind in BATCHES])
+@in_shares
+def test_every_kind_of_batch_with_odd_length(world: int, way: str, every: bool) -> None:
+    kinds = share(BATCHES, NUMBERS[world, way], 2, every) if (world, way) in ON else BATCHES
+    run_ranks(law, world, way, [("llama", {"num_hidden_layers": 1}, kind, 13) for kind in kinds])
 
 
 @pytest.mark.parametrize(("world", "way"), ON)
-def test_every_kind_of_head(world: int, way: str) -> None:
+@in_shares
+def test_every_kind_of_head(world: int, way: str, every: bool) -> None:
     heads = [
         ("llama", {"num_key_value_heads": 4}, "plain", 12),
         ("llama", {"num_key_value_heads": 1}, "packed", 11),
@@ -180,7 +184,7 @@ def test_every_kind_of_head(world: int, way: str) -> None:
         ("llama", {"num_attention_heads": 2, "num_key_value_heads": 1}, "plain", 9),
         ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, "packed", 9),
     ]
-    run_ranks(law, world, way, heads)
+    run_ranks(law, world, way, share(heads, NUMBERS[world, way], 2, every))
 
 
 @in_shares
@@ -201,7 +205,7 @@ def test_models_of_other_architectures(number: int, world: int, way: str, every:
         *((name, {}, kind, 13) for name in ("opt", "roberta") for kind in ("plain", "left", "holes")),
         ("biogpt", {}, "left", 13),
     ]
-    run_ranks(law, world, way, share(models, number, 3, every))
+    run_ranks(law, world, way, share(models, number, 6, every))
 
 
 @pytest.mark.parametrize(("world", "way"), [(2, "ulysses"), (3, "ring"), (4, "both")])

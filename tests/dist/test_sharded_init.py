@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests import oracle
 from tests.dist.equivalence_runs import HF_ZOO, Setting, bitwise_difference, ds_config, specimen, train_rank
 from tests.dist.harness import Pool, RankError, run_ranks
-from tests.dist.quick_rows import in_shares
+from tests.dist.quick_rows import in_shares, share
 from tests.models import ZOO
 from tests.oracle import Recipe
 
@@ -224,8 +224,7 @@ def _nothing() -> Any:
 @in_shares
 def test_sharded_init_is_bitwise_equal_to_plain_init(floor: bool, ranks: int, every: bool) -> None:
     names = [*ZOO, *HF_ZOO, *AWKWARD]
-    quick = {(True, 1): names[::2], (False, 2): names[1::2]}.get((floor, ranks), names)
-    for text in run_ranks(all_differences, ranks, names if every else quick, floor, timeout=120):
+    for text in run_ranks(all_differences, ranks, share(names, ranks, 3, every), floor, timeout=120):
         assert not text
 
 
@@ -278,11 +277,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_sharded_init_trains_as_plain_init(ranks: int, transport: str) -> None:
+@in_shares
+def test_sharded_init_trains_as_plain_init(ranks: int, transport: str, every: bool) -> None:
     recipe = Recipe(ranks, steps=2, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     settings = [Setting(s.stage, persistence=s.persistence, zero=s.zero, transport=transport) for s in SETTINGS]
     names = ["tied", "lora", "odd_shapes"] if ranks == 2 else ["odd_shapes"]
-    settings = settings if ranks == 2 else settings[:3]
+    settings = share(settings if ranks == 2 else settings[:3], ranks, 2, every)
     for text in run_ranks(train_both, ranks, names, recipe, settings, transport=transport, timeout=180):
         assert not text
 

@@ -75,7 +75,9 @@ def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
     name, changes, ranks, options = law
     alike = ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral")
     alike |= ranks == 4 and (name == "gpt2" or "attention_bias" in changes and options != NORMS)
-    alike |= ranks == 2 and options == NORMS and name in ("bert", "bloom", "phi3")
+    alike |= ranks == 2 and options == NORMS and name in ("opt", "bert", "bloom", "phi3")
+    alike |= ranks == 3 and options == {"tp_overlap_chunks": 4} or name == "falcon" and changes.get("alibi", False)
+    alike |= ranks == 4 and name in ("phi3", "gpt_bigcode")
     marks = [pytest.mark.slow] if alike else []
     return pytest.param(name, changes, ranks, options, marks=marks)
 

@@ -17,10 +17,10 @@ _CASES = [
     Case("llama-lora", (("tp", 2),), stage=0),
     Case("llama-lora", (("tp", 2),), stage=3, world=4, accumulation=2),
     Case("llama-lora", (("tp", 2),), stage=1, more=(("tp_sequence_norms", True),)),
-    Case("llama-lora", (("tp", 4),), stage=2),  # fewer key heads than ranks
+    pytest.param(Case("llama-lora", (("tp", 4),), stage=2), marks=pytest.mark.slow),  # fewer key heads than ranks
     Case("gpt2-lora", (("tp", 2),), stage=1, tied=True, more=(("tp_overlap_chunks", 2),)),
     Case("uneven-lora", (("tp", 2),), stage=2),
-    Case("llama-lora", (("pp", 2),), stage=1, accumulation=3),
+    pytest.param(Case("llama-lora", (("pp", 2),), stage=1, accumulation=3), marks=pytest.mark.slow),
     Case("gpt2-lora", (("pp", 2),), stage=3, tied=True, accumulation=2, more=(("recompute", True),)),
 ]
 

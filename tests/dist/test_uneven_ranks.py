@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.quick_rows import in_shares
 from tests.dist.test_offload import LATE, hold, offload_to
 from tests.models import DIFFERING, WIDTH, Place, Specimen, rows
 from tests.models.rank_dependent import EarlyExit
@@ -33,9 +35,15 @@ def settings(transport: str, tier: str, *zero: tuple[str, Any]) -> list[Setting]
     return [Setting(stage=s, transport=transport, zero=(*away[s], *zero)) for s in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("name", ["towers_reentrant", "experts", "early_exit", "uneven"])
-def test_ranks_that_run_different_modules_equal_one_process(name: str, transport: str) -> None:
-    hold(name, RECIPE, settings(transport, "host"), LATE)
+@pytest.mark.parametrize(
+    ("name", "number"), [("towers_reentrant", 3), ("experts", 1), ("early_exit", 3), ("uneven", 2)]
+)
+@in_shares
+def test_ranks_that_run_different_modules_equal_one_process(
+    name: str, number: int, transport: str, every: bool
+) -> None:
+    stages = settings(transport, "host")
+    hold(name, RECIPE if every else replace(RECIPE, steps=2), stages if every else [stages[number - 1]], LATE)
 
 
 @pytest.mark.slow

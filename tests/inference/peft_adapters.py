@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.inference.greedy_reference import assert_greedy
 from windlass.inference.outputs import RequestOutput
@@ -22,6 +21,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
     """Save an adapter whose products are large enough to change tokens."""
+    from peft import LoraConfig, get_peft_model  # not at the top: an import takes seconds, wherever tests are collected
+
     torch.manual_seed(seed)
     tuned: Any = get_peft_model(copy.deepcopy(model), LoraConfig(init_lora_weights=False, **config))
     with torch.no_grad():
@@ -33,6 +34,8 @@ def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> 
 
 
 def reference(model: Any, directory: Path) -> Any:
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
 
 

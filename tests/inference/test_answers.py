@@ -70,7 +70,7 @@ def test_stop_texts_across_tokens_are_never_shown_in_part(name: str, include: bo
     tokenizer = TOKENIZERS[name]()
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
         base = SamplingParams(seed=3, max_tokens=40, ignore_eos=True, temperature=0.8)
-        for seed in range(6):
+        for seed in range(3):
             params = base.replace(seed=seed)
             whole = llm.generate("the ", params)[0].outputs[0].text
             places = [place for place in range(2, len(whole) - 6, 3) if "\ufffd" not in whole[place : place + 5]]

@@ -110,9 +110,9 @@ def _schedules() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
-    """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
+    """Requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = build_longer(name)
-    prompts = make_prompts(40, VOCABULARY, 40, shared=18)
+    prompts = make_prompts(24, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
     with LLM(model, **options, kv_cache_tokens=112, max_model_len=96, check_at_load=False) as llm:
         outputs = answer_arrivals(llm.engine, prompts, GREEDY)

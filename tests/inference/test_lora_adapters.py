@@ -32,8 +32,14 @@ def served(name: str) -> Any:
     return build(name, **limit).eval()
 
 
-@pytest.mark.parametrize("budget", [6, 64])
-@pytest.mark.parametrize("name", sorted(ATTENTION))
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        pytest.param(name, budget, marks=() if (budget == 6) == (number % 2 == 0) else pytest.mark.slow)
+        for number, name in enumerate(sorted(ATTENTION))
+        for budget in (6, 64)
+    ],
+)
 def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path: Path) -> None:
     """Covers the paged runner and, with bloom, the one of models with their own cache. All requests share a prefix."""
     model = served(name)

@@ -14,7 +14,7 @@ from windlass.cli.benches.load_bench import LoadSettings, run_load_bench
 SMALL = ["--hidden", "64", "--layers", "1", "--clients", "2,1", "--requests", "8", "--prompt", "40", "--answer", "8"]
 
 
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("raw", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_policies_give_the_same_tokens_under_fastgens_levels(raw: bool, tmp_path: Path) -> None:
     arguments = ["serve", *SMALL, "--out", str(tmp_path), *(["--raw"] if raw else [])]
     result = CliRunner().invoke(bench_app, arguments)
@@ -38,10 +38,10 @@ def test_unknown_workloads_and_clients_are_refused() -> None:
 
 
 def test_a_server_loses_nothing_under_load(tmp_path: Path) -> None:
-    settings = LoadSettings(hidden=64, layers=1, requests=72, clients=12, short_requests=4, long_prompt=600)
+    settings = LoadSettings(hidden=64, layers=1, requests=36, clients=6, short_requests=2, long_prompt=300)
     assert run_load_bench(settings, tmp_path)
     written = json.loads((tmp_path / "load.json").read_text())
-    assert written["outcomes"] == {"whole": 45, "cancelled": 20, "refused": 7}
+    assert written["outcomes"] == {"whole": 23, "cancelled": 10, "refused": 3}
     assert not written["lost"] and written["kv_blocks_left"] == 0 and written["exit_code"] == 0
-    assert len(written["first_token_alone_ms"]) == len(written["first_token_beside_long_ms"]) == 4
+    assert len(written["first_token_alone_ms"]) == len(written["first_token_beside_long_ms"]) == 2
     assert (tmp_path / "load.png").stat().st_size > 1000

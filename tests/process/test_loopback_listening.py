@@ -20,7 +20,7 @@ SCRIPT = """
 import json, os, sys
 import torch.distributed as dist
 
-from tests.process.test_loopback_listening import listening
+from tests.process.listening_sockets import listening
 
 if "torch" in sys.argv:
     dist.init_process_group("gloo")
@@ -35,26 +35,6 @@ if dist.get_rank() == 0:
     print("LISTENING " + json.dumps(found))
 dist.destroy_process_group()
 """
-
-
-def listening(pid: int) -> list[str]:
-    """Return the addresses of a process's listening TCP sockets, from /proc."""
-    inodes = set()
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        try:
-            inodes.add(os.readlink(entry.path))
-        except FileNotFoundError:  # the descriptor that read the folder
-            continue
-    results = []
-    for table in ("tcp", "tcp6"):
-        path = Path(f"/proc/{pid}/net/{table}")
-        for line in path.read_text().splitlines()[1:] if path.exists() else []:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                address, port = fields[1].split(":")
-                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-                results.append(f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}")
-    return results
 
 
 def outward() -> list[str]:

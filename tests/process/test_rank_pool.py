@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from windlass.base.errors import ConfigError
+from windlass.cli.benches import rank_pool
 from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 
@@ -49,7 +50,10 @@ def test_commands_are_answered_by_each_rank_until_the_pool_is_closed() -> None:
     ("kind", "words"),
     [("expected", "a key is wrong"), ("bug", "KeyError: 'inner'"), ("exit", "ended with exit code 7")],
 )
-def test_a_failure_of_one_rank_ends_the_wait_for_the_others(kind: str, words: str) -> None:
+def test_a_failure_of_one_rank_ends_the_wait_for_the_others(
+    kind: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_pool, "_AFTER_FAILURE_S", 1.0)
     with RankPool(partial(Echo, ""), 2, label="echo") as pool:
         with pytest.raises(RankPoolError) as raised:
             pool.ask("fail", rank=1, kind=kind)

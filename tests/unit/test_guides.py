@@ -57,7 +57,7 @@ def messages() -> list[str]:
 def is_said(message: str) -> bool:
     parts = [part.strip() for part in message.split("...") if part.strip()]
     expected = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
-    return any(expected.search(text) for text in message_texts())
+    return any(parts[0] in text and expected.search(text) for text in message_texts())
 
 
 @pytest.mark.parametrize("message", messages())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dist.quick_rows import MANY, quick_rows, share
+from tests.dist.quick_rows import quick_rows, share
+from tests.pairwise import covering_rows, pairwise
 
 SIZES = st.fixed_dictionaries(
     {"transport": st.integers(1, 2), "stage": st.integers(1, 4)}, optional={"model": st.integers(1, 7)}
@@ -43,20 +44,36 @@ def test_one_row_of_the_other_parameters_keeps_both_transports_at_the_highest_st
     assert {row["transport"] for row in kept if row["stage"] == 3} == {"shm", "gloo"}
 
 
-def test_some_rows_run_at_two_stages_on_one_transport_each() -> None:
-    rows = all_rows({"model": MANY - 1, "stage": 4, "transport": 2})
-    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
-    assert len(kept) == 2 * (MANY - 1)
-    assert {row["model"] for row in kept if row["stage"] == 3} == set(range(MANY - 1))
-
-
 def test_many_rows_run_at_one_stage_on_one_transport_each() -> None:
     rows = all_rows({"model": 30, "stage": 4, "transport": 2})
     kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
     assert len(kept) == 30
-    assert {(row["stage"], row["transport"]) for row in kept} == set(product(range(4), range(2)))
-    assert sum(row["stage"] == 3 for row in kept) == 20
+    assert {row["model"] for row in kept} == set(range(30))
+    assert all(sum(row["transport"] == transport for row in kept) == 15 for transport in range(2))
+    assert 16 <= sum(row["stage"] == 3 for row in kept) <= 20
+
+
+def test_a_product_runs_as_many_rows_as_its_longest_parameter() -> None:
+    rows = all_rows({"model": 6, "precision": 2, "ranks": 3})
+    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
+    assert len(kept) == 6
+    assert all(sum(row["precision"] == precision for row in kept) == 3 for precision in range(2))
 
 
 def test_rows_without_transport_and_stage_stay() -> None:
     assert quick_rows([{"model": number} for number in range(5)]) == 5 * [True]
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(0, 4))
+def test_covering_rows_have_every_value_and_the_pairs_that_count(sizes: list[int], alone: int) -> None:
+    rows = pairwise({str(number): range(size) for number, size in enumerate(sizes)})
+
+    def counts(a: str, b: str) -> bool:
+        return str(alone) not in (a, b)
+
+    def aims(found: list[dict[str, Any]]) -> set[Any]:
+        pairs = {pair for row in found for pair in combinations(row.items(), 2) if counts(pair[0][0], pair[1][0])}
+        return pairs | {item for row in found for item in row.items()}
+
+    kept = [row for row, quick in zip(rows, covering_rows(rows, counts), strict=True) if quick]
+    assert aims(kept) == aims(rows)
