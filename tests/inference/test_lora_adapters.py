@@ -236,9 +236,9 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
         assert_greedy(model, llm.generate([[3, 4]], GREEDY))
 
 
-def test_adapters_and_tensor_parallel_ranks_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="tp x ep x pp is 2; merge the adapter"):
-        LLM("nowhere", lora={"a": "b"}, tp=2)
+def test_adapters_and_stages_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="pp is 2; merge the adapter"):
+        LLM("nowhere", lora={"a": "b"}, pp=2)
 
 
 def test_steps_are_recorded_while_no_adapter_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
