@@ -161,11 +161,8 @@ class EngineOptions:
             raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a positive number")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
-        if self.lora and self.num_ranks > 1:
-            raise ConfigError(
-                f"lora is served by one rank alone, and tp x ep x pp is {self.num_ranks}; merge the adapter, or set "
-                "all three to 1"
-            )
+        if self.lora and self.pp > 1:
+            raise ConfigError(f"lora is served without stages, and pp is {self.pp}; merge the adapter, or set tp alone")
         self._check_weights_tier()
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")

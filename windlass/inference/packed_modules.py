@@ -30,6 +30,7 @@ from windlass.kernels.packed_gemm import (
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.panel_memory import share_parameters
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
+from windlass.parallel.placement import get_placement, has_placement, set_placement
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
 
@@ -173,8 +174,11 @@ def free_weights(modules: Sequence[nn.Module]) -> None:
     """Leave parameters without memory instead of packed weights."""
     for module in modules:
         for name in [name for name, _ in module.named_parameters() if name != "bias"]:
-            weight = module.get_parameter(name).detach()
-            module.register_parameter(name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+            weight = module.get_parameter(name)
+            freed = nn.Parameter(torch.empty_like(weight.detach(), device="meta"), requires_grad=False)
+            if has_placement(weight):
+                set_placement(freed, get_placement(weight))
+            module.register_parameter(name, freed)
 
 
 def pack_group(modules: list[nn.Module], weight_format: str | None, activations: str = "auto") -> LinearGroup:
