@@ -7,7 +7,7 @@ python bench/quant.py --path AVX2        # windlass with another instruction set
 `A8`: inputs rounded to int8. Up to 16 rows a call goes through as many copies of the layer as `--cold` megabytes hold,
 after a read of 128 MiB. All take turns; a figure is the best of its rounds, since other processes only ever add time.
 `of read` is of a read loop in the same run, `error` is |y - y_fp32| / |y_fp32| for Gaussian weights and inputs. Rivals
-that are not installed are named and left out: `pip install onnx onnxruntime torchao`.
+that are not installed are named and left out: `pip install onnx onnxruntime torchao llama-cpp-python` (ggml).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from ggml_layer import GgmlLibrary
 from rich.table import Table
 from torch.nn import functional as F
 
@@ -34,7 +35,7 @@ from windlass.kernels.packed_gemm import pack_panels, packed_linear
 from windlass.kernels.weight_format import get_weight_format
 
 _FORMATS = "int8,int8_g128,int4_g128,int4_g128_zp,int3_g128,int2_g128,ternary,binary_g128,fp8"
-_PEERS = "bf16,fbgemm,onednn,onnxruntime,torchao"
+_PEERS = "bf16,fbgemm,onednn,onnxruntime,torchao,ggml"
 _ROOF_BYTES, _COLD_ROWS = 600 << 20, 16
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,10 +47,12 @@ class Contender:
     Attributes:
         layers: each computes the same from an input.
         nbytes: bytes of the weight of a copy.
+        copies: of the layer that a call of one of `layers` goes through.
     """
 
     layers: list[Layer]
     nbytes: float
+    copies: int = 1
     seconds: list[float] = field(default_factory=list)
 
 
@@ -63,6 +66,7 @@ def main(
     cold: Annotated[float, typer.Option(help="Megabytes of packed weights in a call of few rows.")] = 48,
     threads: Annotated[int, typer.Option(min=0, help="0: torch's number.")] = 0,
     path: Annotated[str, typer.Option(help="Instruction set; by default the best.")] = "",
+    ggml: Annotated[Path | None, typer.Option(help="Folder of ggml's libraries; default: llama_cpp's.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the JSON file.")] = Path(__file__).parent / "results",
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "quant",
 ) -> None:
@@ -95,6 +99,11 @@ def main(
                     contenders[label] = Contender([make() for _ in range(math.ceil(cold * 1e6 / nbytes))], nbytes)
                 except Exception as problem:  # rivals raise what they like
                     console.print(f"left out: {label} at {shape}: {problem!r:.120}")
+            if "ggml" in peers.split(","):
+                try:
+                    contenders |= _ggml_layers(weight, cold, ggml)
+                except Exception as problem:
+                    console.print(f"left out: ggml at {shape}: {problem!r:.120}")
             for count in (int(one) for one in rows.split(",")):
                 x = torch.randn(count, inputs, generator=torch.Generator().manual_seed(1))
                 exact, errors = F.linear(x, weight), {}
@@ -140,6 +149,20 @@ def _kinds(
             for bits in (4, 2):
                 size = weight.numel() * (bits / 8 + 4 / 32)
                 yield f"onnxruntime W{bits}g32 A8", size, lambda bits=bits: _onnx_bits(weight, bits)  # type: ignore[misc]
+
+
+def _ggml_layers(weight: torch.Tensor, cold: float, folder: Path | None) -> dict[str, Contender]:
+    library, found = GgmlLibrary(folder, torch.get_num_threads()), {}
+    for name, kind, where in library.kinds():
+        nbytes = library.bytes_of(weight, kind)
+        copies = math.ceil(cold * 1e6 / nbytes)
+        layers = [library.layer(weight, kind, where, count) for count in (copies, 1)]
+        found[f"ggml {name}"] = Contender([_by_rows(*layers)], nbytes, copies)
+    return found
+
+
+def _by_rows(few: Layer, many: Layer) -> Layer:
+    return lambda x: few(x) if len(x) <= _COLD_ROWS else many(x)
 
 
 def _plain(weight: torch.Tensor) -> Layer:
@@ -221,7 +244,7 @@ def _measure(contenders: dict[str, Contender], x: torch.Tensor, rounds: int, mem
                     memory[: 128 << 20].view(torch.float32).sum()
                 taken = _seconds(lambda layers=layers: [layer(x) for layer in layers])  # type: ignore[misc]
                 if number:
-                    contender.seconds.append(taken / len(layers))
+                    contender.seconds.append(taken / len(layers) / (1 if memory is None else contender.copies))
 
 
 def _rows(

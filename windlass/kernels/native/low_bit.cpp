@@ -19,7 +19,7 @@ namespace nb = nanobind;
 namespace windlass {
 namespace {
 
-constexpr std::int64_t kCacheBytes = 384 << 10;  // of codes that a core keeps in its second-level cache
+constexpr std::int64_t kPanelsAtOnce = 8;        // of a part of many rows, whose sums stay in the second-level cache
 constexpr std::int64_t kRowsAtOnce = 1020;       // of a product, so that their packed input stays small
 constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
@@ -106,29 +106,24 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
     run_parallel(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
                  [&](int block) { set.pack_rows(job, divided[block], packed); });
 
-    LowBitJob multiplied = job;
-    multiplied.expanded = set.expands(job);
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
-    const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * multiplied.panel_bytes()));
     const int used = panels * job.panel_bytes() * number < kSerialLines ? 1 : threads;
-    const std::int64_t chunks =
-        std::min(groups, std::max<std::int64_t>(used * kPartsOfThread, (groups + fitting - 1) / fitting));
+    static thread_local std::vector<std::int64_t> kept;
+    std::vector<std::int64_t>& bounds = kept;
+    const bool keeps_sums = set.tile_bytes(job, 1, 1) > 0;
+    divide_guided(panels, group, used, keeps_sums ? kPanelsAtOnce : panels, bounds);
+    const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
     // Rows are divided too where there are fewer groups of outputs than threads could take.
     const std::int64_t wanted = (used * kPartsOfThread + chunks - 1) / chunks;
-    const std::int64_t bands = used == 1 || groups >= 4 * used ? 1 : std::min(wanted, number);
+    const std::int64_t bands = used == 1 || !keeps_sums || groups >= 4 * used ? 1 : std::min(wanted, number);
     run_parallel(used, static_cast<int>(chunks * bands), [&](int part) {
+        static thread_local Scratch tiles;
         const std::int64_t chunk = part / bands, band = part % bands;
-        const std::int64_t begin = groups * chunk / chunks * group;
-        const std::int64_t end = std::min(groups * (chunk + 1) / chunks * group, panels);
-        LowBitJob own = multiplied;
-        if (own.expanded) {
-            static thread_local Scratch kept;
-            char* wide = kept.get((end - begin) * own.panel_bytes());
-            set.expand(job, begin, end, wide);
-            own.panels = wide - begin * own.panel_bytes();
-        }
-        set.multiply(own, divided, number * band / bands, number * (band + 1) / bands, packed, begin, end);
+        const std::int64_t first = number * band / bands, last = number * (band + 1) / bands;
+        const std::int64_t begin = bounds[chunk], end = bounds[chunk + 1];
+        set.multiply(job, divided, first, last, packed, begin, end,
+                     tiles.get(set.tile_bytes(job, last - first, end - begin)));
     });
 }
 

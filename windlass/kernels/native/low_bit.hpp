@@ -7,6 +7,9 @@
 // With int8 inputs the sum of a span is an exact integer; the sums of the spans, times their scales, are added in their
 // order. With float inputs the products of a span are added one after the other. So the bits of a row depend neither on
 // the other rows nor on the micro-kernel.
+//
+// One block of rows expands codes in registers while they stream from memory. For several blocks a slice of a few panels
+// is expanded once, to bytes or to floats, and stays in the first-level cache for all blocks.
 #pragma once
 
 #include "gemm.hpp"
@@ -20,16 +23,24 @@ using windlass::kUnit;
 using windlass::kUnitSteps;
 using windlass::LowBitJob;
 
-// Rows up to which codes are expanded in registers. More rows pay for a pass that writes bytes.
-#if defined(__AVX512F__)
-constexpr std::int64_t kNarrowRows = 8;
+// Rows up to which codes are expanded in registers: with int8 inputs, those in two blocks, and with float inputs.
+#if defined(__AVX512VNNI__)
+constexpr std::int64_t kNarrowRows = 12, kPairRows = 16, kNarrowFloatRows = 8;
+#elif defined(__AVX512F__)
+constexpr std::int64_t kNarrowRows = 8, kPairRows = 0, kNarrowFloatRows = 8;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr std::int64_t kNarrowRows = 4;
+constexpr std::int64_t kNarrowRows = 4, kPairRows = 0, kNarrowFloatRows = 4;
 #else
-constexpr std::int64_t kNarrowRows = 2;
+constexpr std::int64_t kNarrowRows = 2, kPairRows = 0, kNarrowFloatRows = 2;
 #endif
 
-constexpr std::int64_t kLinesAhead = 32;  // lines of a panel that are requested ahead of their use
+constexpr int kPairBlock = 8, kPairPanels = 2;  // rows of a block of a pair, and panels
+
+// Lines of all panels of a tile that are requested ahead of their use, into the second-level cache; and units after which
+// they are used once they are requested again, into the first.
+constexpr std::int64_t kLinesAhead = 256, kNearUnits = 4;
+constexpr std::int64_t kByteSlice = 16;    // units of a slice of bytes; with two panels a third of the first-level cache
+constexpr std::int64_t kFloatSlice = 4;    // the same for floats; a multiple of every span, as is kByteSlice
 
 WINDLASS_INLINE U shifted(U bits, int right) { return right < 0 ? bits << -right : bits >> right; }
 
@@ -48,6 +59,30 @@ WINDLASS_INLINE U step_bytes(const char* from, int step) {
     } else {
         return shifted(line(0), step - 1) & 0x02020202u;
     }
+}
+
+// Codes of a plane are in the same bits of all lines: a mask alone, without a shift, gives them times a power of two.
+// Sums are shifted between planes, which pays for few rows.
+template <Codes kCodes, int kRows>
+constexpr int planes_of() {
+    constexpr int kBits = windlass::lines_of(kCodes);
+    constexpr bool kMasked = (kCodes == Codes::one && kRows <= 4) || (kCodes == Codes::two && kRows <= 8) || kCodes == Codes::four;
+    return kMasked ? 8 / kBits : 1;
+}
+
+// The power of two.
+template <Codes kCodes>
+constexpr int plane_power(int plane) {
+    if (kCodes == Codes::one) return plane == 0 ? 0 : plane - 1;  // a code of 1 bit counts twice
+    return plane * windlass::lines_of(kCodes);
+}
+
+template <Codes kCodes, int kPlanes>
+WINDLASS_INLINE U plane_bytes(const char* from, int line, int plane) {
+    if constexpr (kPlanes == 1) return step_bytes<kCodes>(from, line);
+    if (kCodes == Codes::one && plane == 0) return step_bytes<kCodes>(from, 0);
+    constexpr std::uint32_t kOnes = kCodes == Codes::one ? 0x01010101u : kCodes == Codes::two ? 0x03030303u : 0x0f0f0f0fu;
+    return load<U>(from + line * kStepBytes) & (kOnes << (plane * windlass::lines_of(kCodes)));
 }
 
 // Exact sums of products of unsigned bytes `w` and signed bytes `x`, four to a lane. `Sum` may be narrower than 32 bits:
@@ -105,7 +140,13 @@ constexpr int bits_of_codes() {
 WINDLASS_INLINE F widen_scales(const std::uint16_t* from) { return widen_fp16(load<Half>(from)); }
 
 WINDLASS_INLINE F widen_zeros(const std::uint8_t* from) {
+#if defined(__AVX512F__)
+    return (F)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
     return __builtin_convertvector(__builtin_convertvector(load<Byte>(from), U), F);
+#endif
 }
 
 // Where a tile of panels reads: lines, scales and zeros of each panel.
@@ -133,101 +174,231 @@ inline std::int64_t row_bytes_of(const LowBitJob& job) {
     return 4 * (groups + job.spans() + job.units() * kUnitSteps);
 }
 
-template <Codes kCodes, int kBits, int kRows, int kPanels>
-void multiply_bytes_tile(const LowBitJob& job, std::int64_t panel, const char* packed, float* tile) {
-    using Add = ByteSum<kBits>;
-    constexpr int kColumns = kPanels * kVectors;
-    constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
-    TilePlace<kPanels> place(job, panel);
-    std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
-    const std::int64_t units = job.units();
-    const float* scales = nullptr;
-    for (std::int64_t begin = 0, span = 0; begin < units; begin += job.span_units, ++span) {
-        if (begin % kGroupUnits == 0) {
-            scales = reinterpret_cast<const float*>(packed);
-            packed += 4 * kRows;
-        }
-        const auto* firsts = reinterpret_cast<const std::int32_t*>(packed);
-        const auto* words = reinterpret_cast<const std::uint32_t*>(packed) + kRows;
-        const std::int64_t end = begin + job.span_units < units ? begin + job.span_units : units;
-        I sums[kRows][kColumns];
+// Requests codes of kPanels panels ahead of their use, and at the end of the panels those of the next kPanels; scales of
+// the next panels too.
+template <int kPanels>
+struct FetchPanels {
+    static constexpr std::int64_t kAhead = kLinesAhead / kPanels;  // lines of a panel
+    std::int64_t panel_bytes, turn, scales;  // `turn`: units before the first request for the next panels
+    std::int64_t share = -1;                 // of a pair of blocks: units of this parity alone
+    std::int64_t ahead = 0;
+    bool wanted = true;
+
+    FetchPanels(const LowBitJob& job, std::int64_t lines)
+        : panel_bytes(job.panel_bytes()),
+          turn(job.units() > kAhead / lines ? job.units() - kAhead / lines : 0),
+          scales(kPanels * job.spans() * kPanel) {}
+
+    WINDLASS_INLINE void begin(std::int64_t unit) {
+        ahead = kAhead * kStepBytes + (unit < turn ? 0 : (kPanels - 1) * panel_bytes);
+        wanted = share < 0 || unit % 2 == share;
+    }
+
+    template <int kLines>
+    WINDLASS_INLINE void unit(const char* const (&at)[kPanels], std::int64_t offset) {
+        if (!wanted) return;
 #pragma GCC unroll 16
-        for (int row = 0; row < kRows; ++row) {
-#pragma GCC unroll 16
-            for (int column = 0; column < kColumns; ++column) {
-                sums[row][column] = job.zeros == nullptr ? I{} + firsts[row] : I{};
+        for (int i = 0; i < kPanels; ++i) {
+#pragma GCC unroll 8
+            for (int line = 0; line < kLines; ++line) {
+                __builtin_prefetch(at[i] + ahead + (offset + line * kStepBytes), 0, 2);
+                // Bytes arrive in time, and are too many for a second request.
+                if constexpr (kLines < 8) __builtin_prefetch(at[i] + (offset + (line + kNearUnits * kLines) * kStepBytes));
             }
         }
-        for (std::int64_t run = begin; run < end; run += Add::kRun) {
-            const std::int64_t stop = run + Add::kRun < end ? run + Add::kRun : end;
+    }
+
+    WINDLASS_INLINE void span(const TilePlace<kPanels>& place, std::int64_t number) const {
+#pragma GCC unroll 16
+        for (int i = 0; i < kPanels; ++i) {
+            if (place.scales[i] != nullptr) __builtin_prefetch(place.scales[i] + number * kPanel + scales, 0, 2);
+            if (place.zeros[i] != nullptr) __builtin_prefetch(place.zeros[i] + number * kPanel + scales, 0, 2);
+        }
+    }
+};
+
+// Requests lines [next, last) of the panels of the next slice at `slice`, `rate` of each panel in the time of a unit.
+template <int kPanels>
+struct FetchPart {
+    const char* slice;
+    std::int64_t panel_bytes, next, last, rate;
+
+    WINDLASS_INLINE void begin(std::int64_t) {}
+
+    template <int>
+    WINDLASS_INLINE void unit(const char* const (&)[kPanels], std::int64_t) {
+        for (const std::int64_t end = next + rate < last ? next + rate : last; next < end; ++next) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kPanels; ++i) __builtin_prefetch(slice + i * panel_bytes + next * kStepBytes, 0, 2);
+        }
+    }
+
+    WINDLASS_INLINE void span(const TilePlace<kPanels>&, std::int64_t) const {}
+};
+
+// Adds the products of units [begin, end) of a span to `sums`. `x` has the words of unit `begin`. kUnits of them are
+// known when this is compiled, or it is 0: then addresses differ by constants, of which few panels need none.
+template <Codes kCodes, int kBits, int kRows, int kPanels, int kUnits, class Fetch>
+WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
+                                    const std::uint32_t* x, Fetch& fetch, I (&sums)[kRows][kPanels * kVectors]) {
+    using Add = ByteSum<kBits>;
+    constexpr int kColumns = kPanels * kVectors, kLines = windlass::lines_of(kCodes);
+    constexpr std::int64_t kUnitBytes = kStepBytes * kLines;
+    const char* at[kPanels];
+#pragma GCC unroll 16
+    for (int i = 0; i < kPanels; ++i) at[i] = place.lines[i] + begin * kUnitBytes;
+    const std::int64_t units = kUnits > 0 ? kUnits : end - begin;
+    const auto add = [&](auto& parts, std::int64_t unit, int step, const auto& weight) __attribute__((always_inline)) {
+        U weights[kColumns];
+#pragma GCC unroll 16
+        for (int column = 0; column < kColumns; ++column) {
+            weights[column] = weight(at[column / kVectors] + (unit * kUnitBytes + column % kVectors * sizeof(U)));
+        }
+        const std::uint32_t* words = x + (unit * kUnitSteps + step) * kRows;
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row) {
+            const U spread = all_bits(words[row]);
+#pragma GCC unroll 16
+            for (int column = 0; column < kColumns; ++column) {
+                parts[row][column] = Add::add(parts[row][column], weights[column], spread);
+            }
+        }
+    };
+    if constexpr (kUnits > 0) fetch.begin(begin);
+    if constexpr (std::is_same_v<typename Add::Sum, I>) {
+        constexpr int kPlanes = planes_of<kCodes, kRows>(), kSteps = kUnitSteps / kPlanes;  // steps of a unit in a plane
+        const auto add_unit = [&](std::int64_t unit, int plane) __attribute__((always_inline)) {
+            if (plane == kPlanes - 1) {
+                if constexpr (kUnits == 0) fetch.begin(begin + unit);
+                fetch.template unit<kLines>(at, unit * kUnitBytes);
+            }
+#pragma GCC unroll 8
+            for (int line = 0; line < kSteps; ++line) {
+                add(sums, unit, line * kPlanes + plane, [=](const char* from) __attribute__((always_inline)) {
+                    return plane_bytes<kCodes, planes_of<kCodes, kRows>()>(from, line, plane);
+                });
+            }
+        };
+#pragma GCC unroll 8
+        for (int plane = kPlanes - 1; plane >= 0; --plane) {
+            if constexpr (kUnits > 0) {
+#pragma GCC unroll 4
+                for (int unit = 0; unit < kUnits; ++unit) add_unit(unit, plane);
+            } else {
+                for (std::int64_t unit = 0; unit < units; ++unit) add_unit(unit, plane);
+            }
+            const int fall = plane == 0 ? 0 : plane_power<kCodes>(plane) - plane_power<kCodes>(plane - 1);
+            if (fall != 0) {  // exact: the sums are multiples
+#pragma GCC unroll 16
+                for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+                    for (int column = 0; column < kColumns; ++column) sums[row][column] >>= fall;
+                }
+            }
+        }
+    } else {
+        for (std::int64_t run = 0; run < units; run += Add::kRun) {
+            const std::int64_t stop = run + Add::kRun < units ? run + Add::kRun : units;
             for (int plane = 0; plane < Add::kPlanes; ++plane) {
                 typename Add::Sum parts[kRows][kColumns];
 #pragma GCC unroll 16
                 for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 16
-                    for (int column = 0; column < kColumns; ++column) {
-                        if constexpr (std::is_same_v<typename Add::Sum, I>) {
-                            parts[row][column] = sums[row][column];
-                        } else {
-                            parts[row][column] = typename Add::Sum{};
-                        }
-                    }
+                    for (int column = 0; column < kColumns; ++column) parts[row][column] = typename Add::Sum{};
                 }
                 for (std::int64_t unit = run; unit < stop; ++unit) {
-                    const std::int64_t at = unit * kUnitBytes;
-                    const std::uint32_t* x = words + (unit - begin) * kUnitSteps * kRows;
-#pragma GCC unroll 16
-                    for (int i = 0; i < kPanels; ++i) {
-                        for (int line = 0; line < windlass::lines_of(kCodes); ++line) {
-                            __builtin_prefetch(place.lines[i] + at + (kLinesAhead + line) * kStepBytes, 0, 2);
-                        }
+                    if (plane == 0) {
+                        fetch.begin(begin + unit);
+                        fetch.template unit<kLines>(at, unit * kUnitBytes);
                     }
 #pragma GCC unroll 8
                     for (int step = 0; step < kUnitSteps; ++step) {
-                        U weights[kColumns];
-#pragma GCC unroll 16
-                        for (int column = 0; column < kColumns; ++column) {
-                            const char* from = place.lines[column / kVectors] + at + column % kVectors * sizeof(U);
-                            weights[column] = Add::plane(step_bytes<kCodes>(from, step), plane);
-                        }
-#pragma GCC unroll 16
-                        for (int row = 0; row < kRows; ++row) {
-                            const U spread = all_bits(x[step * kRows + row]);
-#pragma GCC unroll 16
-                            for (int column = 0; column < kColumns; ++column) {
-                                parts[row][column] = Add::add(parts[row][column], weights[column], spread);
-                            }
-                        }
+                        add(parts, unit, step, [step, plane](const char* from) __attribute__((always_inline)) {
+                            return Add::plane(step_bytes<kCodes>(from, step), plane);
+                        });
                     }
                 }
 #pragma GCC unroll 16
                 for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 16
                     for (int column = 0; column < kColumns; ++column) {
-                        if constexpr (std::is_same_v<typename Add::Sum, I>) {
-                            sums[row][column] = parts[row][column];
-                        } else {
-                            sums[row][column] += Add::wide(parts[row][column], plane);
-                        }
+                        sums[row][column] += Add::wide(parts[row][column], plane);
                     }
                 }
             }
         }
+    }
+}
+
+// Bytes of packed int8 inputs of a group of features of `rows` rows.
+inline std::int64_t input_group_bytes(const LowBitJob& job, std::int64_t rows) {
+    return 4 * rows * (1 + kGroupUnits / job.span_units + kGroupUnits * kUnitSteps);
+}
+
+// Adds units [begin, end) to tile[row][output]; unit 0 begins it. `begin` is that of a group. `place` has the lines of
+// unit `begin`, `packed` the input of the block.
+template <Codes kCodes, int kBits, int kRows, int kPanels, class Fetch>
+WINDLASS_INLINE void add_bytes_to_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* packed,
+                                       std::int64_t begin, std::int64_t end, Fetch& fetch, float* tile) {
+    constexpr int kColumns = kPanels * kVectors;
+    constexpr bool kExact = std::is_same_v<typename ByteSum<kBits>::Sum, I>;
+    constexpr int kTop = kExact ? plane_power<kCodes>(planes_of<kCodes, kRows>() - 1) : 0;
+    constexpr int kUnits = kExact && kPanels >= 4 && kRows <= 4 ? kGroupUnits : 0;
+    if (begin == 0) std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
+    packed += begin / kGroupUnits * input_group_bytes(job, kRows);
+    const bool has_zeros = job.zeros != nullptr, has_scales = job.group_scales != nullptr;
+    const float* scales = nullptr;
+    for (std::int64_t at = begin, span = begin / job.span_units; at < end; at += job.span_units, ++span) {
+        if (at % kGroupUnits == 0) {
+            scales = reinterpret_cast<const float*>(packed);
+            packed += 4 * kRows;
+        }
+        const auto* firsts = reinterpret_cast<const std::int32_t*>(packed);
+        const std::int64_t stop = at + job.span_units < end ? at + job.span_units : end;
+        I sums[kRows][kColumns];
 #pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column) {
-            const int i = column / kVectors;
-            const std::int64_t at = span * kPanel + column % kVectors * kLanes;
-            const F weight_scale = place.scales[i] == nullptr ? all(1.0f) : widen_scales(place.scales[i] + at);
-            const F zero = job.zeros == nullptr ? F{} : widen_zeros(place.zeros[i] + at);
+        for (int row = 0; row < kRows; ++row) {
+            const I first = I{} + (has_zeros ? 0 : firsts[row] * (1 << kTop));
 #pragma GCC unroll 16
-            for (int row = 0; row < kRows; ++row) {
-                F sum = __builtin_convertvector(sums[row][column], F);  // exact, as is the next line
-                if (job.zeros != nullptr) sum = sum - zero * all(static_cast<float>(firsts[row]));
-                float* total = tile + (row * kColumns + column) * kLanes;
-                store(total, multiply_add(sum * weight_scale, all(scales[row]), load<F>(total)));
+            for (int column = 0; column < kColumns; ++column) sums[row][column] = first;
+        }
+        fetch.span(place, span);
+        TilePlace<kPanels> here = place;
+#pragma GCC unroll 16
+        for (int i = 0; i < kPanels; ++i) here.lines[i] -= begin * kStepBytes * windlass::lines_of(kCodes);
+        const auto* words = reinterpret_cast<const std::uint32_t*>(packed) + kRows;
+        bool done = false;
+        if constexpr (kUnits > 0) {
+            if (stop - at == kUnits) {
+                add_byte_units<kCodes, kBits, kRows, kPanels, kUnits>(here, at, stop, words, fetch, sums);
+                done = true;
             }
         }
-        packed += 4 * kRows * (1 + (end - begin) * kUnitSteps);
+        if (!done) add_byte_units<kCodes, kBits, kRows, kPanels, 0>(here, at, stop, words, fetch, sums);
+        const auto finish = [&](auto scaled, auto zeroed) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int column = 0; column < kColumns; ++column) {
+                const int i = column / kVectors;
+                const std::int64_t entry = span * kPanel + column % kVectors * kLanes;
+                F weight_scale = {}, zero = {};
+                if constexpr (scaled) weight_scale = widen_scales(place.scales[i] + entry);
+                if constexpr (zeroed) zero = widen_zeros(place.zeros[i] + entry);
+#pragma GCC unroll 16
+                for (int row = 0; row < kRows; ++row) {
+                    F sum = __builtin_convertvector(sums[row][column], F);  // exact, as is the next line
+                    if constexpr (zeroed) sum = sum - zero * all(static_cast<float>(firsts[row]));
+                    if constexpr (scaled) sum = sum * weight_scale;
+                    float* total = tile + (row * kColumns + column) * kLanes;
+                    store(total, multiply_add(sum, all(scales[row]), load<F>(total)));
+                }
+            }
+        };
+        if (has_scales) {
+            has_zeros ? finish(std::true_type{}, std::true_type{}) : finish(std::true_type{}, std::false_type{});
+        } else {
+            has_zeros ? finish(std::false_type{}, std::true_type{}) : finish(std::false_type{}, std::false_type{});
+        }
+        packed += 4 * kRows * (1 + (stop - at) * kUnitSteps);
     }
 }
 
@@ -272,12 +443,46 @@ WINDLASS_INLINE F make_table(int zero) {
     return table;
 }
 
+// Offsets of a span's floats, of which a code is the lowest bits.
+template <int kPanels>
+WINDLASS_INLINE void load_offsets(const LowBitJob& job, const TilePlace<kPanels>& place, std::int64_t span, float magic,
+                                  F (&offsets)[kPanels * kVectors]) {
+#pragma GCC unroll 16
+    for (int column = 0; column < kPanels * kVectors; ++column) {
+        const std::int64_t at = span * kPanel + column % kVectors * kLanes;
+        offsets[column] = job.zeros == nullptr ? all(magic + static_cast<float>(job.zero))
+                                               : all(magic) + widen_zeros(place.zeros[column / kVectors] + at);
+    }
+}
+
+template <Codes kCodes>
+constexpr float magic_of() {
+    return kCodes == Codes::float8 ? 0.0f : 8388608.0f;
+}
+
+// Adds the sums of a span, times its scales, to the tile.
+template <int kRows, int kPanels>
+WINDLASS_INLINE void add_span(const TilePlace<kPanels>& place, std::int64_t span,
+                              const F (&sums)[kRows][kPanels * kVectors], float* tile) {
+    constexpr int kColumns = kPanels * kVectors;
+#pragma GCC unroll 16
+    for (int column = 0; column < kColumns; ++column) {
+        const int i = column / kVectors;
+        const std::int64_t at = span * kPanel + column % kVectors * kLanes;
+        const F scale = place.scales[i] == nullptr ? all(1.0f) : widen_scales(place.scales[i] + at);
+#pragma GCC unroll 16
+        for (int row = 0; row < kRows; ++row) {
+            float* total = tile + (row * kColumns + column) * kLanes;
+            store(total, multiply_add(sums[row][column], scale, load<F>(total)));
+        }
+    }
+}
+
 template <Codes kCodes, int kRows, int kPanels, bool kTable>
-void multiply_float_tile(const LowBitJob& job, std::int64_t panel, const char* packed, float* tile) {
+void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* packed, float* tile) {
     constexpr int kColumns = kPanels * kVectors;
     constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
-    constexpr float kMagic = kCodes == Codes::float8 ? 0.0f : 8388608.0f;
-    TilePlace<kPanels> place(job, panel);
+    FetchPanels<kPanels> fetch(job, windlass::lines_of(kCodes));
     std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
     const std::int64_t units = job.units();
     const auto* x = reinterpret_cast<const float*>(packed);
@@ -285,23 +490,13 @@ void multiply_float_tile(const LowBitJob& job, std::int64_t panel, const char* p
     if constexpr (kTable) table = make_table<kCodes>(job.zero);
     for (std::int64_t begin = 0, span = 0; begin < units; begin += job.span_units, ++span) {
         const std::int64_t end = begin + job.span_units < units ? begin + job.span_units : units;
-        F sums[kRows][kColumns], offsets[kColumns];
-#pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column) {
-            const std::int64_t at = span * kPanel + column % kVectors * kLanes;
-            offsets[column] = job.zeros == nullptr ? all(kMagic + static_cast<float>(job.zero))
-                                                   : all(kMagic) + widen_zeros(place.zeros[column / kVectors] + at);
-#pragma GCC unroll 16
-            for (int row = 0; row < kRows; ++row) sums[row][column] = F{};
-        }
+        F sums[kRows][kColumns] = {}, offsets[kColumns];
+        load_offsets<kPanels>(job, place, span, magic_of<kCodes>(), offsets);
+        fetch.span(place, span);
         for (std::int64_t unit = begin; unit < end; ++unit) {
             const std::int64_t from = unit * kUnitBytes;
-#pragma GCC unroll 16
-            for (int i = 0; i < kPanels; ++i) {
-                for (int line = 0; line < windlass::lines_of(kCodes); ++line) {
-                    __builtin_prefetch(place.lines[i] + from + (kLinesAhead + line) * kStepBytes, 0, 2);
-                }
-            }
+            fetch.begin(unit);
+            fetch.template unit<windlass::lines_of(kCodes)>(place.lines, from);
             constexpr int kBits = windlass::lines_of(kCodes), kSteps = kTable ? 8 / kBits : 1;  // of a line
 #pragma GCC unroll 8
             for (int step = 0; step < kUnitSteps; ++step) {
@@ -338,17 +533,7 @@ void multiply_float_tile(const LowBitJob& job, std::int64_t panel, const char* p
                 }
             }
         }
-#pragma GCC unroll 16
-        for (int column = 0; column < kColumns; ++column) {
-            const int i = column / kVectors;
-            const std::int64_t at = span * kPanel + column % kVectors * kLanes;
-            const F scale = place.scales[i] == nullptr ? all(1.0f) : widen_scales(place.scales[i] + at);
-#pragma GCC unroll 16
-            for (int row = 0; row < kRows; ++row) {
-                float* total = tile + (row * kColumns + column) * kLanes;
-                store(total, multiply_add(sums[row][column], scale, load<F>(total)));
-            }
-        }
+        add_span<kRows, kPanels>(place, span, sums, tile);
     }
 }
 
@@ -359,32 +544,35 @@ void multiply_low_block(const LowBitJob& job, const RowBlock& block, const char*
     std::int64_t panel = begin;
     for (; panel + kPanels <= end; panel += kPanels) {
         const char* input = packed + block.offset;
+        const TilePlace<kPanels> place(job, panel);
         bool done = false;
         if constexpr (kCodes != Codes::float8) {
             if (job.codes_inputs) {
-                multiply_bytes_tile<kCodes, kBits, kRows, kPanels>(job, panel, input, tile);
+                FetchPanels<kPanels> fetch(job, windlass::lines_of(kCodes));
+                add_bytes_to_tile<kCodes, kBits, kRows, kPanels>(job, place, input, 0, job.units(), fetch, tile);
                 done = true;
             }
         }
-        if constexpr (has_table<kCodes>()) {
-            if (!done && job.zeros == nullptr) {
-                multiply_float_tile<kCodes, kRows, kPanels, true>(job, panel, input, tile);
-                done = true;
+        if constexpr (kRows <= kNarrowFloatRows) {
+            if constexpr (has_table<kCodes>()) {
+                if (!done && job.zeros == nullptr) {
+                    multiply_float_tile<kCodes, kRows, kPanels, true>(job, place, input, tile);
+                    done = true;
+                }
             }
+            if (!done) multiply_float_tile<kCodes, kRows, kPanels, false>(job, place, input, tile);
         }
-        if (!done) multiply_float_tile<kCodes, kRows, kPanels, false>(job, panel, input, tile);
         finish_rows_of<kPanels>(job, block, tile, panel * kPanel);
     }
     if constexpr (kPanels > 1) {
-        if (panel < end) multiply_low_block<kCodes, kBits, kRows, 1>(job, block, packed, panel, end);
+        if (panel < end) multiply_low_block<kCodes, kBits, kRows, (kPanels > 4 ? 2 : 1)>(job, block, packed, panel, end);
     }
 }
 
 template <Codes kCodes, int kBits, int kRows>
 WINDLASS_INLINE bool multiply_low_if(const LowBitJob& job, const RowBlock& block, const char* packed,
                                      std::int64_t begin, std::int64_t end) {
-    constexpr bool kBytes = kCodes == Codes::eight || kCodes == Codes::float8;
-    if constexpr (kBytes ? kRows <= kMostRows : kRows <= kNarrowRows && kRows != 6) {
+    if constexpr (kRows <= kNarrowRows && (kCodes != Codes::float8 || kRows <= kNarrowFloatRows)) {
         if (block.padded != kRows) return false;
         multiply_low_block<kCodes, kBits, kRows, panels_for(kRows, 2)>(job, block, packed, begin, end);
         return true;
@@ -398,51 +586,60 @@ void multiply_low_rows(const LowBitJob& job, const RowBlock& block, const char* 
     (void)(multiply_low_if<kCodes, kBits, 1>(job, block, packed, begin, end) ||
            multiply_low_if<kCodes, kBits, 2>(job, block, packed, begin, end) ||
            multiply_low_if<kCodes, kBits, 4>(job, block, packed, begin, end) ||
-           multiply_low_if<kCodes, kBits, 6>(job, block, packed, begin, end) ||
            multiply_low_if<kCodes, kBits, 8>(job, block, packed, begin, end) ||
            multiply_low_if<kCodes, kBits, 12>(job, block, packed, begin, end));
 }
 
-void low_bit_multiply(const LowBitJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last,
-                      const char* packed, std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = first; i < last; ++i) {
-        const RowBlock& block = blocks[i];
-        if (job.expanded && job.codes != Codes::eight) {
-            // The bytes are small, which matters where sums are narrow.
-            multiply_low_rows<Codes::eight, 4>(job, block, packed, begin, end);
-            continue;
+// Two blocks that expand codes in registers, one after the other while a slice is in the first-level cache.
+template <Codes kCodes, int kPanels>
+void multiply_low_pair(const LowBitJob& job, const RowBlock* blocks, const char* packed, std::int64_t begin,
+                       std::int64_t end) {
+    constexpr std::int64_t kTile = kPairBlock * kPanels * kPanel;
+    alignas(64) float tiles[2 * kTile];
+    const std::int64_t units = job.units();
+    FetchPanels<kPanels> fetch(job, windlass::lines_of(kCodes));
+    std::int64_t panel = begin;
+    for (; panel + kPanels <= end; panel += kPanels) {
+        const TilePlace<kPanels> place(job, panel);
+        for (std::int64_t first = 0; first < units; first += kByteSlice) {
+            const std::int64_t stop = first + kByteSlice < units ? first + kByteSlice : units;
+            TilePlace<kPanels> here = place;
+            for (int i = 0; i < kPanels; ++i) here.lines[i] += first * kStepBytes * windlass::lines_of(kCodes);
+            for (int i = 0; i < 2; ++i) {
+                fetch.share = i;
+                add_bytes_to_tile<kCodes, 8, kPairBlock, kPanels>(job, here, packed + blocks[i].offset, first, stop,
+                                                                  fetch, tiles + i * kTile);
+            }
         }
-        switch (job.codes) {
-            case Codes::one:
-                multiply_low_rows<Codes::one>(job, block, packed, begin, end);
-                break;
-            case Codes::two:
-                multiply_low_rows<Codes::two>(job, block, packed, begin, end);
-                break;
-            case Codes::three:
-                multiply_low_rows<Codes::three>(job, block, packed, begin, end);
-                break;
-            case Codes::four:
-                multiply_low_rows<Codes::four>(job, block, packed, begin, end);
-                break;
-            case Codes::eight:
-                multiply_low_rows<Codes::eight>(job, block, packed, begin, end);
-                break;
-            case Codes::float8:
-                multiply_low_rows<Codes::float8>(job, block, packed, begin, end);
-                break;
-        }
+        for (int i = 0; i < 2; ++i) finish_rows_of<kPanels>(job, blocks[i], tiles + i * kTile, panel * kPanel);
+    }
+    if constexpr (kPanels > 1) {
+        if (panel < end) multiply_low_pair<kCodes, 1>(job, blocks, packed, panel, end);
     }
 }
 
-bool low_bit_expands(const LowBitJob& job) {
-    return job.rows > kNarrowRows && job.codes != Codes::eight && job.codes != Codes::float8;
+// Calls `use` with the codes as a type.
+template <class Use>
+WINDLASS_INLINE void with_codes(Codes codes, const Use& use) {
+    switch (codes) {
+        case Codes::one:
+            return use(std::integral_constant<Codes, Codes::one>{});
+        case Codes::two:
+            return use(std::integral_constant<Codes, Codes::two>{});
+        case Codes::three:
+            return use(std::integral_constant<Codes, Codes::three>{});
+        case Codes::four:
+            return use(std::integral_constant<Codes, Codes::four>{});
+        case Codes::eight:
+            return use(std::integral_constant<Codes, Codes::eight>{});
+        case Codes::float8:
+            return use(std::integral_constant<Codes, Codes::float8>{});
+    }
 }
 
+// Writes `units` units of a panel as bytes.
 template <Codes kCodes>
-void expand_panels(const LowBitJob& job, std::int64_t begin, std::int64_t end, char* to) {
-    const char* from = job.panels + begin * job.panel_bytes();
-    const std::int64_t units = (end - begin) * job.units();
+void expand_bytes(const char* from, std::int64_t units, char* to) {
     for (std::int64_t unit = 0; unit < units; ++unit) {
 #pragma GCC unroll 8
         for (int step = 0; step < kUnitSteps; ++step) {
@@ -456,30 +653,209 @@ void expand_panels(const LowBitJob& job, std::int64_t begin, std::int64_t end, c
     }
 }
 
-void low_bit_expand(const LowBitJob& job, std::int64_t begin, std::int64_t end, char* to) {
-    switch (job.codes) {
-        case Codes::one:
-            return expand_panels<Codes::one>(job, begin, end, to);
-        case Codes::two:
-            return expand_panels<Codes::two>(job, begin, end, to);
-        case Codes::three:
-            return expand_panels<Codes::three>(job, begin, end, to);
-        case Codes::four:
-            return expand_panels<Codes::four>(job, begin, end, to);
-        default:
+// Writes units [begin, end) of kPanels panels as floats less their zeros: a line is a feature.
+template <Codes kCodes, int kPanels>
+void expand_floats(const LowBitJob& job, const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
+                   char* to) {
+    constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+        F offsets[kPanels * kVectors];
+        load_offsets<kPanels>(job, place, unit / job.span_units, magic_of<kCodes>(), offsets);
+#pragma GCC unroll 16
+        for (int column = 0; column < kPanels * kVectors; ++column) {
+            const char* from = place.lines[column / kVectors] + unit * kUnitBytes + column % kVectors * sizeof(U);
+            char* line = to + column / kVectors * kFloatSlice * kUnit * kStepBytes + column % kVectors * sizeof(F);
+#pragma GCC unroll 8
+            for (int step = 0; step < kUnitSteps; ++step) {
+                const U bytes = step_bytes<kCodes>(from, step);
+#pragma GCC unroll 4
+                for (int part = 0; part < 4; ++part) {
+                    store(line + ((unit - begin) * kUnit + 4 * step + part) * kStepBytes,
+                          code_float<kCodes>(bytes, part, offsets[column]));
+                }
+            }
+        }
+    }
+}
+
+// Adds units [begin, end) of kPanels panels of floats at `wide` to tile[row][output]; unit 0 begins it.
+template <int kRows, int kPanels>
+WINDLASS_INLINE void add_floats_to_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* wide,
+                                        const char* packed, std::int64_t begin, std::int64_t end,
+                                        FetchPart<kPanels>& fetch, float* tile) {
+    constexpr int kColumns = kPanels * kVectors;
+    if (begin == 0) std::memset(tile, 0, 4 * kRows * kPanels * kPanel);
+    const auto* x = reinterpret_cast<const float*>(packed) + begin * kUnit * kRows;
+    for (std::int64_t at = begin; at < end; at += job.span_units) {
+        const std::int64_t stop = at + job.span_units < end ? at + job.span_units : end;
+        F sums[kRows][kColumns] = {};
+        for (std::int64_t unit = at; unit < stop; ++unit) {
+            fetch.template unit<1>(place.lines, 0);
+            const char* lines = wide + (unit - begin) * kUnit * kStepBytes;
+            for (int quarter = 0; quarter < 4; ++quarter, lines += kUnit / 4 * kStepBytes) {
+#pragma GCC unroll 8
+                for (int i = 0; i < kUnit / 4; ++i, x += kRows) {
+                    F weights[kColumns];
+#pragma GCC unroll 16
+                    for (int column = 0; column < kColumns; ++column) {
+                        weights[column] = load<F>(lines + column / kVectors * kFloatSlice * kUnit * kStepBytes +
+                                                  i * kStepBytes + column % kVectors * sizeof(F));
+                    }
+#pragma GCC unroll 16
+                    for (int row = 0; row < kRows; ++row) {
+                        const F spread = all(x[row]);
+#pragma GCC unroll 16
+                        for (int column = 0; column < kColumns; ++column) {
+                            sums[row][column] = multiply_add(spread, weights[column], sums[row][column]);
+                        }
+                    }
+                }
+            }
+        }
+        add_span<kRows, kPanels>(place, at / job.span_units, sums, tile);
+    }
+}
+
+// The lines of a slice for the product of a block: as bytes or as floats.
+template <bool kFloats, int kRows, int kPanels>
+WINDLASS_INLINE bool add_low_slice_if(const LowBitJob& job, const RowBlock& block, const TilePlace<kPanels>& place,
+                                      const char* wide, const char* packed, std::int64_t begin, std::int64_t end,
+                                      FetchPart<kPanels>& fetch, float* tile) {
+    if constexpr (kRows <= kMostRows) {
+        if (block.padded != kRows) return false;
+        if constexpr (kFloats) {
+            add_floats_to_tile<kRows, kPanels>(job, place, wide, packed + block.offset, begin, end, fetch, tile);
+        } else if (job.codes == Codes::eight || std::is_same_v<typename ByteSum<8>::Sum, I>) {
+            add_bytes_to_tile<Codes::eight, 8, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
+        } else {  // small bytes, which matters where sums are narrow
+            add_bytes_to_tile<Codes::eight, 4, kRows, kPanels>(job, place, packed + block.offset, begin, end, fetch, tile);
+        }
+        return true;
+    }
+    return false;
+}
+
+template <bool kFloats, int kPanels>
+[[gnu::noinline]] void add_low_slice(const LowBitJob& job, const RowBlock& block, const TilePlace<kPanels>& place,
+                                     const char* wide, const char* packed, std::int64_t begin, std::int64_t end,
+                                     FetchPart<kPanels>& fetch, float* tile) {
+    (void)(add_low_slice_if<kFloats, 1>(job, block, place, wide, packed, begin, end, fetch, tile) ||
+           add_low_slice_if<kFloats, 2>(job, block, place, wide, packed, begin, end, fetch, tile) ||
+           add_low_slice_if<kFloats, 4>(job, block, place, wide, packed, begin, end, fetch, tile) ||
+           add_low_slice_if<kFloats, 6>(job, block, place, wide, packed, begin, end, fetch, tile) ||
+           add_low_slice_if<kFloats, 8>(job, block, place, wide, packed, begin, end, fetch, tile) ||
+           add_low_slice_if<kFloats, 12>(job, block, place, wide, packed, begin, end, fetch, tile));
+}
+
+// Floats of the tile of a block and kPanels panels.
+template <int kPanels>
+constexpr std::int64_t kLowTile = kMostRows * kPanels * kPanel;
+
+// Several blocks: slice after slice, in each all panels, in each all blocks. So a slice of the input stays in the
+// second-level cache and one of the weight in the first. `tiles` has room for all panels and blocks.
+template <bool kFloats, int kPanels>
+void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int64_t count, const char* packed,
+                         std::int64_t begin, std::int64_t end, float* tiles) {
+    constexpr std::int64_t kSlice = kFloats ? kFloatSlice : kByteSlice;
+    alignas(64) char wide[kPanels * kSlice * (kFloats ? kUnit : kUnitSteps) * kStepBytes];
+    const std::int64_t units = job.units(), panel_bytes = job.panel_bytes(), groups = (end - begin) / kPanels;
+    const std::int64_t lines = windlass::lines_of(job.codes), last = begin + groups * kPanels;
+    for (std::int64_t first = 0; first < units; first += kSlice) {
+        const std::int64_t stop = first + kSlice < units ? first + kSlice : units;
+        float* tile = tiles;
+        for (std::int64_t panel = begin; panel < last; panel += kPanels) {
+            TilePlace<kPanels> place(job, panel);
+            TilePlace<kPanels> read = place;  // what the product reads
+            with_codes(job.codes, [&](auto codes) {
+                constexpr bool kStays = codes == Codes::eight || codes == Codes::float8;
+                if constexpr (kFloats) {
+                    expand_floats<codes, kPanels>(job, place, first, stop, wide);
+                } else {
+                    for (int i = 0; i < kPanels; ++i) {
+                        const char* from = place.lines[i] + first * lines * kStepBytes;
+                        read.lines[i] = from;
+                        if constexpr (!kStays) {
+                            char* to = wide + i * kSlice * kUnitSteps * kStepBytes;
+                            expand_bytes<codes>(from, stop - first, to);
+                            read.lines[i] = to;
+                        }
+                    }
+                }
+            });
+            const bool is_last = panel + kPanels >= last;
+            const char* next = job.panels + (is_last ? begin : panel + kPanels) * panel_bytes +
+                               (is_last ? stop : first) * lines * kStepBytes;
+            const std::int64_t wanted = is_last && stop == units ? 0 : kSlice * lines;
+            for (std::int64_t i = 0; i < count; ++i, tile += kLowTile<kPanels>) {
+                FetchPart<kPanels> fetch{next, panel_bytes, wanted * i / count, wanted * (i + 1) / count,
+                                         (lines + count - 1) / count};
+                add_low_slice<kFloats, kPanels>(job, blocks[i], read, wide, packed, first, stop, fetch, tile);
+                if (stop == units) finish_rows_of<kPanels>(job, blocks[i], tile, panel * kPanel);
+            }
+        }
+    }
+    if constexpr (kPanels > 1) {
+        if (last < end) multiply_low_slices<kFloats, kPanels / 2>(job, blocks, count, packed, last, end, tiles);
+    }
+}
+
+// True if rows are one block that expands codes in registers.
+bool is_narrow(const LowBitJob& job) { return job.rows <= (job.codes_inputs ? kNarrowRows : kNarrowFloatRows); }
+
+// The same of two.
+bool is_pair(const LowBitJob& job) { return job.codes_inputs && !is_narrow(job) && job.rows <= kPairRows; }
+
+constexpr int kSlicedPanels = panels_for(kMostRows, 2);
+
+std::int64_t low_bit_tile_bytes(const LowBitJob& job, std::int64_t blocks, std::int64_t panels) {
+    return is_narrow(job) || is_pair(job) ? 0 : 4 * blocks * kLowTile<kSlicedPanels> * ((panels + kSlicedPanels - 1) / kSlicedPanels);
+}
+
+void low_bit_multiply(const LowBitJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last,
+                      const char* packed, std::int64_t begin, std::int64_t end, char* tiles) {
+    if (is_narrow(job)) {
+        with_codes(job.codes, [&](auto codes) { multiply_low_rows<codes>(job, blocks[first], packed, begin, end); });
+        return;
+    }
+    if constexpr (kPairRows > 0) {
+        if (is_pair(job)) {
+            with_codes(job.codes, [&](auto codes) {
+                if constexpr (codes != Codes::float8) {
+                    multiply_low_pair<codes, kPairPanels>(job, blocks, packed, begin, end);
+                }
+            });
             return;
+        }
+    }
+    auto* room = reinterpret_cast<float*>(tiles);
+    if (job.codes_inputs) {
+        multiply_low_slices<false, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end, room);
+    } else {
+        multiply_low_slices<true, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end, room);
     }
 }
 
 std::int64_t low_bit_divide(const LowBitJob& job, RowBlock* blocks, std::int64_t* bytes) {
-    const bool narrow = job.codes != Codes::eight && job.codes != Codes::float8 && !low_bit_expands(job);
-    const std::int64_t most = narrow ? kNarrowRows : kMostRows;
-    const std::int64_t row_bytes = row_bytes_of(job), number = (job.rows + most - 1) / most;
+    const std::int64_t row_bytes = row_bytes_of(job);
+    if (is_narrow(job)) {
+        const std::int64_t padded = job.rows > 4 && job.rows <= 8 ? 8 : padded_rows(job.rows);
+        blocks[0] = {0, job.rows, padded, 0};
+        *bytes = (padded * row_bytes + 63) / 64 * 64;
+        return 1;
+    }
+    if (is_pair(job)) {
+        const std::int64_t half = (kPairBlock * row_bytes + 63) / 64 * 64;
+        blocks[0] = {0, kPairBlock, kPairBlock, 0};
+        blocks[1] = {kPairBlock, job.rows - kPairBlock, kPairBlock, half};
+        *bytes = 2 * half;
+        return 2;
+    }
+    const std::int64_t number = (job.rows + kMostRows - 1) / kMostRows;
     std::int64_t first = 0, offset = 0, used = 0;
     for (; first < job.rows; ++used) {
         const std::int64_t left = number - used;
         std::int64_t count = (job.rows - first + left - 1) / left;
-        const std::int64_t padded = narrow && count > 4 ? 8 : padded_rows(count);
+        const std::int64_t padded = padded_rows(count);
         if (count < padded && first + count < job.rows) count = padded < job.rows - first ? padded : job.rows - first;
         blocks[used] = {first, count, padded, offset};
         first += count;
@@ -535,8 +911,8 @@ void low_bit_pack_rows(const LowBitJob& job, const RowBlock& block, char* packed
 }
 
 std::int64_t low_bit_panel_group(const LowBitJob& job) {
-    const std::int64_t most = low_bit_expands(job) ? kMostRows : job.rows < kMostRows ? job.rows : kMostRows;
-    return panels_for(static_cast<int>(padded_rows(most)), 2);
+    if (is_pair(job)) return kPairPanels;
+    return is_narrow(job) ? panels_for(static_cast<int>(padded_rows(job.rows)), 2) : kSlicedPanels;
 }
 
 }  // namespace

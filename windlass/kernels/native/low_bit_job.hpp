@@ -22,11 +22,10 @@ struct LowBitJob : GemmJob {
     const std::uint16_t* group_scales;  // fp16 [panels, spans, 16]; nullptr: 1
     const std::uint8_t* zeros;          // [panels, spans, 16]; nullptr: `zero` everywhere
     int zero;
-    bool expanded;  // `panels` has bytes, whatever `codes` is
 
     std::int64_t units() const { return (features + kUnit - 1) / kUnit; }
     std::int64_t spans() const { return (units() + span_units - 1) / span_units; }
-    std::int64_t panel_bytes() const { return units() * kStepBytes * (expanded ? kUnitSteps : lines_of(codes)); }
+    std::int64_t panel_bytes() const { return units() * kStepBytes * lines_of(codes); }
 };
 
 // Codes as a file has them.
@@ -53,14 +52,12 @@ struct CodeRows {
 struct LowBitSet {
     std::int64_t (*divide_rows)(const LowBitJob&, RowBlock* blocks, std::int64_t* bytes);
     void (*pack_rows)(const LowBitJob&, const RowBlock&, char* packed);
-    // Computes the outputs of panels [begin, end) for blocks [first, last). `job.panels` begins at panel 0.
+    // Computes the outputs of panels [begin, end) for blocks [first, last); `tiles` has tile_bytes, aligned to 64.
     void (*multiply)(const LowBitJob&, const RowBlock* blocks, std::int64_t first, std::int64_t last,
-                     const char* packed, std::int64_t begin, std::int64_t end);
-    std::int64_t (*panel_group)(const LowBitJob&);
-    // True if codes are turned into bytes before they are multiplied by this many rows.
-    bool (*expands)(const LowBitJob&);
-    // Writes panels [begin, end) as bytes.
-    void (*expand)(const LowBitJob&, std::int64_t begin, std::int64_t end, char* to);
+                     const char* packed, std::int64_t begin, std::int64_t end, char* tiles);
+    std::int64_t (*panel_group)(const LowBitJob&);  // panels that `multiply` computes best in one call
+    // Memory for sums of that many blocks and panels; 0 where one block is multiplied at a time.
+    std::int64_t (*tile_bytes)(const LowBitJob&, std::int64_t blocks, std::int64_t panels);
 };
 
 extern const LowBitSet kLowBitBaseline;

@@ -2,6 +2,6 @@
 #include "low_bit.hpp"
 
 namespace windlass {
-const LowBitSet WINDLASS_SET = {low_bit_divide, low_bit_pack_rows, low_bit_multiply,
-                                low_bit_panel_group, low_bit_expands, low_bit_expand};
+const LowBitSet WINDLASS_SET = {low_bit_divide, low_bit_pack_rows, low_bit_multiply, low_bit_panel_group,
+                                low_bit_tile_bytes};
 }

@@ -190,11 +190,16 @@ class PartialRowsForward:
         self._module, self._dim, self._rows = layer.module, layer.output_dim, rows
         self._repeats = _merge_ranges(repeats)
 
+    def select(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `[full output features, ...]` that correspond to the outputs of this forward."""
+        some = select_ranges(rows, 0, self._rows)
+        return torch.cat([some[start:stop] for start, stop in self._repeats])
+
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = self._module.weight, self._module._parameters.get("bias")
-        some = _select_ranges(weight, self._dim, self._rows)  # type: ignore[arg-type]
+        some = select_ranges(weight, self._dim, self._rows)  # type: ignore[arg-type]
         made = functional.linear(
-            inputs, some if self._dim == 0 else some.t(), None if bias is None else _select_ranges(bias, 0, self._rows)
+            inputs, some if self._dim == 0 else some.t(), None if bias is None else select_ranges(bias, 0, self._rows)
         )
         if self._repeats == ((0, made.shape[-1]),):
             return made
@@ -221,6 +226,16 @@ class RowParallelForward:
             sequence_sharding,
             tp_overlap_chunks,
         )
+
+    @property
+    def axis(self) -> MeshAxis:
+        """Axis over which the products are summed."""
+        return self._input_hook.axis
+
+    @property
+    def splits_inputs(self) -> bool:
+        """True if the inputs are replicated, and this forward takes its rank's part."""
+        return self._sizes is not None
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         hook, axis = self._input_hook, self._input_hook.axis
@@ -263,7 +278,7 @@ def _set_features(layer: LinearLayer, inputs: int | None = None, outputs: int | 
                 setattr(layer.module, name, size)
 
 
-def _select_ranges(tensor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
+def select_ranges(tensor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
