@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -119,7 +119,6 @@ def choose_for_budget(
     names = CheckpointNames(model, directory.places).source_of
     groups = [group for group in meter.groups if all(f"{name}.weight" in names for name in group.names)]
     meter.groups = groups
-    losses = meter.sensitivities(formats, progress)
     files = [tuple(names[f"{name}.weight"].removesuffix(".weight") for name in group.names) for group in groups]
     wide = [sum(_file_bytes(directory, name) for name in one) for one in files]
     before = sum(_bytes(place.shape, place.dtype.itemsize) for place in directory.places.values())
@@ -132,15 +131,18 @@ def choose_for_budget(
                 FormatOption(
                     name,
                     sum(_packed_bytes(directory, layer, name) for layer in layers),
-                    found[name],
+                    0.0,
                     products.seconds(group, name),
                 )
                 for name in formats
             ),
         ]
-        for group, layers, size, found in zip(groups, files, wide, losses, strict=True)
+        for group, layers, size in zip(groups, files, wide, strict=True)
     ]
     solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
+    solver.check_bytes_and_time()  # before the losses are measured, which takes the most time
+    for one, found in zip(options, meter.sensitivities(formats, progress), strict=True):
+        one[1:] = [replace(option, loss=found[str(option.name)]) for option in one[1:]]
     chosen, nats, uniform = solver.solve()
     choices = [
         GroupChoice(
@@ -263,6 +265,16 @@ class _Solver:
             assert asked is not None
             raise self._refusal(UnmetLimitError("loss", nats))
         return self._better_of_uniform(*best, limits)
+
+    def check_bytes_and_time(self) -> None:
+        """Raise a ConfigError if the fewest bytes, or the least time, are above their limits."""
+        limits = replace(self._limits(), loss=None)
+        if limits.nbytes is None and limits.seconds is None:
+            return
+        try:
+            choose_formats(self.options, limits)
+        except UnmetLimitError as error:
+            raise self._refusal(error) from error
 
     def _limits(self) -> FormatLimits:
         budget = self.budget
