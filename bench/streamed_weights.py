@@ -224,7 +224,7 @@ def _decode(llm: Any, batch: int, steps: int) -> float:
     params = SamplingParams(temperature=0, max_tokens=_ANSWER, ignore_eos=True)
     for number in range(batch):
         engine.add_request(f"{number}", [(7 * number + place) % _VOCABULARY for place in range(_PROMPT)], params)
-    while engine.stats().num_waiting or not all(sequence.has_sampled for sequence in engine._running.values()):
+    while engine.stats().num_waiting or not all(sequence.has_sampled for sequence in engine._table.running.values()):
         engine.step()
     engine.step()  # the first one of this batch size
     before, began = engine.stats().step_tokens, time.perf_counter()

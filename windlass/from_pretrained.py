@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
+from windlass.compress.rounded_model import load_rounded_model
 from windlass.zero import Init
 from windlass.zero.sharded_init.weight_files import header
 
@@ -18,12 +21,18 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def from_pretrained(
-    cls: Any, path: str | Path, *, config: Any = None, trust_remote_code: bool = False, **kwargs: Any
+    cls: Any,
+    path: str | Path,
+    *,
+    config: Any = None,
+    weights: str | None = None,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """Call `cls.from_pretrained(path, **kwargs)` with each rank reading only its own shards. Collective.
 
     A directory of packed weights (`quantization_config` of compressed-tensors, GPTQ, AWQ or windlass) gives a model
-    whose packed layers are frozen `PackedLinear`, whole on each rank until `windlass.initialize` shards it.
+    whose packed layers are frozen `PackedLinear`, as does `weights`. Each rank reads all files and keeps its shard.
 
     Pass the result to `windlass.initialize`. Its values equal those of the unsharded call with rank 0's seed, also
     where a key is missing in the files and is initialized.
@@ -34,6 +43,7 @@ def from_pretrained(
         config: the configuration that `initialize` will get: dict, path or base64 text. It sets the tier of the shards
             (`offload_param`); stage and optimizer do not matter here. Pass the model's own configuration as
             `model_config=`, because this name is taken.
+        weights: weight format, e.g. `int4_g64`, to which linear layers are rounded while they are read.
         trust_remote_code: run Python files that come with the model.
         kwargs: arguments of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
 
@@ -50,8 +60,13 @@ def from_pretrained(
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
         raise CheckpointError(f"{path} is not a directory; pass one with config.json and safetensors files")
-    if is_packed_directory(directory):
-        return load_packed_model(directory, cls, dtype=_plain_dtype(kwargs), trust_remote_code=trust_remote_code)
+    if weights is not None or is_packed_directory(directory):
+        dtype = _plain_dtype(kwargs)
+        has_ranks = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+        with Init(config_dict_or_path=config, enabled=has_ranks):
+            if weights is not None:
+                return load_rounded_model(directory, weights, cls, dtype=dtype, trust_remote_code=trust_remote_code)
+            return load_packed_model(directory, cls, dtype=dtype, trust_remote_code=trust_remote_code)
     with Init(config_dict_or_path=config):
         try:
             return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)

@@ -24,9 +24,12 @@ from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
-from windlass.compress.engine_steps import check_compression, follow_engine_steps
+from windlass.compress.compressed_layers import shard_compressed_layers
+from windlass.compress.engine_steps import check_compression, check_distillation, follow_engine_steps
+from windlass.compress.quantize_training import prepare_quantize_training
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
+from windlass.engine.compression_observer import observe_compression
 from windlass.engine.engine_reporter import startup_lines
 from windlass.engine.initialize_observer import current_observer
 from windlass.engine.parallelize import mesh_of_model, parallelize
@@ -161,7 +164,10 @@ def build_engine(
     _destroy_previous_engines(model, allow_training=replace_training_engine)
     if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
-    check_compression(model, config.compression_training, axes.tp, axes.pp)
+    if config.quantize_training is not None:
+        prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.tp * axes.pp * axes.sp)
+    check_compression(model, config.compression_training)
+    check_distillation(model, config.distillation, axes.pp, axes.sp)
     mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
@@ -171,6 +177,8 @@ def build_engine(
             parallelize(model, mesh, config, script_axes=_script_owned_axes(model, by_script, by_model, config))
             remote_ids = all_ids.difference(id(parameter) for parameter in model.parameters())
             optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, remote_ids)
+            if mesh.tp.size > 1:
+                shard_compressed_layers(model, mesh.tp)
         built = _build_optimizer(model, optimizer, model_parameters, config, mesh)
         _check_checkpoint_format(built, config)
         observer.before_sharding(model, built, config)
@@ -190,6 +198,7 @@ def build_engine(
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _engines_by_model_id[id(model)] = engine
     follow_engine_steps(model, engine)
+    observe_compression(model, engine, mesh.dense.data)
     if device.type == "cpu":
         keep_freed_memory()
     observer.after_initialize(engine)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.causal_models import build
-from windlass.cli.compress import choose_method, figure_lines, format_name
+from windlass.cli.compression_figures import choose_method, figure_lines, format_name
 from windlass.cli.main import main
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.packed_model import load_packed_model
@@ -70,9 +70,9 @@ def load(path: Path) -> torch.nn.Module:
 def test_an_interruption_is_continued(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from windlass.cli import compress
+    from windlass.cli import compression_figures
 
-    monkeypatch.setattr(compress._Progress, "__call__", interrupt)
+    monkeypatch.setattr(compression_figures.StageProgress, "__call__", interrupt)
     arguments = ["compress", str(model), str(tmp_path / "out"), "--no-measure", "--weights", "int4_g32_zp"]
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -123,7 +123,7 @@ def test_names_of_formats_and_methods() -> None:
 
 
 def test_the_table() -> None:
-    from windlass.cli.compress import ModelFigures
+    from windlass.cli.compression_figures import ModelFigures
 
     lines = figure_lines(ModelFigures(8_000_000, 1.25, 10.0), ModelFigures(2_000_000, 1.3, 25.0))
     assert [line.split() for line in lines] == [
@@ -132,3 +132,80 @@ def test_the_table() -> None:
         ["held-out", "bits", "per", "byte", "1.2500", "1.3000", "+4.00", "%"],
         ["tokens/s,", "one", "request", "10.0", "25.0", "2.50x"],
     ]
+
+
+def run(*arguments: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compress", *map(str, arguments)])
+    assert not ended.value.code
+
+
+def test_a_pruned_model_is_an_ordinary_directory(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32]
+    run(model, tmp_path / "out", "--weights", "wide", "--prune", "ffn=0.25,heads=1,layers=1", *text)
+    out = capsys.readouterr().out
+    assert "layers: 2 -> 1" in out and "heads: 4 -> 2" in out and "ffn: 128 -> 96" in out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["num_attention_heads"], config["intermediate_size"]) == (1, 2, 96)
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert report["after"]["nbytes"] < report["before"]["nbytes"] and report["after"]["bits"] > 0
+    assert any(line.startswith("parameters:") for line in report["pruned"])
+    assert "tokens/s" in (tmp_path / "out" / "compression.md").read_text()
+    assert torch.isfinite(load(tmp_path / "out")(torch.arange(8)[None]).logits).all()
+    assert not list(tmp_path.glob(".out*")), "no traces"
+    # pruned and packed in one run, and again from the pruned one
+    run(model, tmp_path / "both", "--prune", "groups=1", "--group", 32, "--no-measure")
+    found = load_packed_model(tmp_path / "both")
+    assert found.config.num_key_value_heads == 1
+    run(tmp_path / "out", tmp_path / "again", "--weights", "int8", "--no-measure")
+    assert not (tmp_path / "again" / "compression.md").read_text().count("ffn"), "the report is that of its own run"
+
+
+def test_a_budget_is_met_and_reported(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.cli import compression_stages
+
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure"]
+    arguments = [model, tmp_path / "out", "--budget", "size=0.45", *text]
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compression_stages, "compress_directory", stop)
+        with pytest.raises(SystemExit) as ended:
+            main(["compress", *map(str, arguments)])
+        assert ended.value.code == 130
+    capsys.readouterr()
+    with monkeypatch.context() as patch:  # the choice of the interrupted run stays
+        patch.setattr(compression_stages, "choose_for_budget", None)
+        run(*arguments)
+    out = capsys.readouterr().out
+    assert "size: asked 0.4500 of the bytes, got 0.4" in out and "model.layers.0.self_attn.q_proj +2" in out
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    got = report["after"]["nbytes"] / report["before"]["nbytes"]
+    assert 0.98 * 0.45 <= got <= 0.45
+    assert report["choice"]["nbytes"] == report["after"]["nbytes"], "as expected, to the byte"
+    assert (tmp_path / "out" / "compression.svg").read_text().count("<rect") > 8
+    assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
+    message = failed(capsys, model, tmp_path / "no", "--budget", "size=20x", *text)
+    assert "size=0.05 cannot be met: the nearest is size=" in message
+    assert "--budget) needs a calibration text" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x")
+    assert "leave weights" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x", "--weights", "int8", *text)
+
+
+def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(model, tmp_path / "out", "--sparsity", "2:4", "--no-measure")
+    assert "14 layers as wide by magnitude, 2:4" in capsys.readouterr().out
+    weight = load(tmp_path / "out").get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert int((weight.view(-1, 4) != 0).sum(1).max()) == 2
+    assert "round the result in a second run" in failed(
+        capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "int4"
+    )
+    assert "nothing is pruned" in failed(capsys, model, tmp_path / "no", "--weights", "wide")
+    assert "heads = 9, but" in failed(capsys, model, tmp_path / "no", "--prune", "heads=9")
+    assert "has 'heads'" in failed(capsys, model, tmp_path / "no", "--prune", "heads")
+    assert not (tmp_path / "no").exists()

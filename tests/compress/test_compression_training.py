@@ -16,8 +16,10 @@ from windlass.compress.compressed_layers import CompressedLayer, WeightRounding
 from windlass.compress.compression_training import compression_clock, init_compression, student_initialization
 from windlass.compress.engine_steps import check_compression
 from windlass.compress.fake_rounding import round_straight_through, top_share
+from windlass.compress.format_rounding import pack_trained_layers
 from windlass.compress.redundancy_clean import redundancy_clean
 from windlass.config.compression_section import CompressionTraining
+from windlass.kernels.packed_linear import PackedLinear
 
 
 def section(**techniques: Any) -> dict[str, Any]:
@@ -168,6 +170,27 @@ def test_mixed_weights_turn_into_rounded_ones() -> None:
         torch.testing.assert_close(model[0].compressed_weight(), wide * weight + (1 - wide) * rounded)
 
 
+@pytest.mark.parametrize("name", ["int2_g32", "int3", "int4_g32_zp", "ternary", "ternary_g32", "binary", "int8", "fp8"])
+def test_weights_are_trained_in_the_format_that_packs_them(name: str) -> None:
+    model = encoder()
+    config = section(weight_quantization=technique({}, {"weight_format": name}, ["fc1", "embedding"]))
+    init_compression(model, config)
+    before, weight = model(IDS), model.layer[0]["fc1"].weight
+    before.square().sum().backward()
+    gradient = weight.grad.clone()
+    assert float(gradient.abs().max()) > 0
+    twin = copy.deepcopy(model)
+    assert pack_trained_layers(model) == ["layer.0.fc1", "layer.1.fc1"]
+    packed = model.layer[0]["fc1"]
+    assert isinstance(packed, PackedLinear) and packed.format.name == name
+    assert torch.equal(packed.unpack(), twin.layer[0]["fc1"].compressed_weight().detach())
+    redundancy_clean(model, config)
+    torch.testing.assert_close(model(IDS), before, rtol=1e-4, atol=1e-5)
+    redundancy_clean(twin, config)
+    torch.testing.assert_close(twin(IDS), before, rtol=1e-4, atol=1e-5)
+    assert len(model.embedding.weight.unique()) <= 11 * 256
+
+
 def test_static_ranges_follow_the_inputs_while_training() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     init_compression(
@@ -301,9 +324,12 @@ def test_bad_input_names_the_key() -> None:
     )
     refused("dense_ratio is None", sparse_pruning=technique({}, {}, ["fc1"]))
     refused(
-        "method is 'snip_momentum'", sparse_pruning=technique({"method": "snip_momentum"}, {"dense_ratio": 0.5}, "fc1")
+        "method is 'movement'; write l1 or topk or snip_momentum",
+        sparse_pruning=technique({"method": "movement"}, {"dense_ratio": 0.5}, "fc1"),
     )
-    refused("block_pattern", sparse_pruning=technique({"block_pattern": "2x1"}, {"dense_ratio": 0.5}, "fc1"))
+    refused("weight_format: .*'int5'", weight_quantization=technique({}, {"weight_format": "int5"}, ["fc1"]))
+    both = {"weight_format": "int4", "target_bits": 4}
+    refused("has weight_format and bits", weight_quantization=technique({}, both, ["fc1"]))
     refused("target_bits is missing", weight_quantization=technique({}, {}, ["fc1"]))
     refused("quantize_groups is 7", weight_quantization=technique({"quantize_groups": 7}, {"target_bits": 8}, ["fc1"]))
     refused(
@@ -315,10 +341,8 @@ def test_bad_input_names_the_key() -> None:
         redundancy_clean(encoder(), section())
     enabled = CompressionTraining.model_validate({"row_pruning": technique({}, {"dense_ratio": 0.5}, ["fc1"])})
     with pytest.raises(ConfigError, match="the model has no compressed layers; call init_compression"):
-        check_compression(encoder(), enabled, 1, 1)
+        check_compression(encoder(), enabled)
     config = section(row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc1"], related_modules=[["query"]]))
     model = init_compression(encoder(), config)
-    with pytest.raises(ConfigError, match="not with tp 2 and pp 1"):
-        check_compression(model, enabled, 2, 1)
     with pytest.raises(ConfigError, match="does not fit a mask of 24"):
         redundancy_clean(model, config)

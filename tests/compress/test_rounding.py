@@ -262,7 +262,7 @@ def test_smoothing_preserves_the_function_before_rounding(
     )
     options = RoundingOptions("rtn", smooth=True)
     compress_directory(directory, tmp_path / "same", "fp32", options, batches=text())
-    found = load_packed_model(tmp_path / "same")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "same")
     ids = text()[0]
     with torch.no_grad():
         torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
@@ -282,6 +282,24 @@ def test_rotation_preserves_the_function_and_spreads_outliers(name: str, tied: b
     options = RoundingOptions("rtn", rotate=True)
     compress_directory(tmp_path / "wide", tmp_path / "int8", "int8", options)
     assert divergence(model, load_packed_model(tmp_path / "int8")) < 2e-3
+
+
+def test_values_of_each_head_are_rotated_with_the_columns_that_read_them(tmp_path: Path) -> None:
+    model = saved(tmp_path / "first", "llama", attention_bias=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight[3] *= 30
+            layer.self_attn.v_proj.bias[3] *= 30
+    model.save_pretrained(tmp_path / "wide")
+    directory = RotatedDirectory(ModelDirectory(tmp_path / "wide"))
+    twin = type(model)(type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": False})).eval()
+    twin.load_state_dict({place: directory.read(place) for place in directory.places})
+    ids = text()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(twin(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    rows = [one.get_parameter(name).detach().norm(dim=1) for one in (model, twin)]
+    assert float(rows[1].max() / rows[1].mean()) < 0.6 * float(rows[0].max() / rows[0].mean())
 
 
 def test_hadamard_matrices_are_orthogonal() -> None:

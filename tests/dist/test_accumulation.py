@@ -24,7 +24,7 @@ from tests.dist.equivalence_runs import (
 from tests.dist.harness import run_ranks
 from tests.models import Place
 from tests.oracle import Recipe
-from tests.pairwise import pairwise
+from tests.pairwise import covering_rows, pairwise
 
 ACCUMULATION = 3
 RECIPE = Recipe(ranks=2, accumulation=ACCUMULATION, steps=3)
@@ -82,7 +82,15 @@ HANDS = pairwise(
 )
 
 
-@pytest.mark.parametrize("row", HANDS, ids=lambda row: "-".join(str(value) for value in row.values()))
+# `make test` has every model, and every pair of the other values.
+QUICK = covering_rows(HANDS, lambda a, b: "name" not in (a, b))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if quick else pytest.mark.slow) for row, quick in zip(HANDS, QUICK, strict=True)],
+    ids=lambda row: "-".join(str(value) for value in row.values()),
+)
 def test_manual_accumulation(row: dict[str, Any]) -> None:
     setting = Setting(stage=row["stage"], transport=row["transport"], plain_backward=row["plain"])
     actual = run_ranks(by_hand, 2, row["name"], setting, row["way"], transport=row["transport"])

@@ -92,7 +92,9 @@ def compiled(ways: list[str], stage: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "ways"), [(1, ["in place"]), (3, ["wrapped", "in place", "after initialize"])], ids=str
+    ("stage", "ways"),
+    [pytest.param(1, ["in place"], marks=pytest.mark.slow), (3, ["wrapped", "in place", "after initialize"])],
+    ids=str,
 )
 def test_a_compiled_model_trains_as_plain(stage: int, ways: list[str]) -> None:
     expected = plain(2)

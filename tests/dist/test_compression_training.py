@@ -1,4 +1,5 @@
-"""Tests that compression during training gives the same model at every ZeRO stage as in one process."""
+"""Tests that compression during training gives the same model at every ZeRO stage, under tp, pp and offload, as in one
+process."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 
 import windlass
 from tests.dist.harness import run_ranks
-from windlass.compress.compression_training import compression_clock, init_compression
+from tests.dist.parallel_runs import build
+from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
+from windlass.compress.quantize_training import bit_planner, prepare_quantize_training
+from windlass.config.compression_section import Eigenvalue
+from windlass.config.quantize_training_section import QuantizeTraining
 
 STEPS, ROWS = 5, 4
 
@@ -109,6 +114,188 @@ def test_every_stage_trains_the_same_compressed_model(stage: int, ranks: int, tr
     assert sharded.keys() == state.keys() and any("scores" in name for name in state)
     for name, value in state.items():
         torch.testing.assert_close(sharded[name].to(value.dtype), value, rtol=1e-4, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------- matrices and layers in parts
+
+
+def language_techniques(names: dict[str, str]) -> dict[str, Any]:
+    """Return every technique, on layers that ranks split along their outputs and along their inputs."""
+    masked = {"schedule_offset": 1, "method": "topk"}
+    return {
+        "weight_quantization": {
+            "shared_parameters": {
+                "enabled": True,
+                "schedule_offset": 1,
+                "quantize_groups": 2,
+                "rounding": "stochastic",
+            },
+            "different_groups": {
+                "bits": {"params": {"start_bits": 5, "target_bits": 3}, "modules": [names["column"], names["row"]]},
+                "format": {"params": {"weight_format": "int2_g32"}, "modules": [names["table"], names["attention"]]},
+            },
+        },
+        "activation_quantization": {
+            "shared_parameters": {"enabled": True, "schedule_offset": 1},
+            "different_groups": {"inputs": {"params": {"bits": 6}, "modules": [names["row"], names["column"]]}},
+        },
+        "sparse_pruning": technique(masked, {"dense_ratio": 0.5}, names["row"]),
+        "row_pruning": technique(masked, {"dense_ratio": 0.5}, names["column"]),
+        "head_pruning": technique({**masked, "num_heads": 4}, {"dense_ratio": 0.5}, names["output"]),
+    }
+
+
+LLAMA = {"column": "up_proj", "row": "down_proj", "table": "embed_tokens", "attention": "k_proj", "output": "o_proj"}
+LANGUAGE: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.0}},
+    "gradient_clipping": 0.0,
+    "compression_training": language_techniques(LLAMA),
+}
+
+
+def language_model() -> nn.Module:
+    return init_compression(build("llama", tied=False), {**LANGUAGE, "train_batch_size": ROWS})
+
+
+def ids(step: int) -> Tensor:
+    return torch.randint(30, (ROWS, 9), generator=torch.Generator().manual_seed(step))
+
+
+def plain_language() -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = language_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, weight_decay=0.0)
+    for step in range(3):
+        compression_clock(model).step = step
+        loss = model(input_ids=ids(step), labels=ids(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train_in_parts(axis: str, zero: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    batch_sizes = {"train_micro_batch_size_per_gpu": ROWS // (2 if axis == "pp" else 1)}
+    batch_sizes |= {"gradient_accumulation_steps": 2} if axis == "pp" else {}
+    if axis == "dp":
+        batch_sizes["train_micro_batch_size_per_gpu"] = ROWS // dist.get_world_size()
+    config = {**LANGUAGE, **batch_sizes, "zero_optimization": zero}
+    if axis != "dp":
+        config["parallel"] = {axis: 2}
+    engine = windlass.initialize(model=language_model(), config=config)[0]
+    losses = []
+    for step in range(3):
+        rows = ids(step)
+        if axis == "pp":
+            loss = engine.train_batch(iter([{"input_ids": part, "labels": part} for part in rows.chunk(2)]))
+            losses.append(float(loss))
+            continue
+        if axis == "dp":
+            rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(input_ids=rows, labels=rows).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    state = engine.full_state_dict()
+    engine.destroy()
+    return losses, state if dist.get_rank() == 0 else {}
+
+
+OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("axis", "zero", "transport"),
+    [
+        ("tp", {"stage": 0}, "shm"),
+        ("tp", {"stage": 2}, "gloo"),
+        ("pp", {"stage": 1}, "gloo"),
+        ("dp", OFFLOADED, "shm"),
+    ],
+)
+def test_layers_and_matrices_in_parts_are_compressed_as_wholes(axis: str, zero: dict[str, Any], transport: str) -> None:
+    losses, state = plain_language()
+    found, parts = run_ranks(train_in_parts, 2, axis, zero, transport=transport)[0]
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert parts.keys() == state.keys() and sum("scores" in name for name in state) == 12
+    for name, value in state.items():
+        torch.testing.assert_close(parts[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ what follows gradients and curves
+
+FOLLOWING: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+    "train_batch_size": ROWS,
+    "compression_training": {
+        "sparse_pruning": technique(
+            {"method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 4, "block_pattern": "2x1"},
+            {"dense_ratio": 0.4},
+            "second",
+        )
+    },
+    "quantize_training": {
+        "quantize_bits": {"start_bits": 8, "target_bits": 4},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+        "eigenvalue": {"enabled": True, "layer_name": "blocks", "tol": 1e-3, "max_iter": 20},
+    },
+}
+
+
+def following_model() -> nn.Module:
+    torch.manual_seed(0)
+    return init_compression(Model(), FOLLOWING)
+
+
+def plain_following() -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = following_model(), []
+    section = QuantizeTraining.model_validate(FOLLOWING["quantize_training"])
+    prepare_quantize_training(model, section, Eigenvalue())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_compression_step(model)
+        bit_planner(model).end_step(model, step + 1)
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train_following(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    losses: list[float] = []
+    share = ROWS // dist.get_world_size()
+    engine = windlass.initialize(model=following_model(), config={**FOLLOWING, "zero_optimization": {"stage": stage}})[
+        0
+    ]
+    for step in range(STEPS):
+        loss = engine(batch(step)[dist.get_rank() * share :][:share])
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    state = engine.full_state_dict()
+    buffers = {name: value.clone() for name, value in engine.module.named_buffers()}
+    engine.destroy()
+    return losses, state if dist.get_rank() == 0 else {}, buffers
+
+
+@pytest.mark.parametrize(("stage", "ranks", "transport"), [(0, 2, "gloo"), (3, 2, "shm")])
+def test_masks_and_bits_follow_the_whole_batch(stage: int, ranks: int, transport: str) -> None:
+    losses, state = plain_following()
+    schedule = state["quantize_training_schedule"]
+    assert int(schedule[:, 0].min()) < 8 and float(state["blocks.0.second.sparse_pruning_mask"].float().mean()) < 0.5
+    results = run_ranks(train_following, ranks, stage, transport=transport)
+    assert results[0][0] == pytest.approx(losses, rel=2e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0][1][name].to(value.dtype), value, rtol=1e-3, atol=1e-5)
+    for name, value in results[1][2].items():
+        assert torch.equal(value, results[0][2][name]), "the same on all ranks"
 
 
 def unprepared() -> str:

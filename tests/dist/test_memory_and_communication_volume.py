@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.dist.equivalence_cases import FROZEN_KNOBS
 from tests.dist.equivalence_runs import ADAMW, SGD, Setting, backward_of, ds_config, specimen, start
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe
 from tests.pairwise import pairwise
@@ -46,17 +47,19 @@ SPECIMENS = ["four_blocks", "odd_shapes", "attention"]
 ROWS = pairwise({"stage": [3, 2, 1, 0], "ranks": [2, 4], "accumulation": [1, 3], "transport": ["shm", "gloo"]})
 
 
-def reported_in_turn(recipe: Recipe, setting: Setting) -> list[list[dict[str, Any]]]:
-    return [reported(name, recipe, setting, 2) for name in SPECIMENS]
+def reported_in_turn(names: list[str], recipe: Recipe, setting: Setting) -> list[list[dict[str, Any]]]:
+    return [reported(name, recipe, setting, 2) for name in names]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for value in row.values()))
-def test_payload_is_exact(row: dict[str, Any]) -> None:
+@in_shares
+def test_payload_is_exact(row: dict[str, Any], every: bool) -> None:
     """The payload is exact with thresholds, live, reuse and prefetch limits of 0."""
     recipe = Recipe(ranks=row["ranks"], accumulation=row["accumulation"], optimizer_params=SGD)
     setting = Setting(stage=row["stage"], zero=FROZEN_KNOBS)
-    for by_name in run_ranks(reported_in_turn, row["ranks"], recipe, setting, transport=row["transport"]):
-        for name, reports in zip(SPECIMENS, by_name, strict=True):
+    names = share(SPECIMENS, ROWS.index(row), 3, every)
+    for by_name in run_ranks(reported_in_turn, row["ranks"], names, recipe, setting, transport=row["transport"]):
+        for name, reports in zip(names, by_name, strict=True):
             expected = volume(row["stage"], row["accumulation"]) * elements(name)
             assert [report["payload_elements"] for report in reports] == [expected] * 2, name
 

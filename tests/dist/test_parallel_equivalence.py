@@ -7,14 +7,14 @@ import pytest
 from tests.dist.parallel_runs import Case, check
 
 _CASES = [
-    Case("llama", (("tp", 2),), stage=1),
+    pytest.param(Case("llama", (("tp", 2),), stage=1), marks=pytest.mark.slow),
     Case("gpt2", (("tp", 2),), stage=3, tied=True, under_init=True),
     pytest.param(Case("uneven", (("tp", 2),), stage=2, zero=(("unit_merge_threshold", 3000),)), marks=pytest.mark.slow),
     Case(
         "uneven", (("tp", 2),), stage=3, world=4, zero=(("stage3_param_persistence_threshold", 900),), under_init=True
     ),
-    Case("mixtral", (("ep", 2),), stage=2),
-    Case("llama", (("sp", 2),), stage=2),
+    pytest.param(Case("mixtral", (("ep", 2),), stage=2), marks=pytest.mark.slow),
+    pytest.param(Case("llama", (("sp", 2),), stage=2), marks=pytest.mark.slow),
     Case("llama", (("sp", 2),), stage=3, sequence="ring"),
     pytest.param(Case("llama", (("pp", 2),), stage=2, accumulation=3), marks=pytest.mark.slow),
     Case("gpt2", (("pp", 2),), stage=3, tied=True, accumulation=2),

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.causal_models import CAUSAL, VOCABULARY, build_longer
 from tests.dist.harness import run_ranks
 from tests.inference.greedy_reference import assert_greedy, make_prompts
-from windlass.base.errors import CommunicationError, ConfigError, PeerError, RequestError
+from tests.inference.peft_adapters import ATTENTION, assert_adapters, write_adapter, write_three
+from windlass.base.errors import CommunicationError, ConfigError, ModelError, PeerError, RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
 SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 112, "max_model_len": 80}
@@ -232,3 +233,66 @@ def test_messages_of_batches_round_trip() -> None:
             assert value.dtype == other.dtype, name
         else:
             assert value == other, name
+
+
+def generate_with_adapters(
+    name: str, files: Path | None, directories: dict[str, Path], more: dict[str, Path], axes: dict[str, int]
+) -> list[Any]:
+    """Return greedy answers with adapters given at the start and, on the first rank, by `add_lora`.
+
+    Args:
+        files: of the model, which is loaded and packed; None: it is built.
+    """
+    from windlass import LLM, SamplingParams
+
+    rank = dist.get_rank()
+    model = build_longer(name, seed=rank) if files is None else files
+    options = {**SMALL, "max_model_len": 48, "skip_tokenizer_init": True}
+    with LLM(model, **axes, **options, lora=directories) as llm:
+        prompts = make_prompts(12, VOCABULARY, 7, shared=18) if rank == 0 else []
+        names = [None, *directories, *more]
+        wanted = [names[number // 2 % len(names)] for number in range(len(prompts))]
+        if rank == 0:
+            with pytest.raises(ModelError, match="it was trained for another model"):
+                llm.engine.add_lora("wrong", next(iter(directories.values())).parent / "wrong")
+            for adapter, directory in more.items():
+                llm.engine.add_lora(adapter, directory)
+        outputs = llm.generate(prompts, SamplingParams(**{**GREEDY, "max_tokens": 6}), lora_request=wanted or None)
+        removed = next(iter(more))
+        if rank == 0:
+            llm.engine.remove_lora(removed)
+        with pytest.raises(RequestError, match="there is no adapter"):
+            llm.generate(prompts[:1], lora_request=removed if rank == 0 else None)
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "ranks", "loads"),
+    [
+        ("llama", 2, True),
+        ("gpt2", 2, False),
+        *(
+            pytest.param(name, ranks, loads, marks=pytest.mark.slow)
+            for name in ATTENTION
+            for ranks in (2, 4)
+            for loads in (False, True)
+            if name != "gpt2" or ranks == 2  # it has three heads
+        ),
+    ],
+)
+def test_adapters_on_tensor_parallel_ranks(name: str, ranks: int, loads: bool, tmp_path: Path) -> None:
+    model = build_longer(name).eval()
+    files = tmp_path / "model" if loads else None
+    if files is not None:
+        model.save_pretrained(files)
+    found = write_three(model, name, tmp_path)
+    other = build_longer(name, **({"n_embd": 48} if name == "gpt2" else {"hidden_size": 64})).eval()
+    write_adapter(other, tmp_path / "wrong", target_modules=ATTENTION[name], fan_in_fan_out=name == "gpt2")
+    if name == "llama":
+        found["head"] = write_adapter(model, tmp_path / "head", 7, target_modules=["lm_head", "v_proj"])
+    more = {"patterns": found.pop("patterns")}
+    results = run_ranks(generate_with_adapters, ranks, name, files, found, more, {"tp": ranks}, timeout=240)
+    for outputs in results[1:]:
+        assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in results[0]]
+    assert_adapters(model, results[0], {**found, **more})

@@ -67,6 +67,10 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 ]
 
 
+# Each is much like another family: phi3, gemma2, mixtral, deepseek_v2, gpt_neox, bloom.
+ALIKE = ("glm", "gemma3", "granitemoe", "deepseek_v3", "gptj", "gpt_neo", "mpt")
+
+
 def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
     """Mark as slow most three-rank cases, the second four-rank case of a model, and most on sharded sequences.
 
@@ -78,6 +82,7 @@ def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
     alike |= ranks == 2 and options == NORMS and name in ("opt", "bert", "bloom", "phi3")
     alike |= ranks == 3 and options == {"tp_overlap_chunks": 4} or name == "falcon" and changes.get("alibi", False)
     alike |= ranks == 4 and name in ("phi3", "gpt_bigcode")
+    alike |= (ranks, changes, options) == (2, {}, {}) and name in ALIKE
     marks = [pytest.mark.slow] if alike else []
     return pytest.param(name, changes, ranks, options, marks=marks)
 

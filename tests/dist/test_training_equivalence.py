@@ -129,7 +129,8 @@ PLACES = [(stage, transport) for transport in ("shm", "gloo") for stage in (1, 2
 )
 @pytest.mark.parametrize(("name", "precision"), in_turn(SAME_ARITHMETIC, ["fp32", "bf16"]))
 def test_stages_and_transports_are_bitwise_equal(name: str, precision: str, places: list[tuple[int, str]]) -> None:
-    recipe = Recipe(ranks=3, precision=precision, optimizer="AdamW", optimizer_params=ADAMW, steps=3)
+    steps = 3 if len(places) == len(PLACES) else 2
+    recipe = Recipe(ranks=3, precision=precision, optimizer="AdamW", optimizer_params=ADAMW, steps=steps)
     settings = [Setting(stage=stage, transport=transport) for stage, transport in places]
     first, *others = train_ranks_in_turn(name, recipe, settings)
     for setting, other in zip(settings[1:], others, strict=True):

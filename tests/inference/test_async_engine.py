@@ -165,7 +165,7 @@ def test_an_error_of_masks_or_text_ends_its_request_alone(part: str) -> None:
 
     async def main() -> None:
         model, engine = make_engine()
-        make_sequence = engine._engine._make_sequence
+        make_sequence = engine._engine._factory.make_sequence
 
         def make_broken(request: Any, *arguments: Any, **options: Any) -> Any:
             sequence: Any = make_sequence(request, *arguments, **options)
@@ -175,7 +175,7 @@ def test_an_error_of_masks_or_text_ends_its_request_alone(part: str) -> None:
                 setattr(sequence, {"structure": "constraint", "text": "detokenizer"}[part], Broken())
             return sequence
 
-        engine._engine._make_sequence = make_broken  # type: ignore[method-assign]
+        engine._engine._factory.make_sequence = make_broken  # type: ignore[method-assign]
         await engine.start()
         failing = [5, 6, 7]
         names = [await engine.add(prompt, GREEDY) for prompt in ([3, 4], failing)]

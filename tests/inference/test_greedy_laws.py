@@ -141,7 +141,7 @@ def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
     model = build_longer("llama")
     for changes in ({"swap_bytes": 1 << 24}, {"swap_directory": tmp_path}):
         with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
-            llm.engine._preempted._cost = StepCost(100.0)
+            llm.engine._table._saved._cost = StepCost(100.0)
             saved = 0
             save = llm.engine.runner.save_blocks
 

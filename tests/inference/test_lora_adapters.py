@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
+from tests.inference.peft_adapters import ATTENTION, assert_adapters, reference, write_adapter, write_three
 from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.inference.llm import LLM
-from windlass.inference.outputs import RequestOutput
 from windlass.inference.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -26,57 +26,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
-ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "o_proj"], "bloom": ["dense"]}
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "plain": {"r": 4, "lora_alpha": 9},
-    "root": {"r": 3, "lora_alpha": 5, "use_rslora": True},
-    "patterns": {"r": 2, "rank_pattern": {"0\\..*": 5}, "alpha_pattern": {"1\\..*": 11}},
-}
-
 
 def served(name: str) -> Any:
     limit = {"gpt2": {"n_positions": 96}, "bloom": {}}.get(name, {"max_position_embeddings": 96})
     return build(name, **limit).eval()
-
-
-def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
-    """Save an adapter whose products are large enough to change tokens."""
-    from peft import LoraConfig, get_peft_model  # not at the top: an import takes seconds, wherever tests are collected
-
-    torch.manual_seed(seed)
-    tuned: Any = get_peft_model(copy.deepcopy(model), LoraConfig(init_lora_weights=False, **config))
-    with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.5)
-    tuned.save_pretrained(directory, save_embedding_layers=False)
-    return directory
-
-
-def reference(model: Any, directory: Path) -> Any:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
-
-
-def write_three(model: Any, name: str, folder: Path) -> dict[str, Path]:
-    every = {"llama": "all-linear", "gpt2": ["c_attn", "c_proj", "c_fc"]}.get(name, ATTENTION[name])
-    found = {}
-    for seed, (adapter, config) in enumerate(ADAPTERS.items()):
-        targets = every if adapter == "patterns" else ATTENTION[name]
-        config = {**config, "target_modules": targets, "fan_in_fan_out": name == "gpt2"}
-        found[adapter] = write_adapter(model, folder / adapter, seed, **config)
-    return found
-
-
-def assert_adapters(model: Any, outputs: list[RequestOutput], directories: dict[str, Path]) -> None:
-    plain = [output.outputs[0].token_ids for output in outputs if output.lora_name is None]
-    assert plain
-    assert_greedy(model, [output for output in outputs if output.lora_name is None])
-    for adapter, directory in directories.items():
-        chosen = [output for output in outputs if output.lora_name == adapter]
-        assert chosen
-        assert_greedy(reference(model, directory), chosen)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +236,9 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
         assert_greedy(model, llm.generate([[3, 4]], GREEDY))
 
 
-def test_adapters_and_tensor_parallel_ranks_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="tp x ep x pp is 2; merge the adapter"):
-        LLM("nowhere", lora={"a": "b"}, tp=2)
+def test_adapters_and_stages_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="pp is 2; merge the adapter"):
+        LLM("nowhere", lora={"a": "b"}, pp=2)
 
 
 def test_steps_are_recorded_while_no_adapter_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

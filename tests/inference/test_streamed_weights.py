@@ -66,7 +66,7 @@ def test_one_engine_with_preemption_prefixes_chunks_and_both_tiers(tmp_path: Pat
     prompts = make_prompts(40, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": 7, "kv_cache_tokens": 112, "max_model_len": 96, "check_at_load": False}
     with streamed(tmp_path / "model", **options, swap_bytes=4096, swap_directory=tmp_path) as llm:
-        llm.engine._preempted._cost = StepCost(100.0)
+        llm.engine._table._saved._cost = StepCost(100.0)
         outputs = answer_arrivals(llm.engine, prompts, GREEDY)
         stats, parts = llm.stats(), modules_of(llm)
         assert llm.engine.runner.program is not None, "the recorded step is replayed with streamed weights"

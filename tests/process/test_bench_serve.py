@@ -37,6 +37,7 @@ def test_unknown_workloads_and_clients_are_refused() -> None:
         assert result.exit_code == 2 and wrong[1] in result.output
 
 
+@pytest.mark.slow  # `tests/serving/test_served_model.py` has the same law in one process
 def test_a_server_loses_nothing_under_load(tmp_path: Path) -> None:
     settings = LoadSettings(hidden=64, layers=1, requests=36, clients=6, short_requests=2, long_prompt=300)
     assert run_load_bench(settings, tmp_path)

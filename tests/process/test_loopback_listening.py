@@ -84,7 +84,7 @@ def run(commands: list[list[str]], environments: list[dict[str, str]]) -> str:
 @LINUX
 @pytest.mark.parametrize(
     "starter",
-    ["windlass", "slurm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "deepspeed"))],
+    ["windlass", *(pytest.param(name, marks=pytest.mark.slow) for name in ("slurm", "torchrun", "deepspeed"))],
 )
 def test_ranks_of_one_host_listen_at_loopback(starter: str, script: Path) -> None:
     python = sys.executable

@@ -81,6 +81,10 @@ class GradientAccessError(ModelError, RuntimeError):
     """Access to a sharded gradient through a parameter's `.grad`."""
 
 
+class LossScalingError(ModelError, RuntimeError):
+    """Backward of a loss that was not multiplied by the loss scale."""
+
+
 class DeviceMemoryError(WindlassError, RuntimeError):
     """Too little memory on the (emulated) device."""
 

@@ -135,6 +135,10 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
 def _word(mpu: Any, axis: str) -> str | None:
     """Return the unit's name for an axis, or None if it does not have the axis."""
     known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
+    if axis == "tp":
+        # DeepSpeed's parallel_state_sp gives its sequence-parallel methods a second name
+        sp = getattr(mpu, "get_sequence_parallel_world_size", None)
+        known = [name for name in known if sp is None or getattr(mpu, f"get_{name}_world_size") != sp]
     several = [name for name in known if _ask(mpu, name, "world_size") > 1]
     return several[0] if several and axis != "tp" else known[0] if known else None
 

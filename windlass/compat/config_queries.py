@@ -12,7 +12,6 @@ CONFIG_KEYS: dict[str, str] = {
     "gradient_predivide_factor": "gradient_predivide_factor",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "memory_breakdown": "memory_breakdown",
-    "log_level": "log_level",
     "dataloader_drop_last": "dataloader_drop_last",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "fp16_auto_cast": "fp16.auto_cast",

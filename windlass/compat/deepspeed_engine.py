@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -154,6 +154,12 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             self._add_optimizer_attributes(self._optimizer)
         elif self.zero_optimization_stage() == 3:
             self.optimizer = ParameterOffload(self)
+
+    def log_level(self) -> str | None:
+        """Return the configured level of the log, in the letters in which it was written."""
+        given = getattr(self, "config", None)
+        level: str | None = given.get("log_level") if isinstance(given, Mapping) else self._config.log_level
+        return level
 
     def _add_optimizer_attributes(self, optimizer: Any) -> None:
         """Add the attributes that DeepSpeed's optimizers have in addition to torch's."""

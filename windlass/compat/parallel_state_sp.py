@@ -9,6 +9,9 @@ import torch.distributed as dist
 from windlass.compat.ulysses_sp import SequenceParallelGroups
 
 __all__ = [
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
     "get_sequence_data_parallel_group",
     "get_sequence_data_parallel_rank",
     "get_sequence_data_parallel_world_size",
@@ -61,6 +64,12 @@ def get_sequence_data_parallel_world_size() -> int:
 def get_sequence_data_parallel_rank() -> int:
     """Return this rank's index among the ranks over which gradients are reduced."""
     return _current_groups().data.index
+
+
+# DeepSpeed's names for a model-parallel unit (mpu) without another dimension
+get_model_parallel_group = get_sequence_parallel_group
+get_model_parallel_rank = get_sequence_parallel_rank
+get_model_parallel_world_size = get_sequence_parallel_world_size
 
 
 def _groups_exist() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
+from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import ModelDirectory, build_empty
 
 ReadTensor = Callable[[str], Tensor]
@@ -80,7 +81,11 @@ class LayerGroup:
 
 @dataclass
 class CalibratedBlock:
-    """Block with its weights in memory, and the text's hidden states before it."""
+    """Block with its weights in memory, and the text's hidden states before it.
+
+    Attributes:
+        places: for each tensor of the files that is one of the block, its name in the model.
+    """
 
     prefix: str
     module: nn.Module
@@ -88,6 +93,12 @@ class CalibratedBlock:
     arguments: dict[str, Any]
     positional: tuple[Any, ...]
     group: RankGroup | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def layer(self, name: str) -> str:
+        """Return the name in the files of a layer of the block."""
+        whole = f"{self.prefix}.{name}"
+        return next((s.removesuffix(".weight") for s, one in self.places.items() if one == f"{whole}.weight"), whole)
 
     def run(self, hidden: Tensor) -> Tensor:
         """Return the hidden states after the block."""
@@ -184,12 +195,14 @@ class BlockCalibration:
     prefix: str = field(init=False)
     _hidden: list[Tensor] = field(init=False, default_factory=list)
     _log: _CallLog = field(init=False)
+    _names: CheckpointNames = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.batches or any(batch.shape != self.batches[0].shape for batch in self.batches):
             raise ModelError("calibration needs batches of token ids of one shape; give some text")
         self.model = build_empty(self.directory, trust_remote_code=self.trust_remote_code).eval()
         self.prefix = find_blocks(self.model)
+        self._names = CheckpointNames(self.model, self.directory.places)
         self._log = _CallLog()
 
     @property
@@ -201,11 +214,12 @@ class BlockCalibration:
     def start(self) -> None:
         """Compute the hidden states before the first block, and the other arguments of each block."""
         with torch.no_grad():
-            outside = {name for name in self.directory.places if not name.startswith(f"{self.prefix}.")}
+            names = self._names.source_of
+            outside = {name for name in names if not name.startswith(f"{self.prefix}.")}
             head = self._head_names()
             for name in sorted(outside - head):
                 if _has_parameter(self.model, name):
-                    _set(self.model, name, self.directory.read(name).float())
+                    _set(self.model, name, self.directory.read(names[name]).float())
             self._load_block(0, self.directory.read)
             self._record_calls()
             for name in outside:  # not needed again
@@ -213,11 +227,12 @@ class BlockCalibration:
                     _free(self.model, name)
 
     def block(self, number: int, read: ReadTensor) -> CalibratedBlock:
-        """Return a block with its weights in memory, of `read` by their names in the model."""
+        """Return a block with its weights in memory, of `read` by their names in the files."""
         self._load_block(number, read)
         positional, arguments = self._log.calls[number]
         prefix = f"{self.prefix}.{number}"
-        return CalibratedBlock(prefix, self.blocks[number], self._hidden, arguments, positional, self.group)
+        places = {source: name for source, name in self._names.renamed.items() if name.startswith(f"{prefix}.")}
+        return CalibratedBlock(prefix, self.blocks[number], self._hidden, arguments, positional, self.group, places)
 
     def advance(self, block: CalibratedBlock) -> None:
         """Replace the hidden states by those after the block, and free its weights."""
@@ -228,7 +243,11 @@ class BlockCalibration:
 
     def block_tensors(self, number: int) -> list[str]:
         """Return the names of the tensors of a block in the files."""
-        return [name for name in self.directory.places if name.startswith(f"{self.prefix}.{number}.")]
+        prefix = f"{self.prefix}.{number}."
+        found = {source for source, name in self._names.renamed.items() if name.startswith(prefix)}
+        for name, entry in self._names.converted.items():
+            found |= set(entry.sources) if name.startswith(prefix) else set()
+        return [source for source in self.directory.places if source in found]
 
     def _head_names(self) -> set[str]:
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
@@ -237,8 +256,13 @@ class BlockCalibration:
 
     def _load_block(self, number: int, read: ReadTensor) -> None:
         prefix = f"{self.prefix}.{number}."
-        for name in self.block_tensors(number):
-            _set(self.blocks[number], name.removeprefix(prefix), read(name).float())
+        for source, name in self._names.renamed.items():
+            if name.startswith(prefix):
+                _set(self.model, name, read(source).float())
+        for first, entry in self._names.converted.items():
+            if first.startswith(prefix):
+                for name, value in self._names.convert(entry, read).items():
+                    _set(self.model, name, value.float())
 
     def _record_calls(self) -> None:
         """Run the embeddings for all batches, and stand-ins of all blocks for the first."""

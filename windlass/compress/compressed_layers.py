@@ -7,6 +7,7 @@ whole weight is there when the forward runs, at every stage of ZeRO.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +16,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windlass.base.errors import ConfigError
-from windlass.compress.fake_rounding import round_straight_through, top_share
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.compress.fake_rounding import rounded_values, straight_through, top_share
+from windlass.compress.sharded_weight import ShardedWeight, find_sharded_weight, mark_scores
 
 _MOMENTUM = 0.95  # of a static range of inputs
 
 
-@dataclass
 class CompressionClock:
-    """Optimizer steps that were taken, which the techniques of all layers read."""
+    """Optimizer steps that were taken, which the techniques of all layers read.
 
-    step: int = 0
+    Attributes:
+        source: returns the steps of an engine; None: a loop without engine sets `step`.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self.source: Callable[[], int | None] | None = None
+
+    @property
+    def step(self) -> int:
+        found = self.source() if self.source is not None else None
+        return self._step if found is None else found
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step, self.source = value, None
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class WeightRounding:
     stochastic: bool = False
     offset: int = 0
     mixed_ratio: float = 0.0  # of the wide weight that is taken away in each step; 0: all at once
+    form: str | None = None  # weight format instead of bits and groups
 
     def bits(self, step: int) -> int:
         """Return the bits at a step."""
@@ -64,9 +82,12 @@ class Pruning:
     """Mask of a weight: `sparse` (elements), `row`, `channel` (outputs) or `head` (inputs of attention's output layer).
 
     Attributes:
-        method: l1 (the largest weights at the beginning) or topk (trained scores).
+        method: l1 (the largest weights at the beginning), topk (trained scores), or snip_momentum; see [Note: SNIP
+            scores].
         dense_ratio: share that stays.
         heads: number of heads, of `head`.
+        end, stride, block: of snip_momentum: step of the last change, steps between changes, outputs and inputs of the
+            blocks that are removed together.
     """
 
     kind: str
@@ -74,6 +95,9 @@ class Pruning:
     dense_ratio: float
     offset: int = 0
     heads: int = 0
+    end: int = 0
+    stride: int = 1
+    block: tuple[int, int] = (1, 1)
 
 
 @dataclass
@@ -85,6 +109,12 @@ class LayerCompression:
     weight: WeightRounding | None = None
     inputs: InputRounding | None = None
     prunings: dict[str, Pruning] = field(default_factory=dict)
+    sharded: ShardedWeight | None = None  # over tensor-parallel ranks
+    values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
+    products: Tensor | None = None  # of weight and gradient, in the backwards of a step
+    shift: Tensor | None = None  # added to the weight, to measure curvature
+    shifted_square: float = 0.0  # sum of squares of the weight that was shifted last
+    planned_bits: Callable[[], int] | None = None  # of the weight, instead of those of its schedule
 
 
 class CompressedLayer(nn.Module):
@@ -102,8 +132,30 @@ class CompressedLayer(nn.Module):
             weight = self._rounded(weight, rounding, clock)
         for pruning in self.compression.prunings.values():
             if clock >= pruning.offset:
-                weight = weight * self._spread(pruning, self.mask(pruning)).to(weight.dtype)
+                weight = weight * self._local(self._spread(pruning, self.mask(pruning))).to(weight.dtype)
+                if pruning.method == "snip_momentum" and clock <= max(pruning.offset, pruning.end):
+                    self._record_products(weight)
+        if self.compression.shift is not None:
+            self.compression.shifted_square = float(weight.detach().float().square().sum())
+            weight = weight + self.compression.shift.to(weight.dtype)
         return weight
+
+    def take_products(self) -> Tensor | None:
+        """Return the sum over backwards of weight times gradient since the last call."""
+        found, self.compression.products = self.compression.products, None
+        return found
+
+    def _record_products(self, used: Tensor) -> None:
+        if not (self.training and used.requires_grad):
+            return
+        own = self.weight
+
+        def add(grad: Tensor) -> None:
+            product = own.detach().float() * grad.float()
+            before = self.compression.products
+            self.compression.products = product if before is None else before + product
+
+        used.register_hook(add)
 
     def compressed_bias(self) -> Tensor | None:
         """Return the bias as the forward uses it: without pruned outputs."""
@@ -114,12 +166,12 @@ class CompressedLayer(nn.Module):
                 and pruning.kind in ("row", "channel")
                 and self.compression.clock.step >= pruning.offset
             ):
-                bias = bias * self.mask(pruning).flatten().to(bias.dtype)
+                bias = bias * self._local(self._spread(pruning, self.mask(pruning))).flatten().to(bias.dtype)
         return bias
 
     def mask(self, pruning: Pruning) -> Tensor:
         """Return the mask of a technique: of elements, outputs `[out]`, or heads `[heads]`."""
-        if pruning.method == "l1":
+        if pruning.method != "topk":
             return self.get_buffer(mask_name(pruning))
         return top_share(self.get_parameter(mask_name(pruning)), pruning.dense_ratio)
 
@@ -128,31 +180,54 @@ class CompressedLayer(nn.Module):
         rounding = self.compression.inputs
         if rounding is None or self.compression.clock.step < rounding.offset or not input.is_floating_point():
             return input
-        if not rounding.static:
-            rows = input.numel() // max(input.shape[-1], 1)
-            return round_straight_through(input, rounding.bits, max(rows, 1), symmetric=rounding.symmetric)
-        span = self.get_buffer("input_range")
-        if self.training:
-            with torch.no_grad():
-                seen = torch.stack(torch.aminmax(input.detach().float()))
+        sharded = self.compression.sharded
+        whole = sharded.gather(input, input.dim() - 1) if sharded is not None and sharded.dim == 1 else input.detach()
+        if rounding.static:
+            span = self.get_buffer("input_range")
+            if self.training:
+                seen = torch.stack(torch.aminmax(whole.float()))
                 fresh = bool((span == 0).all())
                 span.copy_(seen if fresh else _MOMENTUM * span + (1 - _MOMENTUM) * seen)
-        return _round_in_range(input, span, rounding)
+            rounded = _round_in_range(whole, span, rounding)
+        else:
+            rows = max(whole.numel() // max(whole.shape[-1], 1), 1)
+            rounded = rounded_values(whole, rounding.bits, rows, symmetric=rounding.symmetric)
+        if whole.shape != input.shape:
+            assert sharded is not None
+            rounded = sharded.local(rounded, input.dim() - 1)
+        return straight_through(input, rounded)
 
     def _rounded(self, weight: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
-        noise = None
-        if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
-            noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
-        rounded = round_straight_through(
-            weight, rounding.bits(clock), rounding.groups, symmetric=rounding.symmetric, noise=noise
-        )
+        sharded = self.compression.sharded
+        whole = weight.detach() if sharded is None else sharded.gather(weight, sharded.dim)
+        if rounding.form is not None:
+            assert self.compression.values is not None
+            rounded = self.compression.values(rounding.form, whole).to(weight.dtype)
+        else:
+            rounded = self._rounded_whole(whole, rounding, clock)
+        rounded = straight_through(weight, rounded if sharded is None else sharded.local(rounded, sharded.dim))
         wide = max(0.0, 1 - rounding.mixed_ratio * (clock - rounding.offset)) if rounding.mixed_ratio else 0.0
         return wide * weight + (1 - wide) * rounded if wide else rounded
 
+    def _rounded_whole(self, whole: Tensor, rounding: WeightRounding, clock: int) -> Tensor:
+        noise = None
+        if rounding.stochastic:  # equal on all ranks, and in a forward that is repeated
+            noise = torch.Generator().manual_seed(zlib.crc32(f"{self.compression.name} {clock}".encode()))
+        planned = self.compression.planned_bits
+        bits = rounding.bits(clock) if planned is None else planned()
+        return rounded_values(whole, bits, rounding.groups, symmetric=rounding.symmetric, noise=noise)
+
+    def _local(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a mask."""
+        sharded = self.compression.sharded
+        return whole if sharded is None else sharded.local(whole, sharded.dim)
+
     def _spread(self, pruning: Pruning, mask: Tensor) -> Tensor:
-        """Return a mask with the shape of the weight, up to broadcasting."""
+        """Return a mask with the shape of the whole weight, up to broadcasting."""
         if pruning.kind == "head":
-            return mask.flatten().repeat_interleave(self.weight.shape[1] // pruning.heads)
+            sharded = self.compression.sharded
+            inputs = sharded.size if sharded is not None and sharded.dim == 1 else self.weight.shape[1]
+            return mask.flatten().repeat_interleave(inputs // pruning.heads)[None]
         if pruning.kind == "sparse":
             return mask
         return mask.view(-1, *[1] * (self.weight.dim() - 1))
@@ -199,7 +274,7 @@ COMPRESSED: dict[type[nn.Module], type[CompressedLayer]] = {
 
 def mask_name(pruning: Pruning) -> str:
     """Return the name of the buffer or parameter of a mask."""
-    return f"{pruning.kind}_pruning_{'mask' if pruning.method == 'l1' else 'scores'}"
+    return f"{pruning.kind}_pruning_{'scores' if pruning.method == 'topk' else 'mask'}"
 
 
 def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
@@ -237,23 +312,36 @@ def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
         norms = norms.flatten(1).sum(1)
     if pruning.method == "l1":
         layer.register_buffer(mask_name(pruning), top_share(norms, pruning.dense_ratio) > 0)
+    elif pruning.method == "snip_momentum":
+        layer.register_buffer(mask_name(pruning), torch.ones_like(weight, dtype=torch.bool))
+        layer.register_buffer("sparse_pruning_momentum", torch.zeros_like(norms))
     else:  # scores begin with the mask of l1
         scores = norms / norms.mean().clamp(min=1e-12)
         layer.register_parameter(mask_name(pruning), nn.Parameter(scores.to(weight.dtype)))
     layer.compression.prunings[pruning.kind] = pruning
 
 
+def shard_compressed_layers(model: nn.Module, axis: MeshAxis) -> None:
+    """Connect compressed layers with the ranks that hold parts of their weights, once the model is partitioned and
+    before it is sharded in units. Collective over the axis."""
+    for module in model.modules():
+        if not isinstance(module, CompressedLayer):
+            continue
+        module.compression.sharded = find_sharded_weight(module.weight, axis)
+        for pruning in module.compression.prunings.values():
+            if pruning.method == "topk":
+                mark_scores(module.get_parameter(mask_name(pruning)), axis)
+
+
 def _round_in_range(input: Tensor, span: Tensor, rounding: InputRounding) -> Tensor:
     levels = 2**rounding.bits
-    with torch.no_grad():
-        low, high = span[0], span[1]
-        if rounding.symmetric:
-            scale = (2 * span.abs().max() / levels).clamp(min=1e-12)
-            rounded = (input.detach().float() / scale).round().clamp_(-levels / 2, levels / 2 - 1) * scale
-        else:
-            scale = ((high - low) / levels).clamp(min=1e-12)
-            zero = (low / scale).round() * scale
-            rounded = ((input.detach().float() - zero) / scale).round().clamp_(0, levels - 1) * scale + zero
-        change = rounded.to(input.dtype) - input.detach()
-    result: Tensor = input + change
+    low, high = span[0], span[1]
+    if rounding.symmetric:
+        scale = (2 * span.abs().max() / levels).clamp(min=1e-12)
+        rounded = (input.float() / scale).round().clamp_(-levels / 2, levels / 2 - 1) * scale
+    else:
+        scale = ((high - low) / levels).clamp(min=1e-12)
+        zero = (low / scale).round() * scale
+        rounded = ((input.float() - zero) / scale).round().clamp_(0, levels - 1) * scale + zero
+    result: Tensor = rounded.to(input.dtype)
     return result

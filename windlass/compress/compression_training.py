@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, WeightFormatError
 from windlass.compress.compressed_layers import (
     COMPRESSED,
     CompressedLayer,
@@ -21,12 +22,21 @@ from windlass.compress.compressed_layers import (
     add_pruning,
     replace_class,
 )
+from windlass.compress.format_rounding import format_values
 from windlass.compress.layer_reduction import copy_teacher_layers
-from windlass.config.compression_section import CompressionGroup, CompressionTraining
+from windlass.compress.snip_pruning import check_blocks, read_block_pattern, update_masks
+from windlass.config.compression_section import CompressionGroup, CompressionTraining, GroupParams
 from windlass.config.config_loading import load_config
 from windlass.config.config_refusals import find_section_refusals
+from windlass.kernels.weight_format import get_weight_format
 
 SECTION = "compression_training"
+_METHODS = {
+    "sparse": ("l1", "topk", "snip_momentum"),
+    "row": ("l1", "topk"),
+    "head": ("topk",),
+    "channel": ("l1", "topk"),
+}
 CLOCK = "_windlass_compression_clock"  # attribute of a model
 PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d,)}
 
@@ -65,6 +75,15 @@ def compression_clock(model: nn.Module) -> CompressionClock | None:
     a loop without one after each step."""
     found = model.__dict__.get(CLOCK)
     return found if isinstance(found, CompressionClock) else None
+
+
+def end_compression_step(model: nn.Module) -> None:
+    """Count an optimizer step of a loop without engine, and update the masks that follow gradients."""
+    clock = compression_clock(model)
+    if clock is None:
+        raise ConfigError("end_compression_step needs the model that init_compression prepared")
+    clock.step += 1
+    update_masks(model, clock.step)
 
 
 def needs_preparation(section: CompressionTraining) -> bool:
@@ -138,35 +157,55 @@ def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: 
     shared = section.weight_quantization.shared_parameters
     for group, where in enabled_groups(section.weight_quantization, "weight_quantization"):
         params = group.params
-        if params.target_bits is None:
-            raise ConfigError(f"{where}.params.target_bits is missing; write the bits of the weights")
-        start = params.start_bits or params.target_bits
-        if not 1 <= params.target_bits <= start <= 16:
-            raise ConfigError(
-                f"{where}.params has start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no "
-                "fewer bits at the start"
-            )
+        start, target = _read_bits(params, where)
         mixed = shared.fp16_mixed_quantize
         rounding = WeightRounding(
             start,
-            params.target_bits,
+            target,
             params.quantization_period,
             shared.quantize_groups,
             shared.quantization_type == "symmetric",
             shared.rounding == "stochastic",
             shared.schedule_offset,
             mixed.quantize_change_ratio if mixed.enabled else 0.0,
+            params.weight_format,
         )
         for layer in _prepared(model, group, tuple(COMPRESSED), where, clock):
             if layer.compression.weight is not None:
                 raise ConfigError(f"{where} names {layer.compression.name!r}, as another group does; leave one out")
-            if layer.weight.numel() % shared.quantize_groups:
+            if layer.weight.numel() % shared.quantize_groups and rounding.form is None:
                 raise ConfigError(
                     f"{SECTION}.weight_quantization.shared_parameters.quantize_groups is {shared.quantize_groups}, "
                     f"which does not divide the {layer.weight.numel()} weights of {layer.compression.name!r}; write a "
                     "divisor"
                 )
             layer.compression.weight = rounding
+            layer.compression.values = _values_in_format
+
+
+def _read_bits(params: GroupParams, where: str) -> tuple[int, int]:
+    """Return the bits of weights at the beginning and at the end."""
+    if params.weight_format is not None:
+        if params.target_bits is not None or params.start_bits is not None:
+            raise ConfigError(f"{where}.params has weight_format and bits; delete target_bits and start_bits")
+        try:
+            get_weight_format(params.weight_format)
+        except WeightFormatError as error:
+            raise ConfigError(f"{where}.params.weight_format: {error}") from error
+        return 16, 16
+    if params.target_bits is None:
+        raise ConfigError(f"{where}.params.target_bits is missing; write the bits of the weights")
+    start = params.start_bits or params.target_bits
+    if not 1 <= params.target_bits <= start <= 16:
+        raise ConfigError(
+            f"{where}.params has start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no "
+            "fewer bits at the start"
+        )
+    return start, params.target_bits
+
+
+def _values_in_format(name: str, weight: Tensor) -> Tensor:
+    return format_values(get_weight_format(name), weight)
 
 
 def _add_input_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
@@ -189,17 +228,28 @@ def _add_prunings(model: nn.Module, section: CompressionTraining, kind: str, clo
     technique = getattr(section, name)
     shared = technique.shared_parameters
     for group, where in enabled_groups(technique, name):
-        if shared.method not in (("topk",) if kind == "head" else ("l1", "topk")):
+        if shared.method not in _METHODS[kind]:
             raise ConfigError(
-                f"{SECTION}.{name}.shared_parameters.method is {shared.method!r}; write "
-                f"{'topk' if kind == 'head' else 'l1 or topk'}"
+                f"{SECTION}.{name}.shared_parameters.method is {shared.method!r}; write {' or '.join(_METHODS[kind])}"
             )
         ratio = group.params.dense_ratio
+        by_snip = shared.method == "snip_momentum"
+        if by_snip and ratio is None:
+            ratio = shared.dense_ratio
         if ratio is None or not 0 < ratio <= 1:
             raise ConfigError(
                 f"{where}.params.dense_ratio is {ratio}; write the share that stays, above 0 and at most 1"
             )
         heads = getattr(shared, "num_heads", None) or 0
         pruning = Pruning(kind, shared.method, ratio, shared.schedule_offset, heads)
+        if by_snip:
+            block = read_block_pattern(shared.block_pattern, f"{SECTION}.{name}.shared_parameters")
+            end, stride = shared.schedule_offset_end, shared.schedule_offset_stride
+            pruning = replace(pruning, end=end, stride=stride, block=block)
+        excluded = shared.excluded_modules if by_snip else ()
         for layer in _prepared(model, group, PRUNINGS[kind], where, clock):
+            if any(re.search(pattern, layer.compression.name) for pattern in excluded):
+                continue
+            if by_snip:
+                check_blocks(layer, pruning)
             add_pruning(layer, pruning)

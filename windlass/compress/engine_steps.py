@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from windlass.base.errors import ConfigError
 from windlass.compress.compression_training import compression_clock, needs_preparation
+from windlass.compress.distillation import attached_distillation
 from windlass.config.compression_section import CompressionTraining
+from windlass.config.distillation_section import DistillationConfig
 
 
 class CountsSteps(Protocol):
@@ -19,35 +21,47 @@ class CountsSteps(Protocol):
     def global_steps(self) -> int: ...
 
 
-def check_compression(model: nn.Module, section: CompressionTraining, tp: int, pp: int) -> None:
+def check_compression(model: nn.Module, section: CompressionTraining) -> None:
     """Check that a model is prepared for the techniques of its configuration.
 
     Raises:
-        ConfigError: it is not, or its matrices are distributed.
+        ConfigError: it is not.
     """
     if needs_preparation(section) and compression_clock(model) is None:
         raise ConfigError(
             "compression_training is enabled, but the model has no compressed layers; call init_compression(model, "
             "config) of windlass.compress.compression_training before initialize, or delete the section"
         )
-    if compression_clock(model) is not None and (tp > 1 or pp > 1):
+
+
+def check_distillation(model: nn.Module, section: DistillationConfig, pp: int, sp: int) -> None:
+    """Check that a model has the teacher that its configuration names, and that its forward sees whole sequences.
+
+    Raises:
+        ConfigError: it has none, or its layers or sequences are distributed.
+    """
+    attached = attached_distillation(model) is not None
+    if section.requested_key() is not None and not attached:
         raise ConfigError(
-            f"compression_training runs under ZeRO, not with tp {tp} and pp {pp}: a matrix is rounded as a whole; set "
-            "both to 1"
+            "the configuration has distillation, but the model has no teacher; call Distillation(teacher, ...)."
+            "attach(model) of windlass.compress.distillation before initialize, or delete the section"
+        )
+    if attached and (pp > 1 or sp > 1):
+        raise ConfigError(
+            f"distillation runs in one forward over whole sequences, not with pp {pp} and sp {sp}; set both to 1"
         )
 
 
 def follow_engine_steps(model: nn.Module, engine: CountsSteps) -> None:
-    """Set the steps of a prepared model from the engine before each forward, so that its schedules continue when a
-    checkpoint is loaded."""
+    """Let a prepared model read its steps from the engine, so that its schedules continue when a checkpoint is
+    loaded."""
     clock = compression_clock(model)
     if clock is None:
         return
     reference = weakref.ref(engine)
 
-    def set_step(module: nn.Module, inputs: Any) -> None:
+    def steps() -> int | None:
         found = reference()
-        if found is not None:
-            clock.step = found.global_steps
+        return None if found is None else found.global_steps
 
-    model.register_forward_pre_hook(set_step)
+    clock.source = steps

@@ -37,10 +37,21 @@ def round_straight_through(
             f"quantize_groups is {groups}, which does not divide the {values.numel()} elements of a tensor of shape "
             f"{tuple(values.shape)}; choose a divisor"
         )
+    return straight_through(values, rounded_values(values, bits, groups, symmetric=symmetric, noise=noise))
+
+
+def rounded_values(
+    values: Tensor, bits: int, groups: int, *, symmetric: bool = True, noise: torch.Generator | None = None
+) -> Tensor:
+    """Return what `round_straight_through` returns, without a gradient."""
     with torch.no_grad():
         wide = values.detach().float().reshape(groups, -1)
-        rounded = _round(wide, bits, symmetric, noise).view(values.shape).to(values.dtype)
-    return _StraightThrough.apply(values, rounded)  # type: ignore[no-any-return]
+        return _round(wide, bits, symmetric, noise).view(values.shape).to(values.dtype)
+
+
+def straight_through(source: Tensor, result: Tensor) -> Tensor:
+    """Return `result` with the gradient of the identity of `source`; see [Note: straight-through]."""
+    return _StraightThrough.apply(source, result)  # type: ignore[no-any-return]
 
 
 def _round(wide: Tensor, bits: int, symmetric: bool, noise: torch.Generator | None) -> Tensor:

@@ -36,7 +36,7 @@ def gptq_codes(
     order = torch.arange(columns)
     if activation_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
-    factor = _inverse_factor(hessian[order][:, order], damping)
+    factor = inverse_factor(hessian[order][:, order], damping)
     scale, zero = grid.spread(grid.scale, columns)[:, order], grid.spread(grid.zero, columns)[:, order]
     open_weight = weight[:, order].clone()
     codes = torch.empty_like(open_weight)
@@ -56,8 +56,8 @@ def gptq_codes(
     return grid, straight
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """Return the upper Cholesky factor of the inverse, float32.
+def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a sum of `x x^T` with a damped diagonal, float32.
 
     Raises:
         ModelError: no damping makes the matrix positive definite, so that it has values that are not finite.

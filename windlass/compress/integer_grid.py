@@ -103,7 +103,9 @@ def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -
     return IntegerGrid(form, 0, top, size, scale, zero)
 
 
-def clipped_grid(form: WeightFormat, weight: Tensor, importance: Tensor | None = None) -> IntegerGrid:
+def clipped_grid(
+    form: WeightFormat, weight: Tensor, importance: Tensor | None = None, *, stride: int = 1
+) -> IntegerGrid:
     """Return the grid with the part of each group's range that has the least squared error.
 
     Values outside of a smaller range are clamped to its ends, and those inside are rounded more finely.
@@ -111,11 +113,12 @@ def clipped_grid(form: WeightFormat, weight: Tensor, importance: Tensor | None =
     Args:
         weight: float32 `[rows, columns]`.
         importance: of each column, e.g. the diagonal of `H`; None: all columns alike. See [Note: layer error].
+        stride: try every so many candidates.
     """
     best = plain_grid(form, weight)
     least = _group_errors(best, weight, importance)
     clip = torch.ones_like(least)
-    for step in range(1, CLIP_STEPS):
+    for step in range(stride, CLIP_STEPS, stride):
         part = 1 - step * (1 - _LEAST_CLIP) / (CLIP_STEPS - 1)
         errors = _group_errors(plain_grid(form, weight, part), weight, importance)
         better = errors < least

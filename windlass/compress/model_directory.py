@@ -17,6 +17,7 @@ from windlass.base.atomic_file import write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
+from windlass.compress.pruned_config import PRUNING_ENTRY, apply_widths
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -123,10 +124,13 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     with _parameters_on_meta():
         try:
             if hasattr(source, "from_config"):
-                return source.from_config(config, trust_remote_code=trust_remote_code)
-            return source(config)
+                model = source.from_config(config, trust_remote_code=trust_remote_code)
+            else:
+                model = source(config)
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"transformers cannot build the model of {directory.path}: {error}") from error
+    apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
+    return model
 
 
 @contextmanager

@@ -11,12 +11,14 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
+from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
 from windlass.compress.partial_directory import WrittenTensors, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
 FILE_BYTES = 5 * 10**9
+WIDE_FORMATS = ("fp32", "bf16")  # a directory of these alone is an ordinary one
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", INDEX)
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
@@ -74,7 +76,8 @@ def write_packed_directory(
     Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
 
     Args:
-        formats: format of all linear layers, or a function from a layer's name to its format, or None to leave it wide.
+        formats: format of all linear layers, or a function from a layer's name in the files to its format, or None to
+            leave it wide.
         pack: another rounding than the format's own, with the same packed tensors.
         produce: source of all tensors, in place of `pack`.
         method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
@@ -97,7 +100,7 @@ def write_packed_directory(
     model = build_empty(directory, trust_remote_code=trust_remote_code)
     layers, kept = _choose(directory, model, formats, head)
     forms = _file_forms(directory, layers)
-    plan = {"layers": layers, "method": dict(method or {}), "source": _source_state(directory)}
+    plan = {"layers": layers, "method": dict(method or {}), "source": source_state(directory)}
     if group is not None:
         group.barrier()  # no rank finds the directory that this call writes
     if group is not None and group.index:
@@ -113,8 +116,10 @@ def write_packed_directory(
             partial.write(name, tensors)
             del tensors
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
-        config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
-        partial.finish(config, _companions(directory.path))
+        config = dict(directory.config)
+        if any(name not in WIDE_FORMATS for name in layers.values()):
+            config["quantization_config"] = describe_formats(layers, features, sorted(kept))
+        partial.finish(config, companion_files(directory.path))
     if group is not None:
         group.barrier()
     return _report(directory, layers, kept, forms)
@@ -123,16 +128,20 @@ def write_packed_directory(
 def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the format of each layer to be packed, and the reason for each other linear layer."""
+    """Return the format of each layer to be packed by its name in the files, and the reason for each other linear
+    layer."""
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, module in linear_layers(model).items():
-        is_head = module is output
+    sources = CheckpointNames(model, directory.places).source_of
+    for module_name, module in linear_layers(model).items():
+        source = sources.get(f"{module_name}.weight")
+        if source is None or not source.endswith(".weight"):
+            kept[module_name] = "it shares another tensor"
+            continue
+        name, is_head = source.removesuffix(".weight"), module is output
         chosen = formats(name) if callable(formats) else formats if head or not is_head else None
-        if f"{name}.weight" not in directory.places:
-            kept[name] = "it shares another tensor"
-        elif chosen is None:
+        if chosen is None:
             kept[name] = "the output head stays wide" if is_head else "no format was chosen"
         else:
             get_weight_format(chosen)
@@ -197,7 +206,7 @@ def name_tensors(layer: str, packed: PackedWeight) -> PackedWeight:
     return {f"{layer}.{part}": tensor for part, tensor in packed.items()}
 
 
-def _companions(source: Path) -> list[Path]:
+def companion_files(source: Path) -> list[Path]:
     """Return the small files of a model: tokenizer, generation settings, chat template."""
     return [
         path
@@ -206,10 +215,11 @@ def _companions(source: Path) -> list[Path]:
         and path.name != "config.json"
         and not path.name.startswith(".")
         and not path.name.endswith(_WEIGHTS)
+        and not path.name.startswith("compression.")  # reports of an earlier compression
     ]
 
 
-def _source_state(directory: ModelDirectory) -> dict[str, list[int]]:
+def source_state(directory: ModelDirectory) -> dict[str, list[int]]:
     """Return size and time of change of the files of weights, by which a later run knows the same model."""
     states = {path.name: path.stat() for path in {place.path for place in directory.places.values()}}
     return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}

@@ -11,18 +11,21 @@ from torch import nn
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
+from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
 from windlass.compress.model_directory import ModelDirectory, build_empty
-from windlass.compress.quantization_config import read_formats
+from windlass.compress.pruned_config import PRUNING_ENTRY
+from windlass.compress.quantization_config import read_formats, rounds_inputs
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
-_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_QUANTIZATION = "quantization_config"
 _UNUSED = ("input_scale", "input_zero_point", "weight_g_idx")
 
 
 def is_packed_directory(path: str | Path) -> bool:
-    """Return True if a path is a model's directory whose configuration says that its weights are quantized."""
+    """Return True if a path is a model's directory that `load_packed_model` loads: its weights are quantized, or it has
+    widths that transformers does not build ([Note: widths of pruned models])."""
     config = Path(path) / "config.json"
     if not config.is_file():
         return False
@@ -30,7 +33,7 @@ def is_packed_directory(path: str | Path) -> bool:
         found = parse_json(config.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and isinstance(found.get("quantization_config"), dict)
+    return isinstance(found, dict) and any(isinstance(found.get(key), dict) for key in (_QUANTIZATION, PRUNING_ENTRY))
 
 
 def load_packed_model(
@@ -40,7 +43,8 @@ def load_packed_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, in eval mode.
+    """Load the model of a directory that `write_packed_directory`, compressed-tensors, GPTQ or AWQ wrote, or a
+    pruned one that only windlass builds, in eval mode.
 
     Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file.
 
@@ -53,51 +57,88 @@ def load_packed_model(
     """
     directory = ModelDirectory(path)
     entry = directory.quantization
-    if entry is None:
+    if entry is None and PRUNING_ENTRY not in directory.config:
         raise ModelError(
             f"{path} is not quantized: its config.json has no quantization_config; load it with transformers"
         )
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
     used: set[str] = set()
-    if entry.get("quant_method") in ("gptq", "awq"):
+    packed: dict[str, tuple[str, PackedWeight]] = {}
+    if entry is None:
+        layers = []
+    elif entry.get("quant_method") in ("gptq", "awq"):
         for layer in find_packed_layers(directory):
             name, tensors, read = read_packed_layer(directory, layer, entry)
-            _place(model, directory, layer, name, tensors, dtype)
+            packed[layer] = name, tensors
             used |= read
     else:
         layers = sorted({name.rpartition(".")[0] for name in directory.places if name.endswith(".weight_scale")})
         for layer, name in read_formats(entry, layers).items():
             read = {f"{layer}.{part}" for part in get_weight_format(name).file_form(1, 1)}
-            tensors = {part.rpartition(".")[2]: directory.read(part) for part in sorted(read)}
-            _place(model, directory, layer, name, tensors, dtype)
+            packed[layer] = name, {part.rpartition(".")[2]: directory.read(part) for part in sorted(read)}
             used |= read | {f"{layer}.{part}" for part in _UNUSED}
-    _load_rest(model, directory, used, dtype)
+    weights = {f"{layer}.weight" for layer in packed}
+    names = CheckpointNames(model, (set(directory.places) - used) | weights)
+    unpacked: dict[str, torch.Tensor] = {}
+    inputs = entry is not None and rounds_inputs(entry)
+    for layer in list(packed):
+        name, tensors = packed.pop(layer)  # one layer is in memory twice, not all
+        module = names.module_of(layer)
+        if module is not None:
+            _place(model, directory, layer, module, name, tensors, dtype, inputs)
+            used |= {f"{layer}.weight", f"{layer}.bias"}
+        else:  # e.g. one expert of a matrix of all
+            unpacked[f"{layer}.weight"] = get_weight_format(name).unpack(_as_formed(tensors, name, layer))
+    if unpacked:
+        logger.warning(
+            "%s has %d packed layers that the model joins with others, as %s; these are held as floats",
+            directory.path,
+            len(unpacked),
+            min(unpacked),
+        )
+    _load_rest(model, directory, names, unpacked, used, dtype)
     loaded: nn.Module = model.eval()
     return loaded
 
 
 def _place(
-    model: nn.Module, directory: ModelDirectory, layer: str, name: str, tensors: PackedWeight, dtype: torch.dtype | None
+    model: nn.Module,
+    directory: ModelDirectory,
+    layer: str,
+    module: str,
+    name: str,
+    tensors: PackedWeight,
+    dtype: torch.dtype | None,
+    inputs: bool,
 ) -> None:
     """Put a packed layer instead of a linear one."""
     try:
-        linear = model.get_submodule(layer)
+        linear = model.get_submodule(module)
     except AttributeError as error:
         raise ModelError(f"{directory.path} has weights of a layer {layer!r} that the model lacks") from error
     if type(linear) is not nn.Linear:
         raise ModelError(f"layer {layer!r} of {directory.path} is packed, and the model's is a {type(linear).__name__}")
     form = get_weight_format(name)
-    for part, wanted in form.file_form(linear.out_features, linear.in_features).items():
-        if tensors[part].dtype != wanted.dtype and wanted.dtype.is_floating_point and wanted.dtype.itemsize > 1:
-            tensors[part] = _exact_cast(tensors[part], wanted.dtype, f"{layer}.{part}")
-        elif part == "weight_shape":
-            tensors[part] = tensors[part].to(torch.int64)
     has_bias = linear.bias is not None
     packed = PackedLinear(linear.in_features, linear.out_features, has_bias, weight_format=form)
-    packed.set_packed({part: tensors[part] for part in form.file_form(1, 1)})
+    packed.set_packed(_as_formed(tensors, name, layer))
+    packed.rounds_inputs = inputs and form.name.startswith("int8")
     if has_bias:
         packed.bias = nn.Parameter(_cast(directory.read(f"{layer}.bias"), dtype), requires_grad=False)
-    model.set_submodule(layer, packed)
+    model.set_submodule(module, packed)
+
+
+def _as_formed(tensors: PackedWeight, name: str, layer: str) -> PackedWeight:
+    """Return the tensors of a layer with the dtypes of its format."""
+    form = get_weight_format(name)
+    found = {}
+    for part, wanted in form.file_form(1, 1).items():
+        found[part] = tensors[part]
+        if tensors[part].dtype != wanted.dtype and wanted.dtype.is_floating_point and wanted.dtype.itemsize > 1:
+            found[part] = _exact_cast(tensors[part], wanted.dtype, f"{layer}.{part}")
+        elif part == "weight_shape":
+            found[part] = tensors[part].to(torch.int64)
+    return found
 
 
 def _exact_cast(scale: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -111,44 +152,57 @@ def _exact_cast(scale: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     return cast
 
 
-def _load_rest(model: nn.Module, directory: ModelDirectory, used: set[str], dtype: torch.dtype | None) -> None:
-    """Fill the parameters and buffers that are not packed."""
+def _load_rest(
+    model: nn.Module,
+    directory: ModelDirectory,
+    names: CheckpointNames,
+    unpacked: dict[str, torch.Tensor],
+    used: set[str],
+    dtype: torch.dtype | None,
+) -> None:
+    """Fill the parameters and buffers that are not packed, by the names of the model; see [Note: checkpoint names].
+
+    Args:
+        unpacked: values of packed layers that are no layers of the model, by their names in the files.
+    """
     packed = {id(p) for module in model.modules() if isinstance(module, PackedLinear) for p in module.parameters()}
     open_names = {name for name, parameter in model.named_parameters() if id(parameter) not in packed}
     buffers = dict(model.named_buffers())
-    unknown = []
-    for name in directory.places:
-        if name in used or name.endswith(".bias") and isinstance(_owner(model, name), PackedLinear):
-            continue
-        if name in open_names:
-            owner, _, leaf = name.rpartition(".")
-            wanted = model.get_parameter(name)
-            tensor = _cast(directory.read(name), dtype)
-            if tensor.shape != wanted.shape:
-                raise ModelError(
-                    f"tensor {name!r} of {directory.path} has shape {tuple(tensor.shape)}, not {tuple(wanted.shape)}"
-                )
-            model.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
-            open_names.discard(name)
-        elif name in buffers:
-            buffers[name].copy_(directory.read(name))
-        else:
-            unknown.append(name)
+
+    def read(source: str) -> torch.Tensor:
+        found = unpacked.pop(source, None)
+        return directory.read(source) if found is None else found
+
+    def fill(name: str, tensor: torch.Tensor, source: str) -> None:
+        if name in buffers:
+            buffers[name].copy_(tensor)
+        if name not in open_names:
+            return
+        wanted = model.get_parameter(name)
+        if tensor.shape != wanted.shape:
+            raise ModelError(
+                f"tensor {source!r} of {directory.path} has shape {tuple(tensor.shape)}, not {tuple(wanted.shape)}"
+            )
+        owner, _, leaf = name.rpartition(".")
+        value = nn.Parameter(_cast(tensor, dtype), requires_grad=False)
+        model.get_submodule(owner).register_parameter(leaf, value)
+        open_names.discard(name)
+
+    for source, name in names.renamed.items():
+        if source in unpacked or source not in used:
+            fill(name, read(source), source)
+    for entry in names.converted.values():
+        for name, tensor in names.convert(entry, read).items():
+            fill(name, tensor, entry.sources[0])
     tie: Any = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
     missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:
         raise ModelError(f"{directory.path} lacks {len(missing)} tensors of the model: {', '.join(missing[:4])}")
+    unknown = [source for source in names.unknown if source not in used]
     if unknown:
         logger.warning("%s has %d tensors that the model does not use: %s", directory.path, len(unknown), unknown[:4])
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return None
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

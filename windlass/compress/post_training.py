@@ -23,6 +23,7 @@ from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import PackedReport, name_tensors, pack_source, write_packed_directory
 from windlass.compress.partial_directory import WrittenTensors
 from windlass.compress.rotation import RotatedDirectory
+from windlass.compress.sparse_pruning import SPARSITY_METHODS, parse_pattern, sparsify
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
 Method = Literal["rtn", "gptq", "awq", "hqq"]
@@ -43,6 +44,9 @@ class RoundingOptions:
             nearest), gptq (input scales, then each error compensated by later columns).
         smooth: fold scales that take outliers out of the inputs, for int8 activations.
         rotate: rotate the hidden states by a Hadamard matrix, folded into the weights.
+        sparsity: weights that are removed before: a share of each row, or n:m; None: none. Formats then are those of
+            wide weights.
+        sparsity_method: magnitude, wanda or sparsegpt.
         activation_order: of gptq.
         input_scales: of gptq: search AWQ's scales before.
     """
@@ -50,12 +54,19 @@ class RoundingOptions:
     method: Method = "rtn"
     smooth: bool = False
     rotate: bool = False
+    sparsity: str | None = None
+    sparsity_method: str = "sparsegpt"
     activation_order: bool = True
     input_scales: bool = True
 
     @property
     def needs_text(self) -> bool:
-        return self.method in NEEDS_TEXT or self.smooth
+        return (
+            self.method in NEEDS_TEXT
+            or self.smooth
+            or self.sparsity is not None
+            and self.sparsity_method != "magnitude"
+        )
 
 
 @dataclass
@@ -124,16 +135,16 @@ class PostTraining:
                 self._fold(block, groups, layers, smooth=False)
             packed: dict[str, PackedWeight] = {}
             for group in groups:
-                names = [name for name in group.names if f"{block.prefix}.{name}" in layers]
+                names = [name for name in group.names if block.layer(name) in layers]
                 if not names:
                     continue
                 statistics = block.statistics(names[:1])[names[0]]
                 for place, name in enumerate(names):
-                    layer = f"{block.prefix}.{name}"
+                    layer = block.layer(name)
                     form = get_weight_format(layers[layer])
                     packed[layer] = self._round_shared(place, layer, block.linear(name), form, statistics)
             for name, module in block.module.named_modules():
-                layer = f"{block.prefix}.{name}"
+                layer = block.layer(name)
                 if layer in layers and layer not in packed:  # no token of the text reached it
                     assert isinstance(module, nn.Linear)
                     packed[layer] = self._round_alone(layer, module.weight, get_weight_format(layers[layer]))
@@ -159,7 +170,11 @@ class PostTraining:
         self, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
     ) -> PackedWeight:
         weight = linear.weight.detach()
-        if not is_integer_format(form):
+        if self.options.sparsity is not None:
+            pattern = parse_pattern(self.options.sparsity)
+            packed = form.pack(sparsify(weight, pattern, self.options.sparsity_method, statistics.hessian))
+            values = form.unpack(packed).float()
+        elif not is_integer_format(form):
             packed = form.pack(weight)
             values = form.unpack(packed).float()
         elif self.options.method == "gptq":
@@ -178,6 +193,9 @@ class PostTraining:
     def _round_alone(self, layer: str, weight: Tensor, form: WeightFormat) -> PackedWeight:
         """Pack a layer without its inputs."""
         self.results.append(LayerResult(layer, form.name, None))
+        if self.options.sparsity is not None:
+            # without inputs every method is the first one
+            return form.pack(sparsify(weight.float(), parse_pattern(self.options.sparsity), "magnitude"))
         if not is_integer_format(form):
             return form.pack(weight)
         form.pack(weight[:0])  # the format's checks of dtype and shape
@@ -197,8 +215,7 @@ class PostTraining:
         for group in groups:
             producer = _producer(block.module, group)
             consumers = [block.linear(name) for name in group.names]
-            forms = [get_weight_format(layers[layer]) for layer in (f"{block.prefix}.{name}" for name in group.names)
-                     if layer in layers]  # fmt: skip
+            forms = [get_weight_format(layers[layer]) for layer in map(block.layer, group.names) if layer in layers]
             if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
             statistics = block.statistics(group.names[:1])[group.names[0]]
@@ -227,7 +244,9 @@ class PostTraining:
         layer = name.removesuffix(".weight")
         if layer in packed and layer != name:
             return name_tensors(layer, packed[layer])
-        inner, place = name.removeprefix(f"{block.prefix}."), self.directory.places[name]
+        if name not in block.places:  # a part of a tensor of the model, which no method changes
+            return {name: self.directory.read(name)}
+        inner, place = block.places[name].removeprefix(f"{block.prefix}."), self.directory.places[name]
         owner, _, leaf = inner.rpartition(".")
         module = block.module.get_submodule(owner)
         value: Tensor | None = module._buffers[leaf] if leaf in module._buffers else module._parameters[leaf]
@@ -310,8 +329,19 @@ def compress_directory(
     chosen = options or RoundingOptions()
     if chosen.method not in METHODS:
         raise ConfigError(f"method is {chosen.method!r}; write one of {', '.join(METHODS)}")
+    if chosen.sparsity is not None:
+        parse_pattern(chosen.sparsity)
+        if chosen.sparsity_method not in SPARSITY_METHODS or chosen.method != "rtn" or chosen.smooth:
+            raise ConfigError(
+                f"sparsity_method is {chosen.sparsity_method!r} with method {chosen.method!r}; it is one of "
+                f"{', '.join(SPARSITY_METHODS)}, of wide weights: round the result in a second run"
+            )
     if chosen.needs_text and not batches:
         what = f"method {chosen.method}" if chosen.method in NEEDS_TEXT else "smoothing of int8 activations"
+        if chosen.sparsity is not None:
+            raise ConfigError(
+                f"sparsity_method {chosen.sparsity_method} needs a calibration text; give some, or use magnitude"
+            )
         raise ConfigError(f"{what} needs a calibration text; give some, or use method hqq or rtn")
     directory = ModelDirectory(source)
     if chosen.rotate:

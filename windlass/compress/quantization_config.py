@@ -79,6 +79,17 @@ def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
     return formats
 
 
+def rounds_inputs(entry: Mapping[str, Any]) -> bool:
+    """Return True if the entry rounds the inputs of 8-bit layers to int8 (W8A8).
+
+    Args:
+        entry: `quantization_config`.
+    """
+    groups = entry.get("config_groups")
+    found = [one.get("input_activations") for one in groups.values()] if isinstance(groups, Mapping) else []
+    return any(isinstance(one, Mapping) and one.get("num_bits") == 8 and one.get("type") == "int" for one in found)
+
+
 def _group_of(name: str) -> int | None:
     form = get_weight_format(name)
     return form.group if isinstance(form, CodedWeightFormat) else None

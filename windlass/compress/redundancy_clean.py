@@ -20,6 +20,7 @@ from windlass.compress.compression_training import (
     find_layers,
     read_compression_training,
 )
+from windlass.compress.snip_pruning import MOMENTUM_BUFFER
 from windlass.config.compression_section import CompressionTraining
 
 
@@ -60,7 +61,10 @@ def _last_offset(section: CompressionTraining) -> int:
     for name in ("weight_quantization", "activation_quantization", *(f"{kind}_pruning" for kind in PRUNINGS)):
         technique = getattr(section, name)
         if technique.shared_parameters.enabled:
-            last = max(last, technique.shared_parameters.schedule_offset)
+            shared = technique.shared_parameters
+            last = max(last, shared.schedule_offset)
+            if getattr(shared, "method", "") == "snip_momentum":
+                last = max(last, shared.schedule_offset_end)
     for group in section.weight_quantization.different_groups.values():
         falls = (group.params.start_bits or 0) - (group.params.target_bits or 0)
         shared = section.weight_quantization.shared_parameters
@@ -77,6 +81,7 @@ def _compressed_layers(model: nn.Module) -> list[tuple[str, CompressedLayer]]:
 def _make_plain(layer: CompressedLayer) -> None:
     for pruning in layer.compression.prunings.values():
         delattr(layer, mask_name(pruning))
+        layer._buffers.pop(MOMENTUM_BUFFER, None)
     if "input_range" in layer._buffers:
         del layer._buffers["input_range"]
     plain = next(kind for kind, compressed in COMPRESSED.items() if isinstance(layer, compressed))

@@ -1,9 +1,11 @@
-"""Rotation of the hidden states of a model, folded into its weights (QuaRot's first rotation).
+"""Rotations of the hidden states and of the values of each head, folded into the weights (QuaRot's first two).
 
 [Note: rotated hidden states] An RMS norm without weight commutes with an orthogonal `R`. So the weight of each norm is
 multiplied into the layers that read it, embeddings and layers that write hidden states are rotated, `W_out <- R^T
 W_out`, and layers that read them rotate back, `W_in <- W_in R`. The function stays the same; outliers of single
-features are spread over all of them (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456).
+features are spread over all of them (Ashkboos et al. 2024, https://arxiv.org/abs/2404.00456). Attention adds up the
+values of positions, which commutes with a rotation `S` of the features of a head: the values become `S^T v`, and the
+columns of the output layer that read a head `W S`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ class RotatedDirectory(ModelDirectory):
         if _HEAD not in self.places:
             self.config["tie_word_embeddings"] = False
             self.places[_HEAD] = replace(source.places[_EMBEDDING])
-        self._rotation = random_hadamard(source.places[_EMBEDDING].shape[1], seed)
+        hidden = source.places[_EMBEDDING].shape[1]
+        self._rotation = random_hadamard(hidden, seed)
+        size = source.config.get("head_dim") or hidden // source.config["num_attention_heads"]
+        self._head_rotation = random_hadamard(int(size), seed + 1)
 
     def read(self, name: str) -> Tensor:
         """Return a rotated tensor in its dtype in the file.
@@ -81,10 +86,22 @@ class RotatedDirectory(ModelDirectory):
             return torch.ones_like(tensor)
         if leaf in _READERS and part == "weight":
             norm = self._source.read(f"{prefix}.{_READERS[leaf]}.weight").double()
-            return (tensor.double() * norm @ rotation).float()
+            wide = tensor.double() * norm @ rotation
+            return (self._rotate_heads(wide.t()).t() if leaf == "v_proj" else wide).float()
+        if leaf == "v_proj" and part == "bias":
+            return self._rotate_heads(tensor.double()[None])[0].float()
+        if leaf in _WRITERS and part == "weight":
+            wide = tensor.double()
+            return (rotation.t() @ (self._rotate_heads(wide) if leaf == "o_proj" else wide)).float()
         if leaf in _WRITERS:
-            return (rotation.t() @ tensor.double()).float()
+            return (tensor.double() @ rotation).float()
         return tensor
+
+    def _rotate_heads(self, rows: Tensor) -> Tensor:
+        """Return rows of the features of heads, `[rows, heads * size]`, with each head rotated."""
+        size = len(self._head_rotation)
+        rotated: Tensor = rows.unflatten(1, (-1, size)) @ self._head_rotation
+        return rotated.flatten(1)
 
 
 def random_hadamard(size: int, seed: int = 0) -> Tensor:

@@ -7,8 +7,6 @@ from typing import Any, Literal
 from windlass.config.config_section import ConfigSection, Count, Float, Int, Names, Positive
 from windlass.config.key_status import accepted, honoured, refused
 
-_SNIP = "belongs to the method snip_momentum, which is not built; use l1 or topk, and delete the key"
-
 
 class LayerReduction(ConfigSection):
     """Distillation to a student with fewer layers."""
@@ -86,11 +84,19 @@ class PruningShared(CompressionSharedParams):
 class SparsePruningShared(PruningShared):
     """Common options of sparse pruning."""
 
-    schedule_offset_end: Count = refused(1000, _SNIP)
-    schedule_offset_stride: Positive = refused(1, _SNIP)
-    block_pattern: str = refused("4x1", _SNIP)
-    dense_ratio: Float = refused(0.1, _SNIP)
-    excluded_modules: Names = refused(list, _SNIP)
+    method: str = honoured("l1")
+    """`l1`: keep the largest weights of the beginning; `topk`: scores that are trained; `snip_momentum`: products of
+    weights and gradients, which prune further at each step of the schedule. The keys below are read with it alone."""
+    schedule_offset_end: Count = honoured(1000)
+    """Optimizer step of the last change of the mask."""
+    schedule_offset_stride: Positive = honoured(1)
+    """Optimizer steps between changes."""
+    block_pattern: str = honoured("4x1")
+    """Outputs x inputs of a block of weights that are removed together."""
+    dense_ratio: Float = honoured(0.1)
+    """Share of blocks that stays at the end, where a group names none."""
+    excluded_modules: Names = honoured(list)
+    """Regular expressions for names of layers that are not pruned."""
 
 
 class HeadPruningShared(PruningShared):
@@ -109,6 +115,9 @@ class GroupParams(ConfigSection):
     """Bits of weights at the beginning; those at the end by default."""
     target_bits: Positive | None = honoured(None)
     """Bits of weights at the end: 1, 2 (ternary), or 3 to 16."""
+    weight_format: str | None = honoured(None, windlass_only=True)
+    """Weight format, e.g. `int2_g64`, `ternary` or `binary`, instead of `target_bits` and `quantize_groups`: weights
+    are rounded as `pack_trained_layers` packs them."""
     quantization_period: Positive = honoured(1)
     """Steps with `start_bits`; each further bit takes twice as many steps as the one before."""
     bits: Positive | None = honoured(None)
@@ -219,16 +228,22 @@ class WeightQuantization(ConfigSection):
 
 
 class Eigenvalue(ConfigSection):
-    """Curvature estimates that control quantization."""
+    """Curvature of blocks, which decides how long each keeps its bits in `quantize_training`."""
 
-    refusal = "not yet built: eigenvalue estimation; write false"
     enable_key = "enabled"
 
-    enabled: bool = refused(False, "")
-    verbose: bool = refused(False, "")
-    max_iter: Positive = refused(100, "")
-    tol: Float = refused(0.01, "")
-    stability: Float = refused(1e-6, "")
-    gas_boundary_resolution: Positive = refused(1, "")
-    layer_name: str = refused("bert.encoder.layer", "")
-    layer_num: Count = refused(0, "")
+    enabled: bool = honoured(False)
+    """Measure the largest eigenvalue of each block's Hessian."""
+    verbose: bool = accepted(False, "nothing is logged for each block")
+    max_iter: Positive = honoured(100)
+    """Iterations of an eigenvalue, at most, each with two forwards and backwards."""
+    tol: Float = honoured(0.01)
+    """Relative change that ends the iteration."""
+    stability: Float = honoured(1e-6)
+    """Number that is added to a norm that divides."""
+    gas_boundary_resolution: Positive = honoured(1)
+    """Steps at whose multiples bits may fall."""
+    layer_name: str = honoured("bert.encoder.layer")
+    """Name of the list of blocks."""
+    layer_num: Count = honoured(0)
+    """Number of blocks; 0: all of the list."""

@@ -44,18 +44,6 @@ class MsAmp(ConfigSection):
     enabled: bool = refused(False, "")
 
 
-class QuantizeTraining(ConfigSection):
-    """Mixture of quantization. The section's presence enables it, unless `enabled` is false."""
-
-    model_config = ConfigDict(extra="allow")
-    refusal = "not yet built: quantization while training; delete the section"
-
-    enabled: bool = refused(True, "")
-
-    def requested_key(self) -> str | None:
-        return "enabled" if self.enabled else None
-
-
 class InferenceInTrainingConfig(ConfigSection):
     """Inference options that transformers reads from a training configuration."""
 

@@ -27,6 +27,7 @@ from windlass.config.config_problems import ConfigRefusal, numbered_list
 from windlass.config.config_refusals import find_refusals
 from windlass.config.config_section import NUMBER, ConfigSection, Count, DtypeName, Int, Positive
 from windlass.config.data_sections import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from windlass.config.distillation_section import DistillationConfig
 from windlass.config.elastic_batch import solve_elastic_batch
 from windlass.config.elasticity_section import Elasticity
 from windlass.config.expert_parallel_section import ExpertParallel
@@ -38,7 +39,8 @@ from windlass.config.optimizer_section import OptimizerConfig
 from windlass.config.parallel_section import ParallelConfig
 from windlass.config.pipeline_section import PipelineConfig
 from windlass.config.precision_section import Bf16, DataTypes, DtypeTable, Fp16, TorchAutocast
-from windlass.config.retired_sections import Amp, InferenceInTrainingConfig, MsAmp, Nebula, QuantizeTraining
+from windlass.config.quantize_training_section import QuantizeTraining
+from windlass.config.retired_sections import Amp, InferenceInTrainingConfig, MsAmp, Nebula
 from windlass.config.scheduler_section import SchedulerConfig
 from windlass.config.sparse_attention_section import SparseAttention
 from windlass.config.tensor_parallel_section import TensorParallelConfig, merge_tensor_tables
@@ -173,8 +175,12 @@ class Config(ConfigSection):
     """Generation during training."""
     weight_quantization: WeightQuantization = refused(WeightQuantization, "")
     compression_training: CompressionTraining = refused(CompressionTraining, "")
-    eigenvalue: Eigenvalue = refused(Eigenvalue, "")
-    quantize_training: QuantizeTraining | None = refused(None, "")
+    distillation: DistillationConfig = honoured(DistillationConfig, windlass_only=True)
+    """Training against the outputs of a teacher."""
+    eigenvalue: Eigenvalue = honoured(Eigenvalue)
+    """Curvature of blocks, for `quantize_training`."""
+    quantize_training: QuantizeTraining | None = honoured(None)
+    """Bits of weights that fall while the model is trained (MoQ)."""
     data_efficiency: DataEfficiency = refused(DataEfficiency, "")
     curriculum_learning: CurriculumLearning = refused(CurriculumLearning, "")
     progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")

@@ -13,7 +13,7 @@ from torch import nn
 from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
 from windlass.base.collective_activity import activity
 from windlass.base.dtypes import is_castable, parse_dtype
-from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
+from windlass.base.errors import ConfigError, LossError, LossScalingError, ModelError, StorageError
 from windlass.base.garbage_collection import suspend_garbage_collection
 from windlass.base.log import logger
 from windlass.base.model_updates import note_update
@@ -529,9 +529,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def _observe_gradient(self, unit: Any, index: int, gradient: torch.Tensor) -> None:
         if not self._loss_is_scaled and self._scaler.scale != 1.0 and Engine._scaling_engine is None:
-            raise ModelError(
-                f"loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}: the loss is not scaled. "
-                "Call engine.backward(loss), or engine.scale(loss).backward()"
+            raise LossScalingError(
+                f"Loss scaling is required: loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}. "
+                "The loss is not scaled: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._nonfinite_locator.record(unit, index, gradient)
 

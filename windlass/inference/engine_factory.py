@@ -17,6 +17,8 @@ from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
+from windlass.inference.own_cache_runner import OwnCacheModelRunner
+from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.rank_worker import RankWorker
 from windlass.inference.runner_factory import make_runner, measure_step_cost
@@ -89,8 +91,6 @@ def make_rank_engine(
     """
     if ranks is None and options.num_ranks > 1:
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
-    if ranks is not None and options.lora:
-        raise ConfigError("adapters apply to whole models, and tp, ep or pp shards them; merge the adapter first")
     with nullcontext() if ranks is None else ranks.guard():
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 
@@ -135,7 +135,8 @@ def _build(
         )
     longest = options.max_model_len or window
     runner = make_runner(module, options, window, owned=owns, ranks=ranks, streamed=streamed)
-    if ranks is None:
+    if ranks is None or ranks.pipeline is None:
+        assert isinstance(runner, (PagedModelRunner, OwnCacheModelRunner))
         runner.lora = _load_adapters(module, runner, options)
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:

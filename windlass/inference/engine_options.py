@@ -96,7 +96,7 @@ class EngineOptions:
         weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None: as
             they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
         activations: inputs of packed layers: `float`, `int8` (rounded for each token and 128 features), or `auto`,
-            which is `int8` for weights of less than 8 bits.
+            which is `int8` for weights of less than 8 bits, and for 8 bits where the directory asks for it (W8A8).
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
@@ -161,11 +161,8 @@ class EngineOptions:
             raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a positive number")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
-        if self.lora and self.num_ranks > 1:
-            raise ConfigError(
-                f"lora is served by one rank alone, and tp x ep x pp is {self.num_ranks}; merge the adapter, or set "
-                "all three to 1"
-            )
+        if self.lora and self.pp > 1:
+            raise ConfigError(f"lora is served without stages, and pp is {self.pp}; merge the adapter, or set tp alone")
         self._check_weights_tier()
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")

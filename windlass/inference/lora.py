@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError, RequestError
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.inference.lora_files import LowRankWeight, read_lora
+from windlass.inference.lora_shards import LayerShard, find_layer_shard
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import can_pack
 from windlass.inference.step_batch import StepBatch
@@ -31,13 +33,15 @@ _PROBE_TOKENS, _PROBE_ROWS = 7, 2
 
 
 class LoraLayer:
-    """Product with the two matrices of one layer.
+    """Product with the two matrices of one layer, or with this rank's part of them.
 
     Args:
+        axis: ranks over which `x @ a.T` is summed; None: this rank has all input features.
         packs: use packed products, whose rows do not depend on one another (see [Note: batch-invariant products]).
     """
 
-    def __init__(self, weight: LowRankWeight, device: torch.device, *, packs: bool) -> None:
+    def __init__(self, weight: LowRankWeight, device: torch.device, axis: MeshAxis | None, *, packs: bool) -> None:
+        self._axis = axis
         self._products: list[Callable[[torch.Tensor], torch.Tensor]] = [
             _packed_product(side) if packs else _plain_product(side.to(device)) for side in (weight.a, weight.b)
         ]
@@ -45,7 +49,10 @@ class LoraLayer:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the change `[rows, out_features]` for `x` `[rows, in_features]`, float32."""
         down, up = self._products
-        return up(down(x.float()))
+        low = down(x.float())
+        if self._axis is not None:
+            self._axis.all_reduce(low)
+        return up(low)
 
 
 def _packed_product(matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -88,16 +95,27 @@ class LoraAdapters:
             ModelError: it cannot be read, or does not fit the model. Nothing has changed.
             RequestError: an adapter of this name is loaded.
         """
+        self.add_weights(name, self.read(name, directory))
+
+    def read(self, name: str, directory: str | Path) -> dict[str, LowRankWeight]:
+        """Read an adapter without adding it. Raises as `add`."""
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of an adapter is {name!r}; write a non-empty text", parameter="lora_name")
         if name in self._adapters:
             raise RequestError(f"an adapter {name!r} is loaded already; remove it first", parameter="lora_name")
-        weights = read_lora(name, directory)
-        for path, weight in weights.items():
-            self._check(name, path, weight)
+        return read_lora(name, directory)
+
+    def add_weights(self, name: str, weights: Mapping[str, LowRankWeight]) -> None:
+        """Add an adapter that was read. Collective over the ranks of a sharded model, on which it raises alike.
+
+        Raises:
+            ModelError: it does not fit the model. Nothing has changed.
+        """
+        shards = {path: self._find_shard(name, path, weight) for path, weight in weights.items()}
         self._check_rows(name, weights)
         self._adapters[name] = {
-            path: LoraLayer(weight, self._device, packs=self._packs) for path, weight in weights.items()
+            path: LoraLayer(shard.part_of(weights[path]), self._device, shard.axis, packs=self._packs)
+            for path, shard in shards.items()
         }
         # another adapter under the same name has other keys and values
         self._salts[name] = hashlib.blake2b(f"{next(self._serials)}/{name}".encode(), digest_size=16).digest()
@@ -195,21 +213,23 @@ class LoraAdapters:
             return self._logits  # the output head computes the rows of the wanted logits alone
         raise ModelError(f"{path} computed {rows} of {tokens} tokens; adapters of such layers are not served")
 
-    def _check(self, name: str, path: str, weight: LowRankWeight) -> None:
+    def _find_shard(self, name: str, path: str, weight: LowRankWeight) -> LayerShard:
+        """Return this rank's part of a target layer."""
         module = self._modules.get(path)
-        sizes = None if module is None else _features(module)
+        shard = None if module is None else find_layer_shard(path, module)
         kind = type(self._model).__name__
-        if sizes is None:
+        if shard is None:
             found = "has no such module" if module is None else f"has a {type(module).__name__} there"
             raise ModelError(
                 f"adapter {name!r} changes {path}, and {kind} {found}; adapters of linear layers are served"
             )
-        given = (weight.a.shape[1], weight.b.shape[0])
+        given, sizes = (weight.a.shape[1], weight.b.shape[0]), (shard.in_features, shard.out_features)
         if sizes != given:
             raise ModelError(
                 f"adapter {name!r} changes {path} from {given[0]} to {given[1]} features, and the layer of {kind} has "
                 f"{sizes[0]} and {sizes[1]}; it was trained for another model"
             )
+        return shard
 
     def _check_rows(self, name: str, paths: Any) -> None:
         """Run a few tokens to check that each target layer computes all of them."""
@@ -243,12 +263,3 @@ def _rows_of(owner: torch.Tensor, numbers: Sequence[int], device: torch.device) 
     if last - first + 1 == len(rows):
         return slice(first, last + 1)
     return rows.to(device)
-
-
-def _features(module: Any) -> tuple[int, int] | None:
-    """Return the input and output features of a linear layer, or None."""
-    if isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int):
-        return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        return module.nx, module.nf
-    return None

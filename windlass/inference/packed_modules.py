@@ -30,6 +30,7 @@ from windlass.kernels.packed_gemm import (
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.panel_memory import share_parameters
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
+from windlass.parallel.placement import get_placement, has_placement, set_placement
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
 
@@ -154,7 +155,7 @@ def pack_modules(
         weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
             format.
         activations: "int8" rounds inputs to int8 where the format allows that, "float" does not, "auto" does so for
-            integers of less than 8 bits, whose own rounding is coarser by far.
+            integers of less than 8 bits, whose own rounding is coarser by far, and for layers whose files ask for it.
         frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
             replaced.
     """
@@ -173,8 +174,11 @@ def free_weights(modules: Sequence[nn.Module]) -> None:
     """Leave parameters without memory instead of packed weights."""
     for module in modules:
         for name in [name for name, _ in module.named_parameters() if name != "bias"]:
-            weight = module.get_parameter(name).detach()
-            module.register_parameter(name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+            weight = module.get_parameter(name)
+            freed = nn.Parameter(torch.empty_like(weight.detach(), device="meta"), requires_grad=False)
+            if has_placement(weight):
+                set_placement(freed, get_placement(weight))
+            module.register_parameter(name, freed)
 
 
 def pack_group(modules: list[nn.Module], weight_format: str | None, activations: str = "auto") -> LinearGroup:
@@ -184,7 +188,8 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
     if packed:
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
-        panels = pack_panels(tensors, form, quantize_inputs=_quantizes(form, activations))
+        stated = all(module.rounds_inputs for module in packed)
+        panels = pack_panels(tensors, form, quantize_inputs=_quantizes(form, activations, stated))
     else:
         weights = [_matrix(module) for module in modules]
         form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
@@ -203,9 +208,14 @@ def join_biases(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Ten
     )
 
 
-def _quantizes(form: WeightFormat, activations: str) -> bool:
+def _quantizes(form: WeightFormat, activations: str, stated: bool = False) -> bool:
+    """Return True if inputs are rounded.
+
+    Args:
+        stated: the files of the layers ask for it.
+    """
     if activations == "auto":
-        return isinstance(form, CodedWeightFormat) and form.bits < 8
+        return stated and can_quantize_inputs(form) or isinstance(form, CodedWeightFormat) and form.bits < 8
     return activations == "int8" and can_quantize_inputs(form)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from windlass.base.errors import CommunicationError
+from windlass.base.errors import CommunicationError, ModelError
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.rank_channel import RankChannel, RankCommand
 from windlass.inference.step_batch import ModelRunner
 
@@ -72,6 +74,11 @@ class RankWorker:
     def _call(self, method: Any, arguments: tuple[Any, ...]) -> None:
         if callable(method):
             method(self._runner.model, *arguments)
+        elif method == "add_adapter":
+            with contextlib.suppress(ModelError):  # raised on all ranks alike; the leader reports it
+                self._adapters().add_weights(*arguments)
+        elif method == "remove_adapter":
+            self._adapters().remove(*arguments)
         elif method == "save_blocks":
             self._channel.gather(self._runner.save_blocks(*arguments))
         elif method == "restore_blocks":
@@ -80,3 +87,7 @@ class RankWorker:
             self._runner.restore_blocks(blocks, saved[first : first + counts[self._channel.index]])
         else:
             getattr(self._runner, method)(*arguments)
+
+    def _adapters(self) -> LoraAdapters:
+        assert isinstance(self._runner.lora, LoraAdapters)  # those of this rank
+        return self._runner.lora

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.rank_channel import RankChannel, RankCommand, portable_error
+from windlass.inference.sharded_lora import ShardedLoraAdapters
 from windlass.inference.step_batch import ModelRunner, SavedBlocks, StepBatch
 
 T = TypeVar("T")
@@ -36,7 +38,8 @@ class ShardedRunner:
         self._started: deque[StepBatch] = deque()
         self._saved_counts: list[int] = []  # tensors of each rank in the result of `save_blocks`
         self.computes_drafts = runner.computes_drafts
-        self.lora = runner.lora
+        adapters = runner.lora
+        self.lora = ShardedLoraAdapters(adapters, channel) if isinstance(adapters, LoraAdapters) else None
         self.description = f"{runner.description}, on {channel.size} ranks"
 
     @property

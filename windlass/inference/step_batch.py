@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from windlass.inference.lora import LoraAdapters
 
 
 @dataclass
@@ -68,6 +66,29 @@ SavedBlocks = list[torch.Tensor]
 """Content of some blocks, for each tensor of the KV cache."""
 
 
+class AdapterStore(Protocol):
+    """LoRA adapters of a model by name."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def add(self, name: str, directory: str | Path) -> None:
+        """Load an adapter of peft."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        ...
+
+    def check_name(self, name: str) -> None:
+        """Raise a RequestError if there is no adapter of this name."""
+        ...
+
+    def cache_salt(self, name: str) -> bytes:
+        """Return bytes that separate the prefix cache of this adapter from those of others."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Forward of a model over batches of sequences.
 
@@ -91,11 +112,13 @@ class ModelRunner(Protocol):
     num_blocks: int
     block_nbytes: int
     computes_drafts: bool
-    lora: LoraAdapters | None
     can_repeat: bool
 
     @property
     def is_asynchronous(self) -> bool: ...
+
+    @property
+    def lora(self) -> AdapterStore | None: ...
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""

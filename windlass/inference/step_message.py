@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from windlass.inference.step_batch import StepBatch
 
 
 def encode_batch(batch: StepBatch) -> torch.Tensor:
-    """Return a batch as int64 `[numbers]`: four sizes, then its tensors one after the other. Adapters are left out."""
+    """Return a batch as int64 `[numbers]`: five sizes, then its tensors one after the other, and the bytes of the
+    adapters' names in JSON, if there are any.
+    """
     sequences, width = batch.block_table.shape
-    sizes = torch.tensor([batch.num_tokens, sequences, width, len(batch.logit_rows)])
+    names = json.dumps(batch.adapters).encode() if any(batch.adapters) else b""
+    sizes = torch.tensor([batch.num_tokens, sequences, width, len(batch.logit_rows), len(names)])
     parts = (
         batch.token_ids,
         batch.positions,
@@ -20,15 +25,16 @@ def encode_batch(batch: StepBatch) -> torch.Tensor:
         batch.block_table.reshape(-1),
         batch.logit_rows,
         torch.tensor(batch.sequence_ids),
+        torch.tensor(list(names)),
     )
     return torch.cat([sizes, *(part.cpu().long() for part in parts)])
 
 
 def decode_batch(message: torch.Tensor) -> StepBatch:
     """Return the batch of `encode_batch`."""
-    tokens, sequences, width, rows = message[:4].tolist()
-    lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences * width, rows, sequences)
-    token_ids, positions, slots, starts, contexts, table, logit_rows, ids = message[4:].split(lengths)
+    tokens, sequences, width, rows, size = message[:5].tolist()
+    lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences * width, rows, sequences, size)
+    token_ids, positions, slots, starts, contexts, table, logit_rows, ids, names = message[5:].split(lengths)
     return StepBatch(
         token_ids,
         positions,
@@ -38,5 +44,5 @@ def decode_batch(message: torch.Tensor) -> StepBatch:
         slots,
         logit_rows,
         ids.tolist(),
-        [None] * sequences,
+        json.loads(bytes(names.tolist())) if size else [None] * sequences,
     )

@@ -34,9 +34,15 @@ class PackedLinear(nn.Module):
         in_features, out_features, bias, device: as for `nn.Linear`.
         weight_format: a weight format, or its registered name. dtype: dtype of `bias`.
 
+    Attributes:
+        rounds_inputs: the file of the layer asks for inputs rounded to int8, which `auto` activations of the inference
+            engine follow. The forward of this module does not round.
+
     Raises:
         WeightFormatError: the format does not exist.
     """
+
+    rounds_inputs: bool = False
 
     def __init__(
         self,

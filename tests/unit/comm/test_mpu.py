@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from windlass.base.errors import ConfigError
 from windlass.comm import mpu as module
 from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
-from windlass.comm.mpu import sizes_of_mpu, sizes_of_topology
+from windlass.comm.mpu import known_sizes, sizes_of_mpu, sizes_of_topology
 from windlass.compat.process_topology import PipeModelDataParallelTopology, ProcessTopology
 
 MEGATRON = {
@@ -62,6 +62,14 @@ def test_method_names_of_each_kind_of_mpu() -> None:
     assert read_at(1, ulysses, 4) == {"pp": 1, "ep": 1, "sp": 2, "tp": 1}
     both = unit(MeshShape(dp_shard=2, sp=2), 1, {"sp": "sequence_parallel"}, context_parallel_world_size=1)
     assert read_at(1, both, 4)["sp"] == 2
+
+
+def test_sequence_parallel_methods_under_another_name_are_no_tensor_parallelism() -> None:
+    def size() -> int:
+        return 2
+
+    unit = SimpleNamespace(get_sequence_parallel_world_size=size, get_model_parallel_world_size=size)
+    assert known_sizes(unit) == {"sp": 2}
 
 
 def test_data_ranks_may_include_sequence_ranks() -> None:

@@ -133,6 +133,7 @@ KEYS = {
     and not any(mark in row.path for mark in '<["')
     and row.type != "section"
     and row.path not in OF_THE_MODEL
+    and not row.path.startswith(("distillation.", "quantize_training."))  # these too
 }
 
 

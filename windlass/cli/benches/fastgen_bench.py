@@ -227,6 +227,8 @@ class _StepDriver(_Driver):
 
     def run(self, load: Sequence[LoadRequest], clients: int, level: Level | None) -> list[RequestTimes]:
         engine, found = self._engine, [RequestTimes(len(request.prompt), 0.0) for request in load]
+        while engine.use_idle_time():  # as the thread of `AsyncLLMEngine` before the first request
+            pass
         running, sent = 0, 0
         while sent < len(load) or running:
             while running < clients and sent < len(load):

@@ -25,6 +25,7 @@ from windlass.cli.training.default_recipe import (
     fill_auto,
 )
 from windlass.cli.training.model_builder import config_file, declared_vocab_size
+from windlass.cli.training.teacher import check_teacher
 from windlass.cli.training.training_plan import TrainingPlan, read_plan
 from windlass.config import load_config
 from windlass.config.config_source import read_source
@@ -123,6 +124,7 @@ def _plan_new_run(options: TrainOptions) -> TrainingPlan:
         text_field=options.text_field or "text",
         eval_bytes=2**17 if options.eval_bytes is None else options.eval_bytes,
     )
+    check_teacher(config, packed.tokenizer_dir)
     _log_corpus(packed, time.monotonic() - started)
     return TrainingPlan(
         out=str(out),

@@ -24,6 +24,7 @@ from windlass.cli.training.model_builder import build_model
 from windlass.cli.training.run_failure import describe_failure, record_failure, stopped_marker_path
 from windlass.cli.training.run_metrics import read_rows
 from windlass.cli.training.stop_signals import INTERRUPTED_EXIT_CODE, StopSignals
+from windlass.cli.training.teacher import attach_teacher, without_projection
 from windlass.cli.training.text_continuation import generate_continuation
 from windlass.cli.training.train_loop import TrainLoop
 from windlass.cli.training.training_plan import TrainingPlan, read_plan, write_text
@@ -131,6 +132,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
             trust_remote_code=plan.trust_remote_code,
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    teacher = attach_teacher(model, config, plan.config, trust_remote_code=plan.trust_remote_code)
     engine, *_ = windlass.initialize(model=model, config=plan.config)
     rank, (readers, reader) = dist.get_rank(), engine.data_loading_ranks
     world_group().barrier()  # from here on a stop request stops all ranks together
@@ -160,9 +162,11 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
         trainer.load()
     if not trainer.run():
         return False
+    if teacher is not None:
+        teacher.destroy()
     state = engine.full_state_dict()
     if rank == 0:
-        write_results(plan, trainer, tokens, state)
+        write_results(plan, trainer, tokens, without_projection(state))
     world_group().barrier()
     return True
 

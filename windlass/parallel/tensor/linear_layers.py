@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _EQUIVALENT_CLASSES = ("FalconLinear",)
 """Subclasses of nn.Linear whose own forward computes the same."""
@@ -94,7 +95,32 @@ def is_plain_linear(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     kind = type(module)
-    return kind.forward is nn.Linear.forward or kind.__name__ in ("Conv1D", *_EQUIVALENT_CLASSES)
+    return (
+        hasattr(kind, "compressed_weight")
+        or kind.forward is nn.Linear.forward
+        or kind.__name__ in ("Conv1D", *_EQUIVALENT_CLASSES)
+    )
+
+
+def used_weight(module: nn.Module) -> Tensor:
+    """Return the weight as the forward of the module's class uses it: a class may round or mask it."""
+    change: Any = getattr(module, "compressed_weight", None)
+    found: Tensor = module.weight if change is None else change()  # type: ignore[assignment]
+    return found
+
+
+def used_input(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the inputs as the forward of the module's class uses them."""
+    change: Any = getattr(module, "compressed_input", None)
+    found: Tensor = inputs if change is None else change(inputs)
+    return found
+
+
+def used_bias(module: nn.Module) -> Tensor | None:
+    """Return the bias as the forward of the module's class uses it."""
+    change: Any = getattr(module, "compressed_bias", None)
+    found: Tensor | None = module._parameters.get("bias") if change is None else change()
+    return found
 
 
 def iterate_parent_names(name: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from windlass.parallel.autograd_collectives import (
 from windlass.parallel.placement import Ranges
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
-from windlass.parallel.tensor.linear_layers import LinearLayer
+from windlass.parallel.tensor.linear_layers import LinearLayer, used_bias, used_input, used_weight
 from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements, count_rank_elements
 from windlass.parallel.tensor.stack_sequence_sharding import StackSequenceSharding
@@ -190,11 +190,18 @@ class PartialRowsForward:
         self._module, self._dim, self._rows = layer.module, layer.output_dim, rows
         self._repeats = _merge_ranges(repeats)
 
+    def select(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `[full output features, ...]` that correspond to the outputs of this forward."""
+        some = select_ranges(rows, 0, self._rows)
+        return torch.cat([some[start:stop] for start, stop in self._repeats])
+
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._module.weight, self._module._parameters.get("bias")
-        some = _select_ranges(weight, self._dim, self._rows)  # type: ignore[arg-type]
+        weight, bias = used_weight(self._module), used_bias(self._module)
+        some = select_ranges(weight, self._dim, self._rows)
         made = functional.linear(
-            inputs, some if self._dim == 0 else some.t(), None if bias is None else _select_ranges(bias, 0, self._rows)
+            used_input(self._module, inputs),
+            some if self._dim == 0 else some.t(),
+            None if bias is None else select_ranges(bias, 0, self._rows),
         )
         if self._repeats == ((0, made.shape[-1]),):
             return made
@@ -222,19 +229,29 @@ class RowParallelForward:
             tp_overlap_chunks,
         )
 
+    @property
+    def axis(self) -> MeshAxis:
+        """Axis over which the products are summed."""
+        return self._input_hook.axis
+
+    @property
+    def splits_inputs(self) -> bool:
+        """True if the inputs are replicated, and this forward takes its rank's part."""
+        return self._sizes is not None
+
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         hook, axis = self._input_hook, self._input_hook.axis
         gathered = hook.gathered_sizes
         hook.end_chain()
         if self._sizes is not None:
             inputs = scatter_to_parallel_region(inputs, axis, -1, self._sizes)
-        weight: Any = self._module.weight
+        inputs, weight = used_input(self._module, inputs), used_weight(self._module)
         weight = weight.t() if self._transposed else weight
         if self._sequence_sharding is None:
             out = row_parallel_linear(inputs, weight, axis, self._tp_overlap_chunks)
         else:
             out = as_contiguous_non_view(reduce_scatter(functional.linear(inputs, weight), axis, -2, gathered))
-        bias = self._module._parameters.get("bias")
+        bias = used_bias(self._module)
         return out if bias is None else out + bias.to(out.dtype)
 
 
@@ -263,7 +280,7 @@ def _set_features(layer: LinearLayer, inputs: int | None = None, outputs: int | 
                 setattr(layer.module, name, size)
 
 
-def _select_ranges(tensor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
+def select_ranges(tensor: torch.Tensor, dim: int, ranges: Ranges) -> torch.Tensor:
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

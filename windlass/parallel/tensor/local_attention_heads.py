@@ -33,16 +33,8 @@ def fit_attention_to_local_heads(
     """
     query, key = head_partition.local_counts(rank)
     size = query_features // head_partition.num_query_heads
-    numbers = {
-        **{name: (head_partition.num_query_heads, query) for name in QUERY_COUNT_ATTRIBUTES},
-        **{name: (head_partition.num_key_heads, key) for name in KEY_COUNT_ATTRIBUTES},
-        **{name: (head_partition.queries_per_key, query // key) for name in GROUP_SIZES},
-        **{name: (query_features, query * size) for name in _WIDTHS},
-        **{name: (head_partition.num_key_heads * size, key * size) for name in _KEY_WIDTHS},
-    }
-    for name, (whole, here) in numbers.items():
-        if vars(module).get(name) == whole:
-            setattr(module, name, here)
+    before = (head_partition.num_query_heads, head_partition.num_key_heads)
+    set_head_counts(module, before, (query, key), size)
     if _reads_heads_elsewhere(module, *QUERY_COUNT_ATTRIBUTES, *KEY_COUNT_ATTRIBUTES) and hasattr(module, "config"):
         own = {"num_attention_heads": query, "num_key_value_heads": key}
         vars(module)["config"] = LocalHeadsConfig(module.config, own)
@@ -52,6 +44,26 @@ def fit_attention_to_local_heads(
         module.register_forward_pre_hook(
             LocalHeadBias(biases, head_partition.num_query_heads, head_partition.query_ranges[rank]), with_kwargs=True
         )
+
+
+def set_head_counts(module: nn.Module, before: tuple[int, int], after: tuple[int, int], size: int) -> None:
+    """Set the attributes of an attention module that count its heads or their features.
+
+    Args:
+        before, after: numbers of query heads and of key heads.
+        size: features of one query head.
+    """
+    (query, key), (new_query, new_key) = before, after
+    numbers = {
+        **{name: (query, new_query) for name in QUERY_COUNT_ATTRIBUTES},
+        **{name: (key, new_key) for name in KEY_COUNT_ATTRIBUTES},
+        **{name: (query // key, new_query // new_key) for name in GROUP_SIZES},
+        **{name: (query * size, new_query * size) for name in _WIDTHS},
+        **{name: (key * size, new_key * size) for name in _KEY_WIDTHS},
+    }
+    for name, (whole, here) in numbers.items():
+        if vars(module).get(name) == whole:
+            setattr(module, name, here)
 
 
 class LocalHeadsConfig:

@@ -47,20 +47,7 @@ def build_tensor_parallel_plan(
         ConfigError: the table is invalid.
         ModelError: a module cannot be sharded. The message names it and shows a table entry for it.
     """
-    table_entries = read_tensor_table(model, tensor_table or {})
-    plan = read_tp_plan(model)
-    entries = read_tp_plan_entries(model, plan) if plan else {}
-    entries = _apply_table(entries, table_entries)
-    vocabulary = find_vocabulary_modules(model, entries)
-    ends = {
-        name: entry for name, entry in entries.items() if entry.style is not ShardStyle.VOCABULARY or name in vocabulary
-    }
-    entries = {**ends, **vocabulary}
-    num_planned = len(entries)
-    _add_traced_entries(model, entries, strict=not plan)
-    sources = ["the model's own tp_plan"] if plan else []
-    sources += ["the names and sizes of its layers"] if len(entries) > num_planned else []
-    sources += ["the table"] if table_entries else []
+    entries, sources = collect_plan_entries(model, tensor_table)
     resolver = ChainResolver(model, entries, ranks)
     shards = [shard for chain in find_dependency_chains(entries) for shard in resolver.shards_of(chain)]
     known = {shard.name for shard in shards}
@@ -80,6 +67,32 @@ def build_tensor_parallel_plan(
         tuple(resolver.head_partitions),
         _replicated_modules(model, shards),
     )
+
+
+def collect_plan_entries(
+    model: nn.Module, tensor_table: Mapping[str, str] | None = None
+) -> tuple[dict[str, PlanEntry], list[str]]:
+    """Return the plan entries of a model, and their origins in words; see `build_tensor_parallel_plan`.
+
+    Raises:
+        ConfigError: the table is invalid.
+        ModelError: the role of a module is unknown.
+    """
+    table_entries = read_tensor_table(model, tensor_table or {})
+    plan = read_tp_plan(model)
+    entries = read_tp_plan_entries(model, plan) if plan else {}
+    entries = _apply_table(entries, table_entries)
+    vocabulary = find_vocabulary_modules(model, entries)
+    ends = {
+        name: entry for name, entry in entries.items() if entry.style is not ShardStyle.VOCABULARY or name in vocabulary
+    }
+    entries = {**ends, **vocabulary}
+    num_planned = len(entries)
+    _add_traced_entries(model, entries, strict=not plan)
+    sources = ["the model's own tp_plan"] if plan else []
+    sources += ["the names and sizes of its layers"] if len(entries) > num_planned else []
+    sources += ["the table"] if table_entries else []
+    return entries, sources
 
 
 def _apply_table(entries: dict[str, PlanEntry], table_entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:

@@ -1,0 +1,129 @@
+"""Loss of a language model and of a classifier that are compressed, over seeds, with the goals beside the figures.
+
+python bench/compress.py --pieces 4      # the next four pieces; the same command continues
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from rig.compressed_classifier import CLASSIFIERS, measure_classifier
+from rig.compressed_language_model import LANGUAGE_MODELS, measure_language_model, train_base
+
+from windlass.cli.benches.bar_chart import BarPanel, draw_bars
+from windlass.cli.benches.bench_console import bench_console as make_console
+from windlass.cli.benches.bench_results import write_result
+
+_ROOT = Path(__file__).parent
+_CONSOLE = make_console()
+Piece = tuple[str, str, int]  # kind of model, row, seed
+
+
+def main(
+    pieces: Annotated[int, typer.Option(min=0, help="Pieces to run now; 0: all that are left.")] = 0,
+    seconds: Annotated[float, typer.Option(help="No piece begins after so many seconds.")] = 1e9,
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    steps: Annotated[int, typer.Option(min=10, help="Steps of the language model's training.")] = 900,
+    only: Annotated[str, typer.Option(help="Part of the names of rows.")] = "",
+    work: Annotated[Path, typer.Option(help="Trained models and the pieces that are done.")] = Path("build/compress"),
+    results: Annotated[Path, typer.Option(help="The JSON file; the picture lies beside it.")] = _ROOT
+    / "results"
+    / "compress.json",
+) -> None:
+    """Run what is left of the measurement, a row and a seed at a time, then write the table and the picture."""
+    torch.set_num_threads(threads)
+    work.mkdir(parents=True, exist_ok=True)
+    state = work / f"pieces-{steps}.json"
+    done: dict[str, Any] = json.loads(state.read_text()) if state.is_file() else {}
+    started, left = time.monotonic(), 0
+    for kind, row, seed in _order(seeds):
+        name = f"{kind}/{row}/{seed}"
+        if name in done or only not in name:
+            continue
+        if (pieces and left >= pieces) or time.monotonic() - started > seconds:
+            break
+        left += 1
+        before = time.process_time()
+        measured = _MEASURES[kind](row, seed, work, steps)
+        done[name] = {**measured, "processor_seconds": round(time.process_time() - before, 1)}
+        state.write_text(json.dumps(done, indent=1))
+        _CONSOLE.print(f"{name}: {done[name]}")
+    rows = _summary(done)
+    _print(rows)
+    write_result(results, {"steps": steps, "rows": rows, "pieces": done})
+    language = {row["name"]: 100 * row["loss"] for row in rows if row["kind"] == "language" and row["loss"] is not None}
+    classes = {row["name"]: 100 * row["accuracy"] for row in rows if row["kind"] == "classifier"}
+    panels = [BarPanel("Held-out bits per byte", "% above the trained model", language)] if language else []
+    panels += [BarPanel("Classifier", "% of held-out texts", classes)] if classes else []
+    if panels:
+        draw_bars(panels, results.with_suffix(".png"), "Compressed models, mean of the seeds")
+
+
+def _order(seeds: int) -> list[Piece]:
+    """Return all pieces, the first seed of all rows first."""
+    kinds: dict[str, dict[str, Any]] = {"language": LANGUAGE_MODELS, "classifier": CLASSIFIERS}
+    return [
+        (kind, row, seed)
+        for seed in range(seeds)
+        for kind, rows in kinds.items()
+        for row, setting in rows.items()
+        if seed == 0 or setting.is_trained
+    ]
+
+
+def _language(row: str, seed: int, work: Path, steps: int) -> dict[str, Any]:
+    return measure_language_model(row, seed, train_base(work / f"base-{steps}", steps), steps)
+
+
+def _classifier(row: str, seed: int, work: Path, steps: int) -> dict[str, Any]:
+    return measure_classifier(row, seed, train_base(work / f"base-{steps}", steps), work / f"classifier{seed}.pt")
+
+
+_MEASURES: dict[str, Callable[[str, int, Path, int], dict[str, Any]]] = {
+    "language": _language,
+    "classifier": _classifier,
+}
+
+
+def _summary(done: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for kind, known in (("language", LANGUAGE_MODELS), ("classifier", CLASSIFIERS)):
+        for name, setting in known.items():
+            found = [copy.copy(done[key]) for key in done if key.startswith(f"{kind}/{name}/")]
+            if not found:
+                continue
+            row: dict[str, Any] = {"kind": kind, "name": name, "seeds": len(found), "goal": setting.goal}
+            for key in ("loss", "bits", "accuracy", "bytes", "times"):
+                values = [one[key] for one in found if key in one]
+                row[key] = statistics.mean(values) if values else None
+                if key in ("loss", "accuracy") and len(values) > 1:
+                    row["spread"] = max(values) - min(values)
+            rows.append(row)
+    return rows
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Compressed models: mean of the seeds")
+    for column in ("row", "seeds", "loss or accuracy", "spread", "goal", "bytes", "times smaller"):
+        table.add_column(column, justify="left" if column in ("row", "goal") else "right")
+    for row in rows:
+        value = f"+{100 * row['loss']:.2f} %" if row["kind"] == "language" else f"{100 * row['accuracy']:.1f} %"
+        spread = f"{100 * row['spread']:.2f}" if "spread" in row else ""
+        size = f"{row['bytes']:,.0f}" if row["bytes"] else ""
+        times = f"{row['times']:.1f}" if row["times"] else ""
+        table.add_row(f"{row['kind']}: {row['name']}", str(row["seeds"]), value, spread, row["goal"], size, times)
+    _CONSOLE.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,213 @@
+"""Language model of the demo, trained once, and its compressed forms."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import windlass
+from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
+from windlass.compress.compression_training import init_compression
+from windlass.compress.distillation import Distillation
+from windlass.compress.format_rounding import pack_trained_layers
+from windlass.compress.packed_model import load_packed_model
+from windlass.compress.post_training import RoundingOptions, compress_directory
+from windlass.compress.redundancy_clean import redundancy_clean
+from windlass.data.held_out import HeldOutSet
+from windlass.data.resumable_loaders import SequenceLoader
+from windlass.data.token_file import open_tokens
+
+LENGTH, ROWS = 128, 4
+_DEMO = Path(__file__).parents[2] / "examples" / "demo.json"
+
+
+@dataclass(frozen=True)
+class CompressedForm:
+    """Row of the table.
+
+    Attributes:
+        format: of the blocks' matrices.
+        method: of rounding without training.
+        share: of the tokens of the training, for training with distillation; 0: none.
+        rate: learning rate of that.
+        section: techniques of `compression_training` beside the format.
+        layers: blocks that stay, those whose removal costs least; 0: all.
+    """
+
+    goal: str
+    format: str | None = None
+    method: Literal["rtn", "gptq"] = "rtn"
+    share: float = 0.0
+    rate: float = 1e-3
+    section: dict[str, Any] = field(default_factory=dict)
+    layers: int = 0
+
+    @property
+    def is_trained(self) -> bool:
+        """True if seeds differ."""
+        return self.share > 0
+
+
+def _masks(kind: str, modules: str, share: float, **more: Any) -> dict[str, Any]:
+    shared = {"enabled": True, "schedule_offset": 0, "method": "l1", **more}
+    groups = {"all": {"params": {"dense_ratio": share}, "modules": [modules]}}
+    return {f"{kind}_pruning": {"shared_parameters": shared, "different_groups": groups}}
+
+
+LANGUAGE_MODELS: dict[str, CompressedForm] = {
+    "int8, to nearest": CompressedForm("<= 0.1 %", "int8"),
+    "int4 g128, to nearest": CompressedForm("<= 1 %", "int4_g128"),
+    "int4 g128, gptq": CompressedForm("half of the row above", "int4_g128", "gptq"),
+    "int2 g128, gptq": CompressedForm("refused without --force", "int2_g128", "gptq"),
+    "int2 g128, trained on 10 %": CompressedForm("<= 5 %", "int2_g128", share=0.1),
+    "ternary, trained on 30 %": CompressedForm("<= 3 %", "ternary", share=0.3),
+    "1 bit, trained on 30 %": CompressedForm("<= 8 %", "binary", share=0.3),
+    "MLP -25 %, by magnitude": CompressedForm("", section=_masks("row", "up_proj", 0.75)),
+    "MLP -25 %, trained on 10 %": CompressedForm("<= 2 %", share=0.1, section=_masks("row", "up_proj", 0.75)),
+    "50 % of the weights, by magnitude": CompressedForm("", section=_masks("sparse", "layers.*proj", 0.5)),
+    "50 % of the weights, trained on 10 %": CompressedForm(
+        "", share=0.1, section=_masks("sparse", "layers.*proj", 0.5)
+    ),
+    "layers 4 -> 3": CompressedForm("", layers=3),
+    "layers 4 -> 3, trained on 10 %": CompressedForm("<= 3 %", share=0.1, layers=3),
+}
+
+
+def train_base(folder: Path, steps: int) -> Path:
+    """Return the folder of the trained model, which `windlass train` makes at the first call."""
+    from windlass.cli.training.stop_signals import StopSignals
+    from windlass.cli.training.train_options import TrainOptions, make_training_plan
+    from windlass.cli.training.train_rank import train_on_rank
+
+    if not (folder / "result.json").is_file():
+        known = folder / "run.json"
+        resumes = known.is_file() and (folder / "checkpoint" / "latest").is_file()
+        options = TrainOptions(
+            out=folder,
+            config=None if resumes else str(_DEMO),
+            data=None if resumes else ["stdlib"],
+            eval_bytes=None if resumes else 2**16,
+            steps=steps,
+            sample_tokens=0,
+            save_every=None if resumes else 100,
+            resume=resumes,
+            overwrite=known.is_file() and not resumes,
+        )
+        if not train_on_rank(make_training_plan(options), StopSignals(folder / "failure")):
+            raise SystemExit("the training of the base was stopped; the same command continues it")
+    return folder
+
+
+def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[str, Any]:
+    """Return the loss of a compressed form: bits per byte, and its part above the trained model's."""
+    form, tokens = LANGUAGE_MODELS[row], open_tokens(base / "tokens.bin")
+    held_out = HeldOutSet(tokens.held_out, tokens.header.eval_bytes, LENGTH)
+    whole = _load(base)
+    before = _bits_of(whole, held_out, base)
+    if form.format is not None and not form.is_trained:
+        model, size = _round(base, form, held_out)
+    else:
+        model = _drop_layers(whole, form.layers, held_out) if form.layers else _load(base)
+        model = _train(model, whole, form, round(form.share * steps), seed, base)
+        size = None
+        if form.format is not None:
+            size = sum(p.numel() for name, p in model.named_parameters() if p.dtype == torch.uint8)
+    after = bits_per_byte(model, held_out)
+    result = {"bits": after, "before": before, "loss": after / before - 1}
+    if size is not None:
+        linear = sum(m.in_features * m.out_features for m in _block_layers(whole))
+        result |= {"bytes": size, "times": 4 * linear / size}
+    return result
+
+
+def _load(base: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base / "hf").eval()
+
+
+def _block_layers(model: Any) -> list[nn.Linear]:
+    head = model.get_output_embeddings()
+    return [module for module in model.modules() if type(module) is nn.Linear and module is not head]
+
+
+def _bits_of(model: nn.Module, held_out: HeldOutSet, base: Path) -> float:
+    """Return the loss of the trained model, which is measured once."""
+    known = base / "bits.json"
+    if not known.is_file():
+        known.write_text(json.dumps(bits_per_byte(model, held_out)))
+    return float(json.loads(known.read_text()))
+
+
+def _round(base: Path, form: CompressedForm, held_out: HeldOutSet) -> tuple[nn.Module, int]:
+    assert form.format is not None
+    batches: Any = ()
+    if form.method == "gptq":
+        batches = read_calibration_text(["stdlib"], base / "hf", sequences=128, length=LENGTH).batches
+    with tempfile.TemporaryDirectory() as folder:
+        report, _ = compress_directory(
+            base / "hf", f"{folder}/packed", form.format, RoundingOptions(form.method), batches=batches
+        )
+        return load_packed_model(f"{folder}/packed", dtype=torch.float32), report.packed_after
+
+
+def _train(student: Any, teacher: Any, form: CompressedForm, steps: int, seed: int, base: Path) -> nn.Module:
+    """Return the compressed model, after training with the whole one as teacher."""
+    section: dict[str, Any] = {name: dict(value) for name, value in form.section.items()}
+    if form.format is not None:
+        groups = {"all": {"params": {"weight_format": form.format}, "modules": ["layers.*proj"]}}
+        section["weight_quantization"] = {"shared_parameters": {"enabled": True}, "different_groups": groups}
+    schedule = {"total_num_steps": max(steps, 2), "warmup_num_steps": max(2, steps // 20), "warmup_type": "linear"}
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": form.rate, "betas": [0.9, 0.95], "weight_decay": 0.0}},
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
+        **({"compression_training": section} if section else {}),
+    }
+    if section:
+        init_compression(student, config)
+    if steps:
+        Distillation(teacher).attach(student)
+        tokens = open_tokens(base / "tokens.bin")
+        loader = SequenceLoader(tokens.train, LENGTH, ROWS, seed=seed, digest=tokens.header.digest)
+        engine = windlass.initialize(model=student.train(), config=config)[0]
+        for _ in range(steps):
+            engine.backward(engine(**next(loader)).loss)
+            engine.step()
+        engine.destroy()
+    if section:
+        pack_trained_layers(student)
+        redundancy_clean(student, config)
+    return student.eval()
+
+
+def _drop_layers(model: Any, keep: int, held_out: HeldOutSet) -> Any:
+    """Return a copy without the blocks whose removal costs least, one after the other."""
+    import copy
+
+    found = copy.deepcopy(model)
+    while len(found.model.layers) > keep:
+        losses = []
+        for place in range(len(found.model.layers)):
+            candidate = _without(found, place)
+            losses.append(bits_per_byte(candidate, held_out))
+        found = _without(found, losses.index(min(losses)))
+    return found
+
+
+def _without(model: Any, place: int) -> Any:
+    import copy
+
+    found = copy.deepcopy(model)
+    del found.model.layers[place]
+    found.config.num_hidden_layers = len(found.model.layers)
+    for number, layer in enumerate(found.model.layers):
+        layer.self_attn.layer_idx = number
+    return found

@@ -1,0 +1,175 @@
+"""Tests of budgets: the knapsack against all choices, measured losses against whole forwards, and refusals."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import build
+from windlass.base.errors import ConfigError
+from windlass.compress import budget_choice
+from windlass.compress.budget_choice import TokenTimes, choose_for_budget
+from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
+from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
+from windlass.compress.layer_sensitivity import SensitivityMeter, mean_nats, rounded_weight, sample_tokens
+from windlass.compress.model_directory import ModelDirectory
+
+
+def random_groups(seed: int, groups: int = 6) -> list[list[FormatOption]]:
+    draw = random.Random(seed)
+    return [
+        [
+            FormatOption(str(bits), bits * draw.randint(90, 110), draw.random() / bits, bits * draw.uniform(0.5, 2))
+            for bits in (2, 3, 4, 8)
+        ]
+        for _ in range(groups)
+    ]
+
+
+def all_choices(groups: list[list[FormatOption]]) -> list[tuple[float, float, float]]:
+    return [
+        (sum(one.nbytes for one in options), sum(one.loss for one in options), sum(one.seconds for one in options))
+        for options in itertools.product(*groups)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_knapsack_is_the_best_of_all_choices(seed: int) -> None:
+    groups = random_groups(seed)
+    every = all_choices(groups)
+    for share in (0.2, 0.5, 0.8):
+        limit = int(sorted(one[0] for one in every)[int(share * len(every))])
+        chosen = choose_formats(groups, FormatLimits(nbytes=limit))
+        assert total(groups, chosen, "loss") == pytest.approx(min(one[1] for one in every if one[0] <= limit))
+        assert total(groups, chosen, "nbytes") <= limit
+        loss = sorted(one[1] for one in every)[int(share * len(every))]
+        chosen = choose_formats(groups, FormatLimits(loss=loss))
+        assert total(groups, chosen, "nbytes") == min(one[0] for one in every if one[1] <= loss)
+        seconds = sorted(one[2] for one in every)[int(share * len(every))]
+        chosen = choose_formats(groups, FormatLimits(seconds=seconds))
+        best = min(one[1] for one in every if one[2] <= seconds)
+        assert total(groups, chosen, "seconds") <= seconds
+        assert total(groups, chosen, "loss") == pytest.approx(best, rel=1e-3)
+        if share > 0.2:
+            chosen = choose_formats(groups, FormatLimits(nbytes=limit, seconds=seconds))
+            best = min(one[1] for one in every if one[0] <= limit and one[2] <= seconds)
+            assert total(groups, chosen, "nbytes") <= limit and total(groups, chosen, "seconds") <= seconds
+            assert best <= total(groups, chosen, "loss") + 1e-12 <= 1.1 * best + 1e-9
+    with pytest.raises(UnmetLimitError) as raised:
+        choose_formats(groups, FormatLimits(nbytes=10))
+    assert raised.value.nearest == min(one[0] for one in every)
+
+
+def test_a_model_of_many_equal_layers_is_solved_exactly() -> None:
+    groups = []
+    for layer in range(48):
+        scale = 1 + layer % 7
+        groups.append([FormatOption(str(bits), bits * 590_000, scale / 4**bits, 0.0) for bits in (3, 4, 8)])
+    limit = 48 * 4 * 590_000  # so many bytes as a uniform choice
+    chosen = choose_formats(groups, FormatLimits(nbytes=limit))
+    assert total(groups, chosen, "nbytes") <= limit
+    assert total(groups, chosen, "loss") <= total(groups, [1] * 48, "loss")
+
+
+def test_budgets_are_read_and_refused() -> None:
+    assert parse_budget("size=4x") == CompressionBudget(size=0.25) == parse_budget("size=25%")
+    assert parse_budget("size=0.3,loss=+0.02,speed=2.0") == CompressionBudget(size=0.3, loss=0.02, speed=2.0)
+    assert parse_budget("loss=1%") == CompressionBudget(loss=0.01, is_relative=True)
+    assert parse_budget("latency=2ms").latency == pytest.approx(0.002)
+    for wrong in ("size", "bytes=3", "size=-1", "loss=x", "latency=2", "size=1.2", "size=4x,size=3x", "speed=0"):
+        with pytest.raises(ConfigError, match=r"budget \(--budget\)"):
+            parse_budget(wrong)
+    assert parse_shares("heads=0.25, layers=4") == {"heads": 0.25, "layers": 4}
+    with pytest.raises(ConfigError, match=r"prune \(--prune\) has 'heads'"):
+        parse_shares("heads")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("budget") / "wide"
+    model = build("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=3).eval()
+    model.save_pretrained(folder)
+    return model, ModelDirectory(folder)
+
+
+BATCHES = [torch.arange(32).view(2, 16) + shift for shift in (3, 7)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_measured_losses_are_those_of_whole_forwards(name: str) -> None:
+    model: Any = build(name, num_hidden_layers=3).eval()
+    meter = SensitivityMeter(model, BATCHES)
+    assert [group.block for group in meter.groups] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    found = meter.sensitivities(["int4_g32"])
+    before = [model(batch, use_cache=False).logits.detach().log_softmax(-1) for batch in BATCHES]
+    for group, losses in zip(meter.groups[3::4], found[3::4], strict=True):
+        for layer in group.names:
+            weight = model.get_submodule(layer).weight
+            saved = weight.data
+            weight.data = rounded_weight(saved, "int4_g32")
+            after = [model(batch, use_cache=False).logits.detach().log_softmax(-1) for batch in BATCHES]
+            weight.data = saved
+        wanted = sum(float((b.exp() * (b - a)).sum()) for b, a in zip(before, after, strict=True)) / 64
+        assert losses["int4_g32"] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
+    meter.limit_time(6, 0.0)
+    assert meter.tokens == 64 and torch.isfinite(torch.tensor(meter.divergence({})))
+
+
+def choose(wide: Any, budget: str, **options: Any) -> Any:
+    model, directory = wide
+    return choose_for_budget(model, directory, BATCHES, parse_budget(budget), bits_per_nat=0.5, **options)
+
+
+def test_a_size_is_met_and_no_uniform_choice_is_better(wide: Any) -> None:
+    before = sum(p.numel() * 4 for p in wide[0].parameters())
+    for size in (0.3, 0.27):
+        found = choose(wide, f"size={size}")
+        assert 0.98 * size * before <= found.nbytes <= size * before
+        assert found.uniform is None or found.loss <= found.uniform[1] + 1e-9
+    assert len({one.format for one in found.groups}) > 1
+    with pytest.raises(ConfigError, match=r"size=0\.05 cannot be met: the nearest is size=0\.\d+ \(\d\.\d+x\)"):
+        choose(wide, "size=0.05")
+
+
+def test_a_loss_is_met_with_few_bytes(wide: Any) -> None:
+    bits = 0.5 * mean_nats(wide[0], sample_tokens(wide[0], BATCHES))
+    plain = [wide[0](row[None], labels=row[None]).loss.item() for batch in BATCHES for row in batch]
+    assert bits == pytest.approx(0.5 * sum(plain) / len(plain), rel=1e-4)
+    loose, tight = choose(wide, "loss=2%"), choose(wide, "loss=+0.002")
+    assert loose.loss <= 0.02 * bits and tight.loss <= 0.002 and loose.nbytes < tight.nbytes
+    with pytest.raises(ConfigError, match=r"loss=\+0\.0001 cannot be met: the nearest is loss=\+0\.\d+ bits per byte"):
+        choose(wide, "size=0.27,loss=+0.0001")
+
+
+def test_a_speed_is_met_by_measured_times(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(rows: int, columns: int, name: str) -> float:
+        bits = 32 if name == "fp32" else int(name[3])
+        return rows * columns * bits * 1e-10
+
+    monkeypatch.setattr(budget_choice, "measure_product", product)
+    wide_products = sum(m.weight.numel() for m in wide[0].modules() if type(m) is torch.nn.Linear) * 32e-10
+    rest = 1e-4
+    times = TokenTimes(rest + wide_products, rest + wide_products / 8)
+    found = choose(wide, "speed=3.0", times=times)
+    assert found.seconds <= times.wide / 3 * 1.0001 and found.seconds > times.wide / 3 * 0.9
+    found = choose(wide, "latency=0.2ms,size=0.4", times=times)
+    assert found.seconds <= 0.2e-3 * 1.0001
+    with pytest.raises(ConfigError, match=r"speed=50 cannot be met: the nearest is latency=[\d.]+ms, speed=[\d.]+; "):
+        choose(wide, "speed=50", times=times)
+
+
+def test_the_time_of_a_product_is_measured() -> None:
+    from windlass.compress.format_speed import measure_product
+
+    assert 0 < measure_product(32, 64, "int4_g32") < 1
+
+
+def test_paths_of_the_directory(tmp_path: Path, wide: Any) -> None:
+    found = choose(wide, "size=0.3")
+    assert set(found.formats) <= {name.removesuffix(".weight") for name in wide[1].places}
+    assert sum(one.nbytes for one in found.groups) < found.nbytes

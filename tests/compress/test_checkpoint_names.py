@@ -1,0 +1,134 @@
+"""Tests of packed directories whose files name tensors otherwise than the model does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.causal_models import build
+from windlass.base.errors import ModelError
+from windlass.compress.checkpoint_names import CheckpointNames
+from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.packed_directory import write_packed_directory
+from windlass.compress.packed_model import load_packed_model
+from windlass.compress.post_training import RoundingOptions, compress_directory
+from windlass.compress.quantization_config import describe_formats
+from windlass.inference.llm import LLM
+from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.weight_format import get_weight_format
+
+IDS = torch.arange(20).view(2, 10)
+EXPERTS = ("mixtral", "qwen2_moe")
+
+
+def saved(directory: Path, name: str) -> Any:
+    model = build(name, hidden_size=64, intermediate_size=96, tie_word_embeddings=False).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def round_layers(model: Any, form: str, *, head: bool) -> Any:
+    with torch.no_grad():
+        for module in model.modules():
+            if type(module) is torch.nn.Linear and (head or module is not model.get_output_embeddings()):
+                chosen = get_weight_format(form)
+                module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", *EXPERTS])
+def test_renamed_and_joined_tensors_are_loaded(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", name)
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", head=True)
+    assert not report.kept, "the head has a tensor of its own, under another name"
+    if name == "gpt_neox":
+        assert "embed_out" in report.layers and "lm_head" not in report.layers
+    found = load_packed_model(tmp_path / "packed")
+    packed = sum(isinstance(module, PackedLinear) for module in found.modules())
+    assert packed == len(report.layers) > 4
+    with torch.no_grad():
+        wanted = round_layers(model, "int4_g32", head=True)(IDS).logits
+        torch.testing.assert_close(found(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, max_sequences=2, max_tokens_per_step=32) as llm:
+        assert len(llm.generate([[3, 4, 5]])[0].outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_tensor_of_the_files_gets_the_place_that_transformers_gives_it(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", name)
+    directory = ModelDirectory(tmp_path / "wide")
+    names = CheckpointNames(build_empty(directory), directory.places)
+    assert not names.unknown and names.converted
+    state = model.state_dict()
+    for source, target in names.renamed.items():
+        assert torch.equal(directory.read(source), state[target])
+    for entry in names.converted.values():
+        for target, value in names.convert(entry, directory.read).items():
+            assert torch.equal(value, state[target])
+
+
+def test_packed_experts_of_other_programs_are_joined_as_floats(tmp_path: Path, caplog: Any) -> None:
+    """Other programs pack each expert's matrices, under their names in the files."""
+    model = saved(tmp_path / "wide", "mixtral")
+    form = get_weight_format("int8_g32")
+    tensors, layers, features = {}, {}, {}
+    for name, tensor in load_file(tmp_path / "wide" / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        layers[layer], features[layer] = form.name, tensor.shape[1]
+        tensors |= {f"{layer}.{part}": value for part, value in form.pack(tensor).items()}
+    (tmp_path / "packed").mkdir()
+    save_file(tensors, tmp_path / "packed" / "model.safetensors")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    entry = describe_formats(layers, features, [])
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    found = load_packed_model(tmp_path / "packed")
+    assert "24 packed layers that the model joins with others" in caplog.text
+    for layer in model.model.layers:
+        for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+            flat = weight.data.flatten(0, 1)
+            weight.data.copy_(form.unpack(form.pack(flat)).view_as(weight))
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    damaged = {name: value for name, value in tensors.items() if ".experts.1.w3." not in name}
+    save_file(damaged, tmp_path / "packed" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"tensors like .*experts\.0\.w.*copy the model again"):
+        load_packed_model(tmp_path / "packed")
+
+
+def test_calibration_sees_experts_as_the_model_joins_them(tmp_path: Path) -> None:
+    saved(tmp_path / "wide", "mixtral")
+    batches = [IDS.clone() for _ in range(2)]
+    report, results = compress_directory(
+        tmp_path / "wide", tmp_path / "packed", "int4_g32", RoundingOptions("gptq"), batches=batches
+    )
+    assert len(results) == len(report.layers) == 8 and all(one.error is not None for one in results)
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    experts = [name for name in wide if ".experts." in name]
+    assert experts and all(torch.equal(wide[name], packed[name]) for name in experts)
+
+
+@pytest.mark.parametrize(("activations", "rounds"), [("auto", True), ("float", False)])
+def test_a_directory_of_w8a8_is_served_with_int8_inputs(activations: str, rounds: bool, tmp_path: Path) -> None:
+    saved(tmp_path / "wide", "llama")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+    entry = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert entry["config_groups"]["group_0"]["input_activations"]["num_bits"] == 8
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_sequences": 2, "max_tokens_per_step": 32}
+    with LLM(tmp_path / "packed", activations=activations, **options) as llm:
+        found = {g.panels.quantize_inputs for g in llm.engine.runner._packed.groups if g.panels.format.name == "int8"}
+    assert found == {rounds}
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    path.write_text(json.dumps(config))
+    with LLM(tmp_path / "packed", activations=activations, **options) as llm:
+        assert not any(group.panels.quantize_inputs for group in llm.engine.runner._packed.groups)

@@ -1,0 +1,174 @@
+"""Tests of what follows gradients and curvature: eigenvalues of blocks, bits (MoQ), and masks (snip_momentum)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
+from windlass.compress.quantize_training import SCHEDULE, bit_planner, prepare_quantize_training
+from windlass.compress.redundancy_clean import redundancy_clean
+from windlass.config.compression_section import Eigenvalue
+from windlass.config.quantize_training_section import QuantizeTraining
+
+
+class Blocks(nn.Module):
+    """Blocks of two matrices; the forward returns the loss."""
+
+    def __init__(self, blocks: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, width), "down": nn.Linear(width, width)}) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.layer):
+            x = x + (place + 1) * block["down"](torch.tanh(block["up"](x)))
+        return (x - 1).square().mean()
+
+
+def model_and_batch() -> tuple[Blocks, Tensor]:
+    torch.manual_seed(0)
+    return Blocks(), torch.randn(6, 4)
+
+
+def exact(model: Blocks, x: Tensor, block: int) -> float:
+    """Return the eigenvalue of largest magnitude of the whole Hessian of a block's matrices."""
+    names = [f"layer.{block}.{name}.weight" for name in ("up", "down")]
+    start = torch.cat([model.get_parameter(name).detach().double().flatten() for name in names])
+    model, x = copy.deepcopy(model).double(), x.double()
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = dict(zip(names, (part.view(4, 4) for part in flat.split(16)), strict=True))
+        found: Tensor = torch.func.functional_call(model, parts, x)
+        return found
+
+    values = torch.linalg.eigvalsh(torch.autograd.functional.hessian(loss, start))
+    return float(values[values.abs().argmax()])
+
+
+def moq(**more: Any) -> QuantizeTraining:
+    bits = {"start_bits": 8, "target_bits": 3}
+    schedule = {"quantize_period": 2, "schedule_offset": 1}
+    return QuantizeTraining.model_validate({"quantize_bits": bits, "quantize_schedule": schedule, **more})
+
+
+EIGENVALUE = Eigenvalue(enabled=True, layer_name="layer", tol=1e-4)
+
+
+def test_power_iteration_finds_the_largest_eigenvalue_of_each_block() -> None:
+    model, x = model_and_batch()
+    twin = copy.deepcopy(model)
+    prepare_quantize_training(model, moq(quantize_schedule={"schedule_offset": 1000}), EIGENVALUE)
+    planner = bit_planner(model)
+    assert planner is not None
+    model(x)
+    gradients = [p.grad for p in model.parameters()]
+    assert planner.eigenvalues(model) == pytest.approx([exact(twin, x, 0), exact(twin, x, 1)], rel=1e-2)
+    assert gradients == [None] * 8 == [p.grad for p in model.parameters()] and model.training
+
+
+def test_bits_of_curved_blocks_fall_later() -> None:
+    model, x = model_and_batch()
+    prepare_quantize_training(model, moq(), EIGENVALUE)
+    planner, schedule = bit_planner(model), model.get_buffer(SCHEDULE)
+    assert planner is not None and schedule.tolist() == [[8, 3, 2], [8, 3, 2]]
+    values = [0.3, -2.0]
+    planner.eigenvalues = lambda *_: values  # type: ignore[method-assign]
+    for step in (1, 2):
+        model(x)
+        planner.end_step(model, step)
+    assert schedule.tolist() == [[8, 3, 2], [8, 3, 2]]
+    planner.end_step(model, 3)
+    assert schedule.tolist() == [[7, 7, 4], [7, 3 + 20, 20]], "factors 1 + floor(4 * 0.15) and 1 + 4"
+    for step in range(4, 200):
+        planner.end_step(model, step)
+    assert schedule[:, 0].tolist() == [3, 6] and schedule[1, 1:].tolist() == [223, 200]
+    compression_clock(model).step = 1
+    assert len(model.layer[0]["up"].compressed_weight().detach().unique()) <= 2**3
+
+
+def test_without_eigenvalues_bits_follow_the_steps_alone() -> None:
+    model, x = model_and_batch()
+    plain = model(x)
+    prepare_quantize_training(model, moq(quantize_algo={"q_type": "asymmetric"}), Eigenvalue())
+    assert bit_planner(model) is None and list(model.state_dict()) == list(Blocks().state_dict())
+    clock = compression_clock(model)
+    assert torch.equal(model(x), plain)
+    for step, bits in ((1, 8), (2, 8), (3, 7), (7, 6), (15, 5), (1000, 3)):
+        clock.step = step
+        used = model.layer[0]["up"].compressed_weight().detach()
+        assert len(used.unique()) <= 2**bits
+        assert model.layer[0]["up"].compression.weight.bits(step) == bits
+
+
+def test_bad_sections_name_the_key() -> None:
+    def refused(match: str, section: QuantizeTraining, eigenvalue: Eigenvalue = EIGENVALUE, ranks: int = 1) -> None:
+        with pytest.raises(ConfigError, match=match):
+            prepare_quantize_training(Blocks(), section, eigenvalue, ranks)
+
+    refused("start_bits 3 and target_bits 8", moq(quantize_bits={"start_bits": 3, "target_bits": 8}))
+    refused("quantize_groups is 3, which does not divide the 16 weights of 'layer.0.up'", moq(quantize_groups=3))
+    refused("'bert.encoder.layer' and layer_num 0, but the model has 0 blocks", moq(), Eigenvalue(enabled=True))
+    refused("layer_num 3, but the model has 2 blocks", moq(), Eigenvalue(enabled=True, layer_name="layer", layer_num=3))
+    refused("not over 2 ranks of tp, pp and sp", moq(), ranks=2)
+    model = Blocks()
+    prepare_quantize_training(model, moq(), EIGENVALUE)
+    with pytest.raises(ModelError, match="copy it before initialize"):
+        copy.deepcopy(model)
+
+
+def snip(**shared: Any) -> dict[str, Any]:
+    settings = {"enabled": True, "method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 5}
+    groups = {"group": {"params": {}, "modules": ["up"]}}
+    section = {"shared_parameters": settings | {"dense_ratio": 0.25} | shared, "different_groups": groups}
+    return {"train_batch_size": 6, "compression_training": {"sparse_pruning": section}}
+
+
+def test_snip_prunes_by_weights_times_gradients_in_steps() -> None:
+    model, x = model_and_batch()
+    config = snip(schedule_offset_stride=2, block_pattern="2x1", excluded_modules=["1.up"])
+    init_compression(model, config)
+    layer, rate = model.layer[0]["up"], 0.1
+    mask, score = torch.ones(4, 4), torch.zeros(4, 4)
+    for step in range(7):
+        loss = model(x)
+        loss.backward()
+        used = layer.weight.detach() * mask
+        reference = Blocks()
+        reference.load_state_dict({n: p for n, p in model.state_dict().items() if "sparse" not in n})
+        reference.layer[0]["up"].weight.data.copy_(used)
+        torch.testing.assert_close(loss, reference(x))
+        reference(x).backward()
+        product = (layer.weight.detach() * reference.layer[0]["up"].weight.grad).abs()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+                parameter.grad = None
+        end_compression_step(model)
+        if 1 <= step <= 5:
+            score = 0.9 * score + product / product.mean()
+            if step in (1, 3, 5):
+                share = 0.25 + 0.75 * (1 - (step - 1) / 4) ** 3
+                sums = score.view(2, 2, 4).sum(1)
+                kept = -(-share * 8 // 1)
+                limit = sums.flatten().sort(descending=True).values[int(kept) - 1]
+                mask = (sums >= limit).float().repeat_interleave(2, 0)
+        torch.testing.assert_close(layer.get_buffer("sparse_pruning_mask").float(), mask)
+    assert mask.sum() == 4 and compression_clock(model).step == 7
+    assert model.layer[1]["up"].compression.prunings == {}
+    before = model(x)
+    redundancy_clean(model, config)
+    torch.testing.assert_close(model(x), before)
+    assert int((model.layer[0]["up"].weight == 0).sum()) == 12 and list(model.state_dict()) == list(
+        Blocks().state_dict()
+    )
+    with pytest.raises(ConfigError, match="block_pattern is 'x4'"):
+        init_compression(Blocks(), snip(block_pattern="x4"))
+    with pytest.raises(ConfigError, match="block_pattern is 3x1, which does not divide the 4 outputs"):
+        init_compression(Blocks(), snip(block_pattern="3x1"))

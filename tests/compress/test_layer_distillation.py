@@ -1,0 +1,46 @@
+"""Tests of rounding that is learned block by block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.compress.test_rounding import divergence, saved, text
+from windlass.base.errors import ConfigError
+from windlass.compress.layer_distillation import LayerDistillationOptions, distil_directory
+from windlass.compress.packed_model import load_packed_model
+from windlass.compress.post_training import RoundingOptions, compress_directory
+
+GPTQ = RoundingOptions("gptq", input_scales=False)
+
+
+def test_learned_codes_lose_less_than_those_they_begin_with(tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    compress_directory(tmp_path / "wide", tmp_path / "gptq", "int3_g32", GPTQ, batches=text())
+    _, blocks = distil_directory(
+        tmp_path / "wide", tmp_path / "same", "int3_g32", GPTQ, LayerDistillationOptions(steps=0), batches=text()
+    )
+    first, same = (load_file(tmp_path / name / "model.safetensors") for name in ("gptq", "same"))
+    assert blocks == [] and first.keys() == same.keys() and all(torch.equal(first[name], same[name]) for name in first)
+    report, blocks = distil_directory(
+        tmp_path / "wide", tmp_path / "learned", "int3_g32", None, LayerDistillationOptions(steps=60), batches=text()
+    )
+    assert len(blocks) == 2 and len(report.layers) == 14
+    assert all(block.after < 0.95 * block.before for block in blocks), blocks
+    assert divergence(model, load_packed_model(tmp_path / "learned")) < 0.1, "it is loaded as any packed directory"
+    learned = load_file(tmp_path / "learned" / "model.safetensors")
+    changed = [name for name in first if not torch.equal(first[name], learned[name])]
+    assert changed and any("weight_packed" in name for name in changed)
+    in_first_block = [name for name in first if "layers.0." in name and "scale" in name]
+    assert all(torch.equal(first[name], learned[name]) for name in in_first_block), "scales stay"
+
+
+def test_what_it_needs_is_said(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    with pytest.raises(ConfigError, match="needs a calibration text"):
+        distil_directory(tmp_path / "wide", tmp_path / "out", "int3_g32")
+    with pytest.raises(ConfigError, match="begins with gptq without input_scales"):
+        distil_directory(tmp_path / "wide", tmp_path / "out", "int3_g32", RoundingOptions("awq"), batches=text())

@@ -1,0 +1,202 @@
+"""Tests of layer importance, merging and low rank, against their formulas."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.causal_models import build
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.layer_importance import (
+    block_influences,
+    choose_layers,
+    every_other,
+    losses_without,
+    mean_loss,
+    merge_layers,
+    remove_layers,
+    shorten_layers,
+    skip_layers,
+)
+from windlass.compress.low_rank import factorize_linear_layers, low_rank_factors, rank_of_share
+from windlass.compress.merge_models import dare_merge, linear_merge, merge_models, spherical_merge, ties_merge
+
+BATCHES = [torch.arange(3, 23).view(2, 10)]
+
+
+def deep(name: str = "llama", layers: int = 4, **changes: Any) -> Any:
+    return build(name, **({"n_layer": layers} if name == "gpt2" else {"num_hidden_layers": layers}), **changes).eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt_neox", "qwen2_moe"])
+def test_a_removed_layer_is_a_skipped_one(name: str, tmp_path: Any) -> None:
+    model = deep(name)
+    with skip_layers(model, [0, 2]), torch.no_grad():
+        expected = model(BATCHES[0], use_cache=False).logits
+    remove_layers(model, [0, 2])
+    with torch.no_grad():
+        torch.testing.assert_close(model(BATCHES[0]).logits, expected, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(found(BATCHES[0]).logits, expected, rtol=1e-5, atol=1e-5)
+        generated = found.generate(BATCHES[0][:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert generated.shape == (1, 13), "the cache counts the layers that are there"
+
+
+def test_influence_and_losses_equal_plain_forwards() -> None:
+    model = deep(layers=3)
+    with torch.no_grad():
+        hidden = model.model(BATCHES[0], output_hidden_states=True, use_cache=False).hidden_states
+        last: list[torch.Tensor] = []
+        handle = model.model.layers[-1].register_forward_hook(lambda module, given, out: last.append(out))
+        model(BATCHES[0], use_cache=False)
+        handle.remove()
+    states = [*hidden[:3], last[0] if isinstance(last[0], torch.Tensor) else last[0][0]]
+    wanted = [1 - float(nn.functional.cosine_similarity(a, b, dim=-1).mean()) for a, b in itertools.pairwise(states)]
+    assert block_influences(model, BATCHES) == pytest.approx(wanted, abs=1e-5)
+    for number, found in losses_without(model, BATCHES).items():
+        smaller = copy.deepcopy(model)
+        remove_layers(smaller, [number])
+        assert found == pytest.approx(mean_loss(smaller, BATCHES), abs=1e-5)
+
+
+def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> None:
+    model = deep(layers=5)
+    with torch.no_grad():
+        for number in (1, 4):
+            model.model.layers[number].self_attn.o_proj.weight.zero_()
+            model.model.layers[number].mlp.down_proj.weight.zero_()
+    with torch.no_grad():
+        wanted = model(BATCHES[0], use_cache=False).logits
+
+    def distance(one: Any, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(one(batch, use_cache=False).logits, wanted)
+
+    assert choose_layers(model, 2, BATCHES, distance) == [1, 4]
+    model = deep(layers=5)
+
+    def without(numbers: list[int]) -> float:
+        with skip_layers(model, numbers):
+            return mean_loss(model, BATCHES)
+
+    influences = block_influences(model, BATCHES)
+    by_influence = sorted(range(5), key=lambda number: influences[number])[:2]
+    chosen = choose_layers(model, 2, BATCHES)
+    assert without(chosen) <= min(without(by_influence), without(every_other(5, 2)))
+    before = without(chosen)
+    steps = shorten_layers(model, 2, BATCHES)
+    assert len(steps) == 2 and len(model.model.layers) == model.config.num_hidden_layers == 3
+    assert mean_loss(model, BATCHES) <= before + 1e-6, "merged only where that is better"
+    assert float(steps[-1].rpartition(" ")[2]) == pytest.approx(mean_loss(model, BATCHES), abs=1e-4)
+    assert every_other(12, 3) == [2, 5, 9] or len(set(every_other(12, 3))) == 3
+
+
+def test_merged_layers_are_the_weighted_mean() -> None:
+    model = deep(layers=3)
+    one, two = (dict(copy.deepcopy(model.model.layers[n]).named_parameters()) for n in (1, 2))
+    merge_layers(model, 1, 0.25)
+    for name, parameter in model.model.layers[1].named_parameters():
+        torch.testing.assert_close(parameter.detach(), 0.75 * one[name].detach() + 0.25 * two[name].detach())
+    assert len(model.model.layers) == 2 and model.model.layers[1].self_attn.layer_idx == 1
+    with pytest.raises(ConfigError, match="layer 1 has no next one"):
+        merge_layers(model, 1)
+
+
+def test_merging_equals_the_formulas() -> None:
+    torch.manual_seed(0)
+    base, one, two = (torch.randn(6, 5) for _ in range(3))
+    torch.testing.assert_close(linear_merge([one, two], [1, 3]), 0.25 * one + 0.75 * two)
+    angle = torch.acos((one * two).sum() / (one.norm() * two.norm()))
+    wanted = (torch.sin(0.7 * angle) * one + torch.sin(0.3 * angle) * two) / torch.sin(angle)
+    torch.testing.assert_close(spherical_merge(one, two, 0.3), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(spherical_merge(one, 2 * one, 0.5), 1.5 * one)
+    found = ties_merge(base, [one, two], [1.0, 0.5], 0.4)
+    vectors = []
+    for tensor in (one, two):
+        flat = (tensor - base).flatten().tolist()
+        kept = sorted(range(30), key=lambda place: -abs(flat[place]))[:12]
+        vectors.append([flat[place] if place in kept else 0.0 for place in range(30)])
+    for place in range(30):
+        weighted = [vectors[0][place], 0.5 * vectors[1][place]]
+        sign = (sum(weighted) > 0) - (sum(weighted) < 0)
+        same = [(w, value) for w, value in zip((1.0, 0.5), weighted, strict=True) if value * sign > 0]
+        merged = sum(value for _, value in same) / sum(w for w, _ in same) if same else 0.0
+        assert float(found.flatten()[place]) == pytest.approx(float(base.flatten()[place]) + merged, abs=1e-5)
+    large = torch.ones(200, 200)
+    thinned = dare_merge(torch.zeros(200, 200), [large], [2.0], 0.25)
+    assert set(thinned.unique().tolist()) == {0.0, 8.0} and float(thinned.mean()) == pytest.approx(2.0, rel=0.05)
+    torch.testing.assert_close(dare_merge(base, [one, two], [0.5, 0.5], 1.0), 0.5 * (one + two))
+
+
+def test_models_are_merged_whole_or_refused() -> None:
+    base, one, two = (build("llama", seed) for seed in range(3))
+    found = copy.deepcopy(base)
+    found.load_state_dict(merge_models([one, two], weights=[1, 1]))
+    for name, parameter in found.named_parameters():
+        wanted = 0.5 * (one.get_parameter(name) + two.get_parameter(name)).detach()
+        torch.testing.assert_close(parameter.detach(), wanted)
+    for method in ("ties", "dare"):
+        assert merge_models([one, two], method, base=base).keys() == base.state_dict().keys()
+        with pytest.raises(ConfigError, match=f"{method} needs base"):
+            merge_models([one, two], method)
+    assert merge_models([one, two], "slerp").keys() == base.state_dict().keys()
+    with pytest.raises(ConfigError, match="two models, not 3"):
+        merge_models([one, two, base], "slerp")
+    with pytest.raises(ConfigError, match="method is 'mean'"):
+        merge_models([one, two], "mean")
+    with pytest.raises(ConfigError, match="one each"):
+        merge_models([one, two], weights=[1.0])
+    with pytest.raises(ConfigError, match="density is 0"):
+        merge_models([one, two], "ties", base=base, density=0)
+    with pytest.raises(ModelError, match="merge models of one architecture"):
+        merge_models([one, build("llama", intermediate_size=40)])
+
+
+def test_factors_are_the_best_of_their_rank() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(12, 20)
+    inputs = torch.randn(100, 5) @ torch.randn(5, 20) + 0.1 * torch.randn(100, 20)
+    hessian = inputs.t() @ inputs
+    up, down = low_rank_factors(weight, 4)
+    values = torch.linalg.svdvals(weight)
+    assert float((up @ down - weight).norm()) == pytest.approx(float(values[4:].norm()), rel=1e-4)
+    aware_up, aware_down = low_rank_factors(weight, 4, hessian)
+    error = (inputs @ (aware_up @ aware_down - weight).t()).norm()
+    factor = torch.linalg.cholesky(hessian.double())
+    wanted = torch.linalg.svdvals(weight.double() @ factor)[4:].norm()
+    assert float(error) == pytest.approx(float(wanted), rel=1e-3)
+    assert error < 0.9 * (inputs @ (up @ down - weight).t()).norm()
+    whole_up, whole_down = low_rank_factors(weight, 12, hessian)
+    torch.testing.assert_close(whole_up @ whole_down, weight, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ConfigError, match="rank is 13"):
+        low_rank_factors(weight, 13)
+
+
+def test_factorized_models_are_smaller_and_train() -> None:
+    model = deep()
+    wide = copy.deepcopy(model)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    ranks = factorize_linear_layers(model, 0.5, lambda name: "mlp" in name, batches=BATCHES)
+    assert len(ranks) == 12 and set(ranks.values()) == {rank_of_share(32, 48, 0.5)}
+    after = sum(parameter.numel() for parameter in model.parameters())
+    assert before - after >= 12 * 32 * 48 // 2
+    loss = model(BATCHES[0], labels=BATCHES[0]).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    plain = copy.deepcopy(wide)
+    factorize_linear_layers(plain, 0.5, lambda name: "mlp" in name)
+
+    def difference(other: Any) -> float:
+        with torch.no_grad():
+            return float((other(BATCHES[0]).logits - wide(BATCHES[0]).logits).norm())
+
+    assert difference(model) < difference(plain)
+    with pytest.raises(ConfigError, match="share is 1.5"):
+        factorize_linear_layers(wide, 1.5)

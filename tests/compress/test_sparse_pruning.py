@@ -1,0 +1,105 @@
+"""Tests of the removal of single weights: each method against plain loops, and their order of errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.causal_models import build
+from windlass.base.errors import ConfigError
+from windlass.compress.gptq import DAMPING
+from windlass.compress.input_scales import output_error
+from windlass.compress.post_training import RoundingOptions, compress_directory
+from windlass.compress.sparse_pruning import SparsePattern, parse_pattern, sparsify
+
+
+def layer(columns: int = 32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    inputs = torch.randn(300, 8) @ torch.randn(8, columns) + 0.3 * torch.randn(300, columns)
+    inputs *= torch.rand(columns) * 3
+    return torch.randn(10, columns), (inputs.t() @ inputs).double()
+
+
+@pytest.mark.parametrize("pattern", ["0.5", "2:4", "0.3"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_scores_are_those_of_plain_loops(method: str, pattern: str) -> None:
+    weight, hessian = layer()
+    found = sparsify(weight, parse_pattern(pattern), method, hessian)
+    for row in range(len(weight)):
+        scores = [abs(float(w)) * (float(hessian[j, j]) ** 0.5 if method == "wanda" else 1) for j, w in
+                  enumerate(weight[row])]  # fmt: skip
+        groups = [range(s, s + 4) for s in range(0, 32, 4)] if ":" in pattern else [range(32)]
+        kept: set[int] = set()
+        for group in groups:
+            count = 2 if ":" in pattern else 32 - round(float(pattern) * 32)
+            kept |= set(sorted(group, key=lambda j: -scores[j])[:count])
+        assert {j for j in range(32) if found[row, j] != 0} == kept
+        assert all(found[row, j] == weight[row, j] for j in kept)
+
+
+def test_sparsegpt_equals_the_textbook() -> None:
+    """Column by column with the inverse of the remaining columns; the mask of all columns is chosen before."""
+    weight, hessian = layer()
+    wide = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(32, dtype=torch.float64)
+    left, found = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+    diagonal = torch.stack([torch.linalg.inv(wide[c:, c:])[0, 0] for c in range(32)])
+    stays = torch.zeros(10, 32, dtype=torch.bool)
+    scores = left.square() / diagonal
+    stays.scatter_(1, scores.argsort(1, descending=True)[:, :16], True)
+    for column in range(32):
+        inverse = torch.linalg.inv(wide[column:, column:])
+        found[:, column] = left[:, column] * stays[:, column]
+        error = (left[:, column] - found[:, column]) / inverse[0, 0]
+        left[:, column:] -= error[:, None] * inverse[0]
+    ours = sparsify(weight, SparsePattern(0.5), "sparsegpt", hessian)
+    torch.testing.assert_close(ours.double(), found, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["0.5", "2:4"])
+def test_methods_that_see_the_inputs_lose_less(pattern: str) -> None:
+    weight, hessian = layer(256)
+    errors = []
+    for method in ("sparsegpt", "wanda", "magnitude"):
+        found = sparsify(weight, parse_pattern(pattern), method, hessian)
+        assert int((found == 0).sum()) == weight.numel() // 2
+        errors.append(output_error(found - weight, hessian))
+    assert errors == sorted(errors) and errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "magnitude"])
+def test_a_directory_stays_an_ordinary_one(method: str, tmp_path: Path) -> None:
+    model: Any = build("llama", hidden_size=32).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "wide")
+    batches = [torch.arange(40).view(2, 20)]
+    options = RoundingOptions(sparsity="2:4", sparsity_method=method)
+    report, _ = compress_directory(tmp_path / "wide", tmp_path / "sparse", "bf16", options, batches=batches)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse", dtype=torch.bfloat16)
+    assert report.bytes_after == report.bytes_before and not hasattr(found.config, "quantization_config")
+    for name in report.layers:
+        weight = found.get_submodule(name).weight
+        assert int((weight.view(-1, 4) != 0).sum(1).max()) <= 2
+
+
+def test_bad_input_is_refused_with_the_reason(tmp_path: Path) -> None:
+    weight, hessian = layer(30)
+    for text in ("0", "1.5", "4:2", "half"):
+        with pytest.raises(ConfigError, match="write a share like 0.5, or n:m like 2:4"):
+            parse_pattern(text)
+    with pytest.raises(ConfigError, match="2:4 does not divide the 30 input features"):
+        sparsify(weight, parse_pattern("2:4"), "magnitude")
+    with pytest.raises(ConfigError, match="wanda needs a calibration text"):
+        sparsify(weight, SparsePattern(0.5), "wanda")
+    with pytest.raises(ConfigError, match="sparsity method is 'l1'"):
+        sparsify(weight, SparsePattern(0.5), "l1", hessian)
+    build("llama").save_pretrained(tmp_path / "wide")
+    with pytest.raises(ConfigError, match="sparsity_method wanda needs a calibration text"):
+        options = RoundingOptions(sparsity="0.5", sparsity_method="wanda")
+        compress_directory(tmp_path / "wide", tmp_path / "sparse", "fp32", options)
+    with pytest.raises(ConfigError, match="round the result in a second run"):
+        options = RoundingOptions("gptq", sparsity="0.5")
+        compress_directory(tmp_path / "wide", tmp_path / "sparse", "fp32", options, batches=[torch.arange(8)[None]])

@@ -1,0 +1,285 @@
+"""Laws of structured pruning: the smaller model computes what the masked one does, and is an ordinary model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import windlass
+from tests.causal_models import VOCABULARY, build
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.prune_model import prune_model
+from windlass.compress.pruned_config import PRUNING_ENTRY, describe_widths
+from windlass.compress.pruning_units import UnitGroup, choose_units, count_kept, mask_units, remove_units
+from windlass.compress.transformer_units import find_transformer_units, fit_module
+from windlass.compress.unit_importance import language_loss, unit_scores
+
+IDS = torch.arange(3, 23).view(2, 10)
+
+ROWS = [
+    *((name, "ffn") for name in ("llama", "phi3", "gemma3", "cohere", "olmo2", "gpt_neox", "mixtral", "qwen2_moe")),
+    *((name, "ffn") for name in ("gpt2", "opt", "bert", "falcon", "gpt_oss")),
+    *((name, "heads") for name in ("llama", "qwen3", "phi3", "gemma2", "cohere", "gpt_neox", "gpt2", "opt", "bert")),
+    *((name, "groups") for name in ("llama", "qwen3", "gemma3", "mixtral", "phi3")),
+]
+
+
+def pruned_and_masked(model: Any, kind: str, share: float = 0.5) -> tuple[Any, Any, list[UnitGroup]]:
+    """Return a pruned copy of a model, and one with the same units set to 0."""
+    groups = find_transformer_units(model, [kind])
+    masked, smaller = copy.deepcopy(model), copy.deepcopy(model)
+    scores = unit_scores(model, groups, "magnitude")
+    kept = [choose_units(group, score, count_kept(group, share)) for group, score in zip(groups, scores, strict=True)]
+    for group, one in zip(groups, kept, strict=True):
+        mask_units(masked, group, one)
+    remove_units(smaller, list(zip(groups, kept, strict=True)))
+    for group, one in zip(groups, kept, strict=True):
+        fit_module(smaller, group, len(one[group.parts[0]]))
+    describe_widths(smaller, [(group, len(one[group.parts[0]])) for group, one in zip(groups, kept, strict=True)])
+    return smaller, masked, groups
+
+
+@pytest.mark.parametrize(("name", "kind"), ROWS)
+def test_the_pruned_model_is_the_masked_one(name: str, kind: str, tmp_path: Path) -> None:
+    model: Any = (
+        build(name, num_attention_heads=4, num_key_value_heads=4 if name in ("gpt_neox",) else 2)
+        if (name not in ("gpt2", "falcon"))
+        else build(name, **({"n_head": 4} if name == "gpt2" else {}))
+    )
+    model.eval()
+    smaller, masked, groups = pruned_and_masked(model, kind)
+    assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in model.parameters())
+    assert len(groups) >= model.config.num_hidden_layers
+    with torch.no_grad():
+        torch.testing.assert_close(smaller(IDS).logits, masked(IDS).logits, rtol=1e-5, atol=1e-5)
+    # the same through the one call, saved, loaded and trained
+    prune_model(model, {kind: 0.5}, importance="magnitude")
+    with torch.no_grad():
+        expected = masked(IDS).logits
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "small")
+    own = PRUNING_ENTRY in ModelDirectory(tmp_path / "small").config
+    assert own == (kind == "heads" and name in ("gpt_neox", "gpt2", "opt", "bert")), "families without a head size"
+    source = AutoModelForCausalLM if not own else None
+    found = (
+        source.from_pretrained(tmp_path / "small")
+        if source is not None
+        else windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "small")
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    found.requires_grad_(True)
+    language_loss(found, IDS).backward()
+    assert all(p.grad is not None for n, p in found.named_parameters() if "experts" not in n)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_removed_experts_are_never_chosen(name: str, tmp_path: Path) -> None:
+    model: Any = build(name).eval()
+    groups = find_transformer_units(model, ["experts"])
+    masked = copy.deepcopy(model)
+    scores = unit_scores(model, groups, "activation", [IDS])
+    for group, score in zip(groups, scores, strict=True):
+        kept = choose_units(group, score, count_kept(group, 1))
+        gone = [one for one in range(group.units) if one not in kept[None].tolist()]
+        router = masked.get_submodule(group.name.rpartition(".")[0])
+        linear = next(m for n, m in router.named_modules() if n in ("gate", "router"))
+        linear.register_buffer("mask", torch.zeros(group.units).index_fill_(0, torch.tensor(gone), float("-inf")))
+        before = torch.nn.functional.linear
+        linear.forward = _masked_forward(linear, before)
+    report = prune_model(model, {"experts": 1}, batches=[IDS])
+    assert report.units["experts"] == (4 * len(groups), 3 * len(groups))
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, masked(IDS).logits, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "small")
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="experts = 2 leaves 1 of the 3 of .* which needs 2"):
+        prune_model(model, {"experts": 2}, importance="magnitude")
+
+
+def _masked_forward(module: Any, linear: Any) -> Any:
+    """Return the forward of a router whose logits of some experts are -inf."""
+    original = type(module).forward
+
+    def forward(hidden: torch.Tensor) -> Any:
+        def masked(*arguments: Any) -> torch.Tensor:
+            return linear(*arguments) + module.mask  # type: ignore[no-any-return]
+
+        torch.nn.functional.linear = masked
+        try:
+            return original(module, hidden)
+        finally:
+            torch.nn.functional.linear = linear
+
+    return forward
+
+
+def test_importances_equal_their_formulas() -> None:
+    model: Any = build("llama").eval()
+    groups = find_transformer_units(model, ["ffn"])
+    name = groups[1].name
+    mlp = model.get_submodule(name)
+    inputs: list[torch.Tensor] = []
+    handle = mlp.down_proj.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach()))
+    loss = language_loss(model, IDS)
+    handle.remove()
+    loss.backward()
+    weight = mlp.down_proj.weight
+    x = inputs[0].flatten(0, 1)
+    wanted = (weight.detach().square().sum(0) * x.square().mean(0)).sqrt()
+    torch.testing.assert_close(unit_scores(model, groups, "activation", [IDS])[1][None], wanted)
+    taylor = (weight.detach() * weight.grad).sum(0).square()
+    torch.testing.assert_close(unit_scores(model, groups, "taylor", [IDS])[1][None], taylor, rtol=1e-3, atol=1e-9)
+    squares = mlp.gate_proj.weight.square().sum(1) + mlp.up_proj.weight.square().sum(1) + weight.square().sum(0)
+    torch.testing.assert_close(unit_scores(model, groups, "magnitude")[1][None], squares.detach().sqrt())
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "activation", "taylor"])
+def test_units_without_any_effect_are_removed_first(importance: str) -> None:
+    model: Any = build("mixtral", num_attention_heads=4).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj[:, :, 5:13] = 0
+            layer.mlp.experts.gate_up_proj[:, 5:13] *= 1e-3
+            layer.mlp.experts.gate_up_proj[:, 29:37] *= 1e-3
+            layer.self_attn.o_proj.weight[:, 8:16] = 0
+            layer.self_attn.o_proj.weight[:, 24:32] = 0
+            layer.self_attn.q_proj.weight[8:16] *= 1e-3
+            layer.self_attn.q_proj.weight[24:32] *= 1e-3
+        expected = model(IDS).logits
+        prune_model(model, {"ffn": 8, "heads": 0.5}, importance=importance, batches=[IDS])
+        assert model.config.intermediate_size == 16 and model.config.num_attention_heads == 2
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_classifier_and_tied_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    model: Any = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, num_labels=3, **sizes)).eval()
+    batch = {"input_ids": IDS, "labels": torch.tensor([0, 2])}
+    report = prune_model(model, {"layers": 1, "heads": 1, "ffn": 0.25}, importance="taylor", batches=[batch])
+    assert report.units == {"layers": (4, 3), "heads": (12, 9), "ffn": (144, 108)} and len(report.layers) == 1
+    assert report.parameters_after < report.parameters_before
+    model.save_pretrained(tmp_path / "small")
+    found = windlass.from_pretrained(AutoModelForSequenceClassification, tmp_path / "small")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    directory = ModelDirectory(tmp_path / "small")
+    assert directory.config["num_hidden_layers"] == 3 and directory.config["intermediate_size"] == 36
+    tied: Any = build("llama", tie_word_embeddings=True).eval()
+    prune_model(tied, {"groups": 1}, importance="magnitude")
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    # pruned again, by windlass's own widths
+    again = build_empty(directory, AutoModelForSequenceClassification)
+    assert [tuple(p.shape) for p in again.parameters()] == [tuple(p.shape) for p in model.parameters()]
+    prune_model(model, {"heads": 1}, importance="magnitude")
+    model.save_pretrained(tmp_path / "smaller")
+    found = windlass.from_pretrained(AutoModelForSequenceClassification, tmp_path / "smaller")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """Convolutions with a norm, a residual, a depthwise layer, and a classifier after flattening."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.inner = nn.Sequential(nn.Conv2d(8, 12, 1), nn.ReLU(), nn.Conv2d(12, 8, 3, padding=1))
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.hidden = nn.Linear(8 * 4, 10)
+        self.out = nn.Linear(10, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = self.depthwise(x + self.inner(x))
+        x = nn.functional.max_pool2d(x, 2).flatten(1)
+        out: torch.Tensor = self.out(nn.functional.gelu(self.hidden(x)))
+        return out
+
+
+def test_channels_of_plain_modules_are_found_by_marks() -> None:
+    from windlass.compress.channel_units import find_channel_units
+
+    torch.manual_seed(0)
+    model = Residual()
+    images = torch.randn(6, 3, 4, 4)
+    model(images)  # running statistics that are not those of the beginning
+    model.eval()
+    groups = {group.name: group for group in find_channel_units(model, images)}
+    assert {name: (one.kind, one.units) for name, one in groups.items()} == {
+        "stem": ("channels", 8),
+        "inner.0": ("channels", 12),
+        "hidden": ("ffn", 10),
+    }
+    coupled = {tensor.name for tensor in groups["stem"].tensors}
+    assert {"stem.weight", "norm.running_var", "inner.0.weight", "inner.2.weight", "depthwise.weight"} <= coupled
+    assert next(t for t in groups["stem"].tensors if t.name == "hidden.weight").index.shape == (8, 4)
+    masked, smaller = copy.deepcopy(model), copy.deepcopy(model)
+    kept = {name: {None: torch.arange(0, group.units, 2)} for name, group in groups.items()}
+    for name, group in groups.items():
+        mask_units(masked, group, kept[name])
+    remove_units(smaller, [(group, kept[name]) for name, group in groups.items()])
+    assert smaller.depthwise.groups == 4 and smaller.hidden.in_features == 16 and smaller.norm.num_features == 4
+    torch.testing.assert_close(smaller(images), masked(images), rtol=1e-5, atol=1e-5)
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+    report = prune_model(
+        model, {"channels": 0.25, "ffn": 0.5}, importance="taylor", batches=[(images, torch.arange(6) % 5)], loss=loss,
+        example=images,
+    )  # fmt: skip
+    assert report.units == {"channels": (20, 15), "ffn": (10, 5)} and model.out.in_features == 5
+
+
+def test_encoders_of_torch_keep_their_attention() -> None:
+    from windlass.compress.channel_units import find_channel_units
+
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(16, 3))
+    groups = find_channel_units(model, torch.randn(2, 5, 16))
+    assert [(group.name, group.units) for group in groups] == [(f"0.layers.{n}.linear1", 32) for n in (0, 1)]
+
+
+def test_bad_input_is_refused_with_the_reason() -> None:
+    model: Any = build("llama")
+    with pytest.raises(ConfigError, match="heads = 3, but model.layers.0.self_attn has 2 of them for each key head"):
+        prune_model(model, {"heads": 3}, importance="magnitude")
+    with pytest.raises(ConfigError, match="prune layers = 2, but the model has 2 layers"):
+        prune_model(model, {"layers": 2}, batches=[IDS])
+    with pytest.raises(ConfigError, match="measured on a calibration text"):
+        prune_model(model, {"layers": 1})
+    with pytest.raises(ConfigError, match="activation needs a calibration text"):
+        prune_model(model, {"ffn": 0.5})
+    with pytest.raises(ConfigError, match="prune has rows; it knows layers, experts"):
+        prune_model(model, {"rows": 0.5})
+    with pytest.raises(ConfigError, match="importance is 'l1'"):
+        prune_model(model, {"ffn": 0.5}, importance="l1")
+    with pytest.raises(ConfigError, match=r"ffn = 1.5; write a share below 1, or a whole number"):
+        prune_model(model, {"ffn": 1.5})
+    with pytest.raises(ConfigError, match="has no experts that can be removed"):
+        prune_model(model, {"experts": 1}, importance="magnitude")
+    with pytest.raises(ConfigError, match="needs example inputs"):
+        prune_model(nn.Sequential(nn.Linear(2, 2)), {"ffn": 0.5}, importance="magnitude")
+    with pytest.raises(ModelError, match=r"the heads of .*self_attn cannot be removed: the features of all heads"):
+        prune_model(build("olmo2"), {"heads": 1}, importance="magnitude")
+
+
+def test_sizes_stay_multiples_that_kernels_like() -> None:
+    group = UnitGroup("mlp", "ffn", 11008, ())
+    assert count_kept(group, 0.25) == 8192 and count_kept(group, 0.3) % 128 == 0
+    assert count_kept(UnitGroup("mlp", "ffn", 48, ()), 0.25) == 36
+    assert count_kept(group, 100) == 10908, "a number is taken as it is"

@@ -1,0 +1,185 @@
+"""Tests of 4-bit models with adapters of peft: sharded while they are loaded, trained as in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import windlass
+from tests.dist.harness import run_ranks
+from tests.dist.parallel_runs import build
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.lora import add_adapters
+from windlass.compress.packed_directory import write_packed_directory
+from windlass.compress.packed_model import load_packed_model
+from windlass.compress.rounded_model import load_rounded_model
+from windlass.kernels.packed_linear import PackedLinear
+from windlass.zero.sharded_init import initial_shard
+
+if importlib.util.find_spec("peft") is None:  # an import takes seconds, in processes that run no test of this file too
+    pytest.skip("peft is not installed", allow_module_level=True)
+
+FORMAT, STEPS, ROWS, RATE = "int4_g32", 3, 4, 0.01
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the wide model, and the same one packed."""
+    path = tmp_path_factory.mktemp("models")
+    model = build("llama", tied=False)
+    model.save_pretrained(path / "wide")
+    write_packed_directory(path / "wide", path / "packed", FORMAT)
+    return path
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig
+
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of transformers about peft
+        made = add_adapters(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    torch.manual_seed(4)
+    for name, parameter in made.named_parameters():  # else the adapters begin at zero
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def ids(step: int) -> Tensor:
+    return torch.randint(30, (ROWS, 9), generator=torch.Generator().manual_seed(step))
+
+
+def trained(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items() if "lora_" in name}
+
+
+def plain(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """Train adapters beside linear layers with the rounded values, in plain PyTorch."""
+    from peft import LoraConfig, get_peft_model
+
+    packed = load_packed_model(folder / "packed")
+    for name, module in list(packed.named_modules()):
+        if isinstance(module, PackedLinear):
+            packed.set_submodule(name, module.to_linear(torch.float32))
+    head = packed.get_output_embeddings()
+    names = {name for name, module in packed.named_modules() if type(module) is nn.Linear and module is not head}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(3)
+        model = get_peft_model(packed, LoraConfig(r=4, lora_alpha=8, target_modules=names))
+    state = trained(adapted(load_packed_model(folder / "packed")).state_dict())
+    assert model.load_state_dict(state, strict=False).unexpected_keys == []
+    parameters, losses = [p for p in model.parameters() if p.requires_grad], []
+    assert len(parameters) == len(state)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, eps=1e-4, weight_decay=0.0)
+    for step in range(STEPS):
+        loss = model(input_ids=ids(step), labels=ids(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, trained(model.state_dict())
+
+
+def held_bytes(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of packed weights that this rank holds before `initialize`, and those of the whole."""
+    held = whole = 0
+    for parameter in model.parameters():
+        if parameter.dtype == torch.uint8:
+            shard = initial_shard.find(parameter)
+            held += parameter.numel() if shard is None else shard.shard.numel()
+            whole += parameter.numel()
+    return held, whole
+
+
+def train(source: str, weights: str | None, zero: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "eps": 1e-4, "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
+    model = windlass.from_pretrained(AutoModelForCausalLM, source, config=config, weights=weights)
+    loaded = held_bytes(model)
+    engine = windlass.initialize(model=adapted(model), config=config)[0]
+    units = [unit for unit in engine._sharded.units if unit.dtype == torch.uint8]
+    losses = []
+    for step in range(STEPS):
+        rows = ids(step).chunk(dist.get_world_size())[dist.get_rank()]
+        loss = engine(input_ids=rows, labels=rows).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    held = sum(u.shard_slot.numel if u.shard_slot is not None else u.local_shard.numel() for u in units)
+    padding = sum(unit.layout.padded - unit.layout.numel for unit in units)
+    state = engine.full_state_dict()
+    engine.destroy()
+    return {
+        "losses": losses,
+        "state": trained(state) if dist.get_rank() == 0 else {},
+        "loaded": loaded,
+        "held": held,
+        "padding": padding,
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "zero", "transport"),
+    [
+        ("packed", None, {"stage": 3}, "shm"),
+        ("packed", None, {"stage": 3, **OFFLOADED}, "gloo"),
+        ("wide", FORMAT, {"stage": 3}, "gloo"),
+    ],
+)
+def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
+    source: str, weights: str | None, zero: dict[str, Any], transport: str, folder: Path
+) -> None:
+    losses, state = plain(folder)
+    results = run_ranks(train, 2, str(folder / source), weights, zero, transport=transport)
+    assert results[0]["losses"] == pytest.approx(losses, rel=2e-5)
+    assert results[0]["state"].keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(results[0]["state"][name], value, rtol=1e-4, atol=1e-5)
+    packed = load_packed_model(folder / "packed")
+    full = sum(parameter.numel() for parameter in packed.parameters() if parameter.dtype == torch.uint8)
+    layers = sum(isinstance(module, PackedLinear) for module in packed.modules())
+    assert full < 0.3 * 2 * sum(m.in_features * m.out_features for m in packed.modules() if isinstance(m, PackedLinear))
+    for result in results:
+        held, whole = result["loaded"]
+        assert whole == full and held <= full / 2 + 3 * layers, "1/world of the bytes while it is loaded"
+        assert 2 * result["held"] == full + result["padding"], "and between steps"
+
+
+def test_a_model_rounded_while_it_loads_equals_the_packed_directory(folder: Path) -> None:
+    packed, rounded = load_packed_model(folder / "packed"), load_rounded_model(folder / "wide", FORMAT)
+    wanted = packed.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in rounded.state_dict().items())
+    with pytest.raises(ModelError, match="is quantized already; load it without weights='int4_g32'"):
+        load_rounded_model(folder / "packed", FORMAT)
+
+
+def test_what_needs_the_wide_weights_is_refused(folder: Path) -> None:
+    from peft import LoraConfig
+
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(ConfigError, match="which read the base weights, and these are packed"):
+            add_adapters(load_packed_model(folder / "packed"), LoraConfig(target_modules="all-linear", **options))
+    made = adapted(load_packed_model(folder / "packed"))
+    with pytest.raises(ModelError, match="adapters are not merged into packed weights"):
+        made.merge_and_unload()
+    with made.disable_adapter():
+        base = made(input_ids=ids(0)).logits
+    assert torch.equal(base, load_packed_model(folder / "packed")(input_ids=ids(0)).logits)

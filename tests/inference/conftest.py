@@ -1,0 +1,15 @@
+"""Choice of the rows that `make test` runs of the inference tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.quick_rows import mark_slow_rows
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out slow tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark rows of products as slow, as `quick_rows` chooses them."""
+    mark_slow_rows([item for item in items if item.path.is_relative_to(Path(__file__).parent)])

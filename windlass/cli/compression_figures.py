@@ -1,0 +1,235 @@
+"""Size, loss and speed of a model before and after its compression, and the progress of a run."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import ConfigError
+from windlass.base.text import plural, print_escaped
+from windlass.cli.checkpoints import format_size
+
+_DEFAULT_GROUP = 128
+_TIMED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """Figures of a model before or after.
+
+    Attributes:
+        nbytes: of its tensors.
+        bits: bits per byte of held-out text; None: there is no text.
+        speed: generated tokens a second of one request; None: not measured.
+    """
+
+    nbytes: int
+    bits: float | None = None
+    speed: float | None = None
+
+
+def format_name(weights: str, group: int | None) -> str:
+    """Return the name of a weight format.
+
+    Raises:
+        ConfigError: no format has these bits in these groups.
+    """
+    from windlass.kernels.weight_format import list_weight_formats
+
+    known = [name for name in list_weight_formats() if name not in ("fp32", "bf16")]
+    base, zeros = (weights[:-3], "_zp") if weights.endswith("_zp") else (weights, "")
+    if "_g" in weights and group is None:
+        name = weights
+    else:
+        wide = base in ("int8", "fp8")
+        size = group if group is not None else 0 if wide else _DEFAULT_GROUP
+        name = base + (f"_g{size}" if size else "") + zeros
+    if name not in known:
+        raise ConfigError(
+            f"weights (--weights) {weights!r} with group (--group) {group} is format {name!r}, which does not exist; "
+            f"formats are {', '.join(known)}"
+        )
+    return name
+
+
+def choose_method(method: str, name: str, *, has_text: bool) -> str:
+    """Return the method of `auto`: the one that loses least with what is given."""
+    from windlass.compress.integer_grid import is_integer_format
+    from windlass.kernels.weight_format import get_weight_format
+
+    if method != "auto":
+        if method != "rtn" and not is_integer_format(get_weight_format(name)):
+            raise ConfigError(f"method (--method) is {method!r}, but {name!r} has no integers to choose; use rtn")
+        return method
+    if name.startswith("int8") or not is_integer_format(get_weight_format(name)):
+        return "rtn"
+    return "gptq" if has_text else "hqq"
+
+
+def figure_lines(before: ModelFigures, after: ModelFigures) -> list[str]:
+    """Return a table of both models."""
+    rows = [("", "before", "after", "")]
+    ratio = f"{before.nbytes / max(after.nbytes, 1):.2f}x smaller"
+    rows.append(("all tensors", format_size(before.nbytes), format_size(after.nbytes), ratio))
+    if before.bits is not None and after.bits is not None:
+        change = f"{100 * (after.bits / before.bits - 1):+.2f} %"
+        rows.append(("held-out bits per byte", f"{before.bits:.4f}", f"{after.bits:.4f}", change))
+    if before.speed is not None and after.speed is not None:
+        rows.append(
+            ("tokens/s, one request", f"{before.speed:.1f}", f"{after.speed:.1f}", f"{after.speed / before.speed:.2f}x")
+        )
+    return [f"  {name:24}{one:>12}{two:>12}   {three}".rstrip() for name, one, two, three in rows]
+
+
+def warn_of_uneven_groups(directory: Any, layers: Sequence[str] | dict[str, str], name: str) -> None:
+    from windlass.kernels.coded_formats import CodedWeightFormat
+    from windlass.kernels.weight_format import get_weight_format
+
+    form = get_weight_format(name)
+    size = form.group if isinstance(form, CodedWeightFormat) else None
+    uneven = [layer for layer in layers if size and directory.places[f"{layer}.weight"].shape[1] % size]
+    if uneven:
+        features = directory.places[f"{uneven[0]}.weight"].shape[1]
+        print_escaped(
+            f"  groups of {size} do not divide the {features} input features of {plural(len(uneven), 'layer')} like "
+            f"{uneven[0]}: the last group is shorter, and vLLM and transformers do not load the directory"
+        )
+
+
+def measure_figures(
+    path: Path,
+    nbytes: int,
+    held_out: Any,
+    activations: str,
+    *,
+    measure: bool,
+    trust_remote_code: bool,
+    speed: float | None = None,
+) -> ModelFigures:
+    """Measure a model's directory.
+
+    Args:
+        speed: known already.
+    """
+    if not measure:
+        return ModelFigures(nbytes, None, speed)
+    from windlass.compress.calibration_text import bits_per_byte
+    from windlass.inference.model_loading import load_model
+
+    bits = None
+    if held_out is not None:
+        model = load_model(path, trust_remote_code=trust_remote_code)
+        _round_inputs_as_served(model, activations)
+        bits = bits_per_byte(model, held_out)
+        del model
+        gc.collect()
+    if speed is None:
+        speed = measure_speed(path, activations=activations, trust_remote_code=trust_remote_code)
+    return ModelFigures(nbytes, bits, speed)
+
+
+def measure_speed(
+    path: Path, *, activations: str = "auto", weights: str | None = None, trust_remote_code: bool = False
+) -> float:
+    """Return the tokens a second that the inference engine generates for one request."""
+    from windlass.inference.llm import LLM
+    from windlass.inference.sampling_params import SamplingParams
+
+    options: dict[str, Any] = {
+        "max_sequences": 1, "skip_tokenizer_init": True, "activations": activations, "weights": weights
+    }  # fmt: skip
+    with LLM(path, device="cpu", trust_remote_code=trust_remote_code, **options) as llm:
+        prompt = [list(range(3, 11))]
+        tokens = max(min(_TIMED_TOKENS, llm.max_model_len - len(prompt[0])), 1)
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        llm.generate(prompt, params)
+        start = time.perf_counter()
+        llm.generate(prompt, params)
+        seconds = time.perf_counter() - start
+    return tokens / seconds
+
+
+def _round_inputs_as_served(model: Any, activations: str) -> None:
+    """Round the inputs of packed layers to int8 where the inference engine does so."""
+    from windlass.kernels.coded_formats import CodedWeightFormat
+    from windlass.kernels.packed_linear import PackedLinear
+    from windlass.kernels.reference.quantized_input import quantize_groups
+
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            form = module.format
+            narrow = isinstance(form, CodedWeightFormat) and form.bits < 8
+            rounds = activations == "int8" or activations == "auto" and module.rounds_inputs
+            if narrow or rounds and form.name.startswith("int8"):
+                module.register_forward_pre_hook(lambda layer, inputs: (quantize_groups(inputs[0]), *inputs[1:]))
+
+
+class StageProgress:
+    """Progress of a run's stages: bars on a terminal, a line at each tenth elsewhere."""
+
+    def __init__(self) -> None:
+        self.done, self._begin, self._shown = 0, time.monotonic(), -1
+        self.stage, self.unit = "rounding", "layers"
+        self._bars: Any = None
+        self._task: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._begin
+
+    @property
+    def text(self) -> str:
+        """The progress of the stage in words."""
+        return f"{self.done} {self.unit}"
+
+    def begin(self, stage: str, unit: str) -> None:
+        """Begin a stage."""
+        self.end()
+        self.stage, self.unit, self.done, self._shown = stage, unit, 0, -1
+
+    def __call__(self, done: int, total: int) -> None:
+        self.done = done
+        if sys.stderr.isatty():
+            self._draw(done, total)
+            return
+        tenth = 10 * done // max(total, 1)
+        if tenth != self._shown:
+            sys.stderr.write(f"  {done} of {total} {self.unit}, {self.seconds:.0f} s\n")
+        self._shown = tenth
+
+    def _draw(self, done: int, total: int) -> None:
+        if self._bars is None:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
+            self._bars = Progress(
+                TextColumn("  {task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(self.unit),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bars.add_task(self.stage, total=total)
+            self._bars.start()
+        self._bars.update(self._task, completed=done, total=total)
+
+    def end(self) -> None:
+        """End the bars of the stage."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None

@@ -1,0 +1,105 @@
+"""Teacher of a run with the section `distillation`: checked before the ranks start, loaded and attached on each."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+import windlass
+from windlass.base.errors import ConfigError
+from windlass.compress.distillation import PROJECTION, Distillation, check_tokenizers
+from windlass.compress.packed_model import is_packed_directory
+from windlass.compress.teacher_cache import TeacherCache
+from windlass.config import Config, load_config
+from windlass.data.tokenizer import load_tokenizer
+
+_OWN_KEYS = ("teacher", "teacher_stage", "teacher_device", "cache", "cache_top_k")
+_SHARED_SECTIONS = ("bf16", "fp16", "comm", "watchdog", "train_micro_batch_size_per_gpu")
+
+
+def check_teacher(config: dict[str, Any], tokenizer: Path) -> None:
+    """Check the teacher that a configuration names, without loading it.
+
+    Raises:
+        ConfigError: there is none, or it has another tokenizer.
+        DataError: it has no tokenizer.
+    """
+    section = load_config(config).distillation
+    if section.requested_key() is None:
+        return
+    if section.teacher is None and section.cache is None:
+        raise ConfigError(
+            "distillation.teacher is missing; write the directory of the teacher, or a complete distillation.cache"
+        )
+    if section.teacher is not None:
+        if not Path(section.teacher, "config.json").is_file():
+            raise ConfigError(
+                f"distillation.teacher is {section.teacher!r}, which has no config.json; write the directory of a "
+                "model, e.g. OUT/hf of another run"
+            )
+        own, other = load_tokenizer(tokenizer), load_tokenizer(Path(section.teacher))
+        check_tokenizers(own.backend, other.backend)
+
+
+def attach_teacher(model: nn.Module, config: Config, raw: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    """Attach the teacher of a configuration to a model before `initialize`. Collective.
+
+    Returns:
+        The teacher's engine; None if there is none.
+    """
+    section = config.distillation
+    if section.requested_key() is None:
+        return None
+    engine = cache = None
+    choose_attention: Any = getattr(model, "set_attn_implementation", None)
+    if section.attention and choose_attention is not None:
+        choose_attention("eager")  # the others return no attention maps
+    if section.teacher is not None:
+        engine = _load_engine(section, raw, trust_remote_code=trust_remote_code)
+    if section.cache is not None:
+        cache = TeacherCache(
+            section.cache,
+            top_k=section.cache_top_k,
+            temperature=section.temperature,
+            teacher=_identity(Path(section.teacher)) if section.teacher is not None else None,
+            rank=dist.get_rank(),
+        )
+    options = section.model_dump(exclude_unset=True)
+    for key in _OWN_KEYS:
+        options.pop(key, None)
+    Distillation(engine, cache=cache, **options).attach(model)
+    return engine
+
+
+def without_projection(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without the module that only the distillation used."""
+    return {name: value for name, value in state.items() if not name.startswith(f"{PROJECTION}.")}
+
+
+def _load_engine(section: Any, raw: dict[str, Any], *, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    zero: dict[str, Any] = {"stage": section.teacher_stage}
+    if section.teacher_device != "none":
+        zero["offload_param"] = {"device": section.teacher_device}
+    config = {key: raw[key] for key in _SHARED_SECTIONS if key in raw} | {"zero_optimization": zero}
+    config.setdefault("train_micro_batch_size_per_gpu", 1)  # an evaluation counts no samples
+    options = {"attn_implementation": "eager"} if section.attention and not is_packed_directory(section.teacher) else {}
+    teacher = windlass.from_pretrained(
+        AutoModelForCausalLM, section.teacher, config=config, trust_remote_code=trust_remote_code, **options
+    )
+    teacher.config.use_cache = False
+    return windlass.initialize(model=teacher, config=config)[0]
+
+
+def _identity(folder: Path) -> str:
+    """Return a hash of a model's configuration and of the beginning of its weight files."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        with open(path, "rb") as file:
+            found.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
+    return found.hexdigest()

@@ -1,0 +1,345 @@
+"""Formats of all layers for a budget: measured losses and times, a knapsack, and a check of its sum.
+
+[Note: checked budget] The losses of single groups are added up for the knapsack, so its choice is measured once more as
+a whole. A limit of the loss is then divided by the ratio of the two, and solved again. The choice is compared with
+every uniform one of no more bytes, and the better one is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from windlass.base.errors import ConfigError
+from windlass.compress.checkpoint_names import CheckpointNames
+from windlass.compress.compression_budget import CompressionBudget
+from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
+from windlass.compress.format_speed import measure_product
+from windlass.compress.layer_sensitivity import InputGroup, SensitivityMeter, mean_nats, sample_tokens
+from windlass.compress.model_directory import ModelDirectory
+from windlass.kernels.weight_format import get_weight_format
+
+BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
+FORCED_FORMATS = ("int2_g32", "int2_g64")
+ANCHOR_FORMAT = "int4_g128"
+_REPAIRS = 4
+
+
+@dataclass(frozen=True)
+class TokenTimes:
+    """Measured seconds of one generated token, of which the products of the layers are a part.
+
+    Attributes:
+        wide: of the model as it is.
+        anchor: of the model with all layers and the head in `ANCHOR_FORMAT`.
+    """
+
+    wide: float
+    anchor: float
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """Choice for layers with a common input.
+
+    Attributes:
+        names: of the layers in the files.
+        format: name, or None where they stay wide.
+        wide_bytes, nbytes: of their weights before and after.
+        loss: in bits per byte, of this group alone.
+        seconds: of the products for one token; 0: not measured.
+    """
+
+    names: tuple[str, ...]
+    format: str | None
+    wide_bytes: int
+    nbytes: int
+    loss: float
+    seconds: float = 0.0
+
+
+@dataclass
+class BudgetChoice:
+    """Formats of all layers, and what is expected of them.
+
+    Attributes:
+        groups: choices in the order of the model.
+        nbytes: of all tensors of the file.
+        loss: increase of the bits per byte, measured with weights rounded to nearest on calibration text.
+        seconds: of a generated token; None: not measured.
+        uniform: the best uniform format of no more bytes, and its loss; None: there is none.
+        tokens: of each measurement.
+    """
+
+    groups: list[GroupChoice]
+    nbytes: int
+    loss: float
+    seconds: float | None = None
+    uniform: tuple[str, float] | None = None
+    tokens: int = 0
+    formats: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.formats = {name: one.format for one in self.groups if one.format for name in one.names}
+
+
+def choose_for_budget(
+    model: Any,
+    directory: ModelDirectory,
+    batches: Sequence[Tensor],
+    budget: CompressionBudget,
+    *,
+    bits_per_nat: float,
+    formats: Sequence[str] = BUDGET_FORMATS,
+    head: bool = False,
+    seconds: float = 45.0,
+    times: TokenTimes | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> BudgetChoice:
+    """Choose a format for every layer of a model; see [Note: checked budget].
+
+    Args:
+        model: of the directory, in memory in float32.
+        batches: token ids `[rows, length]` of the calibration text.
+        bits_per_nat: bits per byte that one nat a token is.
+        seconds: for the measurements of the losses, about.
+        times: of a token, which limits of speed and latency need.
+
+    Raises:
+        ConfigError: the budget cannot be met. The message has the nearest one that can.
+    """
+    rows = sample_tokens(model, batches)
+    bits_before = mean_nats(model, rows) * bits_per_nat
+    meter = SensitivityMeter(model, rows, head=head)
+    meter.limit_time(len(formats), seconds)
+    names = CheckpointNames(model, directory.places).source_of
+    groups = [group for group in meter.groups if all(f"{name}.weight" in names for name in group.names)]
+    meter.groups = groups
+    files = [tuple(names[f"{name}.weight"].removesuffix(".weight") for name in group.names) for group in groups]
+    wide = [sum(_file_bytes(directory, name) for name in one) for one in files]
+    before = sum(_bytes(place.shape, place.dtype.itemsize) for place in directory.places.values())
+    fixed = before - sum(wide)
+    products = _Products(model, groups, times)
+    options = [
+        [
+            FormatOption(None, size, 0.0, products.seconds(group, None)),
+            *(
+                FormatOption(
+                    name,
+                    sum(_packed_bytes(directory, layer, name) for layer in layers),
+                    0.0,
+                    products.seconds(group, name),
+                )
+                for name in formats
+            ),
+        ]
+        for group, layers, size in zip(groups, files, wide, strict=True)
+    ]
+    solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
+    solver.check_bytes_and_time()  # before the losses are measured, which takes the most time
+    for one, found in zip(options, meter.sensitivities(formats, progress), strict=True):
+        one[1:] = [replace(option, loss=found[str(option.name)]) for option in one[1:]]
+    chosen, nats, uniform = solver.solve()
+    choices = [
+        GroupChoice(
+            layers, one[place].name, size, one[place].nbytes, one[place].loss * bits_per_nat, one[place].seconds
+        )
+        for layers, one, place, size in zip(files, options, chosen, wide, strict=True)
+    ]
+    return BudgetChoice(
+        choices,
+        fixed + int(total(options, chosen, "nbytes")),
+        nats * bits_per_nat,
+        products.token_seconds(total(options, chosen, "seconds")),
+        None if uniform is None else (uniform[0], uniform[1] * bits_per_nat),
+        meter.tokens,
+    )
+
+
+def _bytes(shape: Sequence[int], itemsize: int) -> int:
+    return math.prod(shape) * itemsize
+
+
+def _file_bytes(directory: ModelDirectory, layer: str) -> int:
+    place = directory.places[f"{layer}.weight"]
+    return _bytes(place.shape, place.dtype.itemsize)
+
+
+def _packed_bytes(directory: ModelDirectory, layer: str, name: str) -> int:
+    rows, columns = directory.places[f"{layer}.weight"].shape
+    return sum(form.nbytes for form in get_weight_format(name).file_form(rows, columns).values())
+
+
+class _Products:
+    """Seconds of the products of groups, where the budget needs them."""
+
+    def __init__(self, model: Any, groups: Sequence[InputGroup], times: TokenTimes | None) -> None:
+        self._times = times
+        self._shapes = {}
+        for group in groups:
+            layers = [model.get_submodule(name) for name in group.names]
+            self._shapes[group] = (sum(layer.out_features for layer in layers), layers[0].in_features)
+        self._known: dict[tuple[int, int, str], float] = {}
+        self._wide = self._saved = 0.0
+        if times is not None:
+            self._wide = sum(self.seconds(group, None) for group in groups)
+            self._saved = self._wide - sum(self.seconds(group, ANCHOR_FORMAT) for group in groups)
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            if head is not None and not any(model.get_submodule(n) is head for g in groups for n in g.names):
+                rows, columns = head.weight.shape  # the measured anchor has a packed head
+                self._saved += measure_product(rows, columns, "fp32") - measure_product(rows, columns, ANCHOR_FORMAT)
+
+    def seconds(self, group: InputGroup, name: str | None) -> float:
+        """Return the seconds of a group's product for one token; 0 where no time is limited."""
+        if self._times is None:
+            return 0.0
+        key = (*self._shapes[group], name or "fp32")
+        if key not in self._known:
+            self._known[key] = measure_product(*key)
+        return self._known[key]
+
+    @property
+    def _scale(self) -> float:
+        """Measured seconds of the whole model for one second of products alone."""
+        assert self._times is not None
+        if self._saved <= 0 or self._times.wide <= self._times.anchor:
+            return 1.0
+        return (self._times.wide - self._times.anchor) / self._saved
+
+    def token_seconds(self, products: float) -> float | None:
+        """Return the seconds of a token whose products take so long."""
+        return None if self._times is None else self._times.wide + (products - self._wide) * self._scale
+
+    def limit(self, token: float) -> float:
+        """Return the seconds of products that leave a token within a time."""
+        assert self._times is not None
+        return self._wide + (token - self._times.wide) / self._scale
+
+
+@dataclass
+class _Solver:
+    """Solution of one budget."""
+
+    meter: SensitivityMeter
+    groups: Sequence[InputGroup]
+    options: Sequence[Sequence[FormatOption]]
+    budget: CompressionBudget
+    fixed: int
+    before: int
+    bits_before: float
+    bits_per_nat: float
+    products: _Products
+
+    def solve(self) -> tuple[list[int], float, tuple[str, float] | None]:
+        """Return the place of each group's option, the measured loss in nats a token, and the best uniform choice.
+
+        Raises:
+            ConfigError: the budget cannot be met.
+        """
+        limits = self._limits()
+        asked = limits.loss
+        allowed = asked
+        best: tuple[list[int], float] | None = None
+        for _ in range(_REPAIRS):
+            try:
+                chosen = choose_formats(self.options, FormatLimits(limits.nbytes, allowed, limits.seconds))
+            except UnmetLimitError as error:
+                if best is None:
+                    raise self._refusal(error) from error
+                break
+            nats = self._measure(chosen)
+            within = asked is None or nats <= asked
+            if within and (
+                best is None or total(self.options, chosen, "nbytes") < total(self.options, best[0], "nbytes")
+            ):
+                best = chosen, nats
+            expected = total(self.options, chosen, "loss")
+            if asked is None or 0.97 * asked <= nats <= asked or not nats or not expected:
+                break
+            allowed = asked * expected / nats
+        if best is None:
+            assert asked is not None
+            raise self._refusal(UnmetLimitError("loss", nats))
+        return self._better_of_uniform(*best, limits)
+
+    def check_bytes_and_time(self) -> None:
+        """Raise a ConfigError if the fewest bytes, or the least time, are above their limits."""
+        limits = replace(self._limits(), loss=None)
+        if limits.nbytes is None and limits.seconds is None:
+            return
+        try:
+            choose_formats(self.options, limits)
+        except UnmetLimitError as error:
+            raise self._refusal(error) from error
+
+    def _limits(self) -> FormatLimits:
+        budget = self.budget
+        nbytes = None if budget.size is None else int(budget.size * self.before) - self.fixed
+        loss = None
+        if budget.loss is not None:
+            bits = budget.loss * self.bits_before if budget.is_relative else budget.loss
+            loss = bits / self.bits_per_nat
+        token = budget.latency
+        wide = self.products.token_seconds(0.0)
+        if budget.speed is not None and wide is not None:
+            own = self.products._times.wide / budget.speed  # type: ignore[union-attr]
+            token = own if token is None else min(token, own)
+        return FormatLimits(nbytes, loss, None if token is None else self.products.limit(token))
+
+    def _measure(self, chosen: Sequence[int]) -> float:
+        formats = {
+            name: options[place].name
+            for group, options, place in zip(self.groups, self.options, chosen, strict=True)
+            for name in group.names
+        }
+        return self.meter.divergence(formats)
+
+    def _better_of_uniform(
+        self, chosen: list[int], nats: float, limits: FormatLimits
+    ) -> tuple[list[int], float, tuple[str, float] | None]:
+        """Return the choice, or the best uniform one of no more bytes where that loses less."""
+        size = total(self.options, chosen, "nbytes")
+        best: tuple[str, float] | None = None
+        for place in range(1, len(self.options[0])):
+            uniform = [place] * len(self.options)
+            slow = limits.seconds is not None and total(self.options, uniform, "seconds") > limits.seconds
+            if total(self.options, uniform, "nbytes") > size or slow:
+                continue
+            found = self._measure(uniform)
+            if best is None or found < best[1]:
+                best = str(self.options[0][place].name), found
+            if found < nats:
+                chosen, nats = uniform, found
+        return chosen, nats, best
+
+    def _refusal(self, error: UnmetLimitError) -> ConfigError:
+        """Return the error with the nearest budget that can be met."""
+        if error.resource == "nbytes":
+            least = (error.nearest + self.fixed) / self.before
+            return ConfigError(
+                f"budget (--budget) size={self.budget.size:.4g} cannot be met: the nearest is size={least + 5e-5:.4f} "
+                f"({1 / least:.2f}x), since {self.fixed / self.before:.4f} of the bytes stay wide; allow it, pack the "
+                "head too (--head), or 2 bits (--force)"
+            )
+        if error.resource == "seconds":
+            token = self.products.token_seconds(error.nearest) or 0.0
+            wide = self.products._times.wide if self.products._times is not None else token
+            asked = (
+                f"speed={self.budget.speed:g}"
+                if self.budget.speed is not None
+                else (f"latency={1e3 * (self.budget.latency or 0):g}ms")
+            )
+            return ConfigError(
+                f"budget (--budget) {asked} cannot be met: the nearest is latency={1e3 * token:.3g}ms, "
+                f"speed={wide / token:.3g}; allow it, or prune the model too (--prune)"
+            )
+        bits = error.nearest * self.bits_per_nat
+        asked = f"{100 * (self.budget.loss or 0):g}%" if self.budget.is_relative else f"+{self.budget.loss:g}"
+        return ConfigError(
+            f"budget (--budget) loss={asked} cannot be met: the nearest is loss=+{bits:.4f} bits per byte "
+            f"({100 * bits / self.bits_before:.3g} %); allow it, or a larger size or latency"
+        )

@@ -1,0 +1,238 @@
+"""Channels and features of plain modules, whose dependencies are found by tracing marked values.
+
+[Note: marked channels] A channel of a layer's output is set to NaN, for each channel in another sample of the batch,
+and the model runs. Each layer whose inputs have NaN in some channels depends on that channel: activations, additions,
+pooling, reshapes and normalizations between the layers need no description. A layer that mixes its inputs gets them
+without NaN, so that a mark ends there. Marks that reach the output of the model, or a layer that is not known, stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ModelError
+from windlass.compress.pruning_units import CoupledTensor, UnitGroup
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_AT_ONCE = 64  # marked channels of one forward
+
+Slot = tuple[str, str, int]
+"""Module, `out` or `in`, and channel."""
+
+
+def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
+    """Return the channels of convolutions (kind channels) and features of linear layers (kind ffn) of a model that can
+    be removed; see [Note: marked channels].
+
+    Args:
+        example: inputs of the model: a tensor, a tuple of positional ones, or a dict of named ones; the first dimension
+            of each tensor is the batch. Their first sample is used.
+
+    Raises:
+        ModelError: the model cannot run on them.
+    """
+    trace = _Trace(model)
+    producers = {name: module for name, module in model.named_modules() if _produces(module)}
+    with _evaluating(model):
+        for name, module in producers.items():
+            channels = _outputs(module)
+            for start in range(0, channels, _AT_ONCE):
+                trace.run(name, start, min(start + _AT_ONCE, channels), example)
+    return trace.groups()
+
+
+def _produces(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
+
+
+def _outputs(module: nn.Module) -> int:
+    return int(module.get_parameter("weight").shape[0])
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels == module.out_channels > 1
+
+
+@dataclass
+class _Marks:
+    """Layer whose channels are marked in one forward."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class _Trace:
+    """Connections between channels, gathered over forwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parents: dict[Slot, Slot] = {}
+        self._locked: set[Slot] = set()
+        self._marks = _Marks("", 0, 0)
+
+    def run(self, name: str, start: int, stop: int, example: Any) -> None:
+        """Mark some channels of a layer, and connect them with the channels of all layers that they reach."""
+        self._marks = _Marks(name, start, stop)
+        handles: list[Any] = []
+        for inner, module in self._model.named_modules():
+            if any(True for _ in module.parameters(recurse=False)) or isinstance(module, _NORMS):
+                handles.append(module.register_forward_pre_hook(self._before(inner)))
+        handles.append(self._model.get_submodule(name).register_forward_hook(self._mark))
+        try:
+            with torch.no_grad():
+                out = _call(self._model, _repeat(example, stop - start))
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ModelError(
+                f"{type(self._model).__name__} does not run on {stop - start} copies of the example's first sample: "
+                f"{error}; give inputs whose first dimension is the batch"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        for tensor in _tensors(out):
+            self._lock(torch.isnan(tensor).flatten(1).any(1) if tensor.dim() else torch.ones(stop - start).bool())
+
+    def _mark(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        marks = self._marks
+        rows = torch.arange(marks.stop - marks.start)
+        marked = output.clone()
+        moved = marked if isinstance(module, _CONVOLUTIONS) else marked.movedim(-1, 1)
+        if len(moved) != len(rows):  # the batch is not the first dimension here
+            self._lock(torch.ones(len(rows)).bool())
+            return output
+        moved[rows, rows + marks.start] = float("nan")
+        return marked
+
+    def _before(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not any(isinstance(one, Tensor) and one.is_floating_point() and one.isnan().any() for one in inputs):
+                return None
+            self._arrive(name, module, inputs[0])
+            if isinstance(module, _NORMS) or _is_depthwise(module):
+                return None  # each channel stays by itself
+            return tuple(torch.nan_to_num(one) if isinstance(one, Tensor) else one for one in inputs)
+
+        return hook
+
+    def _arrive(self, name: str, module: nn.Module, value: Any) -> None:
+        marks = self._marks
+        count = marks.stop - marks.start
+        known = _produces(module) or isinstance(module, _NORMS) or _is_depthwise(module)
+        if not known or not isinstance(value, Tensor) or len(value) != count:
+            found = value.flatten(1).isnan().any(1) if isinstance(value, Tensor) and len(value) == count else None
+            self._lock(torch.ones(count).bool() if found is None else found)
+            return
+        moved = value.movedim(-1, 1) if isinstance(module, nn.Linear) else value
+        reached = moved.flatten(2).isnan().any(2) if moved.dim() > 2 else moved.isnan()
+        for row, channel in reached.nonzero().tolist():
+            source = (marks.name, "out", marks.start + row)
+            self._join(source, (name, "in", channel))
+            if _is_depthwise(module):
+                self._join(source, (name, "out", channel))
+
+    def _lock(self, rows: Tensor) -> None:
+        for row in rows.nonzero().flatten().tolist():
+            self._locked.add((self._marks.name, "out", self._marks.start + row))
+
+    def _find(self, slot: Slot) -> Slot:
+        path = []
+        while self._parents.setdefault(slot, slot) != slot:
+            path.append(slot)
+            slot = self._parents[slot]
+        for one in path:
+            self._parents[one] = slot
+        return slot
+
+    def _join(self, one: Slot, two: Slot) -> None:
+        self._parents[self._find(one)] = self._find(two)
+
+    def groups(self) -> list[UnitGroup]:
+        """Return the connected channels as units, those of the same tensors together."""
+        units: dict[Slot, list[Slot]] = {}
+        for slot in list(self._parents):
+            units.setdefault(self._find(slot), []).append(slot)
+        locked = {self._find(slot) for slot in self._locked}
+        places: dict[tuple[tuple[str, str, int], ...], list[list[Slot]]] = {}
+        for root, slots in units.items():
+            if root in locked or not any(side == "out" for _, side, _ in slots):
+                continue
+            counts: dict[tuple[str, str], int] = {}
+            for name, side, _ in slots:
+                counts[name, side] = counts.get((name, side), 0) + 1
+            key = tuple(sorted((name, side, count) for (name, side), count in counts.items()))
+            places.setdefault(key, []).append(sorted(slots))
+        order = {name: place for place, (name, _) in enumerate(self._model.named_modules())}
+        found = [self._group(sorted(members), order) for members in places.values() if len(members) > 1]
+        return sorted(found, key=lambda group: order[group.name])
+
+    def _group(self, members: list[list[Slot]], order: dict[str, int]) -> UnitGroup:
+        sides = sorted({(name, side) for name, side, _ in members[0]}, key=lambda one: (order[one[0]], one[1]))
+        first = next(name for name, side in sides if side == "out" and _produces(self._model.get_submodule(name)))
+        members = sorted(members, key=lambda slots: next(channel for name, side, channel in slots if name == first))
+        tensors = []
+        for name, side in sides:
+            module = self._model.get_submodule(name)
+            index = torch.tensor(
+                [[channel for one, where, channel in slots if (one, where) == (name, side)] for slots in members]
+            )
+            if isinstance(module, _NORMS):
+                values = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+                tensors += [CoupledTensor(f"{name}.{leaf}", 0, index) for leaf, value in values if value.dim() == 1]
+            elif side == "in" and not _is_depthwise(module):
+                tensors.append(CoupledTensor(f"{name}.weight", 1, index, reads=True))
+            elif side == "out":
+                tensors.append(CoupledTensor(f"{name}.weight", 0, index))
+                if module._parameters.get("bias") is not None:
+                    tensors.append(CoupledTensor(f"{name}.bias", 0, index))
+        kind = "ffn" if isinstance(self._model.get_submodule(first), nn.Linear) else "channels"
+        return UnitGroup(first, kind, len(members), tuple(tensors))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode, with its own modules: the fused encoder layers of torch skip hooks."""
+    modes = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _repeat(value: Any, count: int) -> Any:
+    """Return `count` copies of the first sample."""
+    if isinstance(value, Tensor):
+        return value[:1].expand(count, *value.shape[1:]).clone() if value.dim() else value
+    if isinstance(value, dict):
+        return {name: _repeat(one, count) for name, one in value.items()}
+    return tuple(_repeat(one, count) for one in value) if isinstance(value, (tuple, list)) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)

@@ -1,0 +1,72 @@
+"""Results of the stages of a compression, beside its target, so that the same command continues after them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.base.atomic_file import make_directory
+from windlass.base.bounded_json import parse_json
+from windlass.base.log import logger
+from windlass.compress.model_directory import write_json
+
+_SETTINGS = "settings.json"
+
+
+class CompressionWorkspace:
+    """Directory `.OUT.work`, whose stages are complete or not there. Stages of other settings are discarded.
+
+    Args:
+        target: directory of the model that is written.
+        settings: everything that the stages depend on, of JSON types.
+    """
+
+    def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
+        target = target.absolute()
+        self.path = target.with_name(f".{target.name}.work")
+        self._settings = parse_json(json.dumps(dict(settings), sort_keys=True).encode())
+        if self.path.exists() and self._read(_SETTINGS) != self._settings:
+            logger.warning("%s was begun with other settings or from another model; it is computed anew", target)
+            shutil.rmtree(self.path)
+
+    def directory(self, stage: str, write: Callable[[Path], Any]) -> Path:
+        """Return the directory of a stage, which `write` fills where it is not complete."""
+        found = self.path / stage
+        if not found.is_dir():
+            self._create()
+            begun = self.path / f".{stage}"
+            if begun.exists():
+                shutil.rmtree(begun)
+            make_directory(begun)
+            write(begun)
+            begun.rename(found)
+        return found
+
+    def value(self, stage: str, compute: Callable[[], Any]) -> Any:
+        """Return the JSON value of a stage, which `compute` returns where it is not there."""
+        name = f"{stage}.json"
+        found = self._read(name)
+        if found is None:
+            self._create()
+            found = compute()
+            write_json(self.path / name, found)
+        return found
+
+    def remove(self) -> None:
+        """Remove the directory."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+
+    def _create(self) -> None:
+        if not self.path.exists():
+            make_directory(self.path)
+            write_json(self.path / _SETTINGS, self._settings)
+
+    def _read(self, name: str) -> Any:
+        try:
+            return parse_json((self.path / name).read_bytes())
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,427 @@
+"""Distillation: a model that is trained against the outputs of a teacher.
+
+[Note: distillation in the forward] Hooks of the trained model run the teacher before the forward, and replace the
+output's `loss` after it. So the training loop stays as it is, every stage of ZeRO sees one forward with one loss, and
+the teacher is whatever the script passes: a module, or an engine that shards or offloads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.rank_group import world_group
+from windlass.compress.distillation_losses import (
+    TopProbabilities,
+    attention_divergence,
+    hidden_difference,
+    logits_divergence,
+)
+from windlass.compress.teacher_cache import TeacherCache
+from windlass.config.distillation_section import DistillationConfig
+from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
+
+ATTACHED = "_windlass_distillation"  # attribute of a trained model
+PROJECTION = "distillation_projection"  # module of a trained model
+IGNORED_LABEL = -100
+
+
+@dataclass
+class _Seen:
+    """Outputs of a model in one forward."""
+
+    logits: Tensor | TopProbabilities | None = None
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    attention: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Distillation:
+    """Loss of a model against a frozen teacher.
+
+    `attach` it to the model before `initialize`: then each forward in training mode runs the teacher on the same
+    arguments without `labels`, and the output's `loss` is the distillation loss. In eval mode the model is as before.
+    See [Note: distillation in the forward].
+
+    Args:
+        teacher: module, or engine of `initialize` without an optimizer; None with a complete cache. Its parameters are
+            frozen and it is set to eval mode.
+        cache: holds its logits.
+        options: keys of the section `distillation`; `layers` may have numbers.
+
+    Raises:
+        ConfigError: an option is wrong.
+        ModelError: the teacher is trained by its engine.
+    """
+
+    def __init__(self, teacher: Any = None, *, cache: TeacherCache | None = None, **options: Any) -> None:
+        if isinstance(options.get("layers"), Mapping):
+            options["layers"] = {str(own): str(other) for own, other in options["layers"].items()}
+        try:
+            self.options = DistillationConfig.model_validate(options)
+        except ValueError as error:
+            raise ConfigError(f"distillation: {error}") from error
+        if teacher is None and cache is None:
+            raise ConfigError("distillation needs a teacher, or a cache of its logits; pass one")
+        compares_layers = bool(self.options.hidden or self.options.attention)
+        if cache is not None and compares_layers:
+            raise ConfigError(
+                "distillation.cache holds logits, not the hidden states and attention maps that hidden "
+                f"{self.options.hidden} and attention {self.options.attention} need; set both to 0, or leave out the "
+                "cache"
+            )
+        if getattr(teacher, "optimizer", None) is not None:
+            raise ModelError("the teacher's engine has an optimizer; build it without one, since a teacher is frozen")
+        self.teacher, self.cache = teacher, cache
+        if isinstance(teacher, nn.Module):
+            teacher.eval()
+            teacher.requires_grad_(False)
+        self._wanted: _Seen | None = None  # outputs of the teacher for the forward that runs
+        self._own = _Seen()
+        self._handles: list[Any] = []
+        self._before_hook, self._after_hook = (torch.compiler.disable(one) for one in (self._before, self._after))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distillation:
+        return self  # a copy of the trained model has the same teacher
+
+    def attach(self, student: nn.Module) -> nn.Module:
+        """Connect the loss to a model, in place. Call it before `initialize`.
+
+        Raises:
+            ConfigError: the model has another vocabulary than the teacher, `layers` name a module that one of them
+                lacks, or the model is connected already.
+        """
+        if attached_distillation(student) is not None:
+            raise ConfigError("the model has a distillation already; call its detach(model) first")
+        teacher = self._teacher_module()
+        if teacher is not None:
+            check_vocabularies(student, teacher)
+            if self.options.hidden or self.options.attention:
+                self._pairs(student)
+                own, other = _width(student), _width(teacher)
+                if self.options.hidden and own and other and own != other:
+                    student.add_module(PROJECTION, nn.Linear(own, other, bias=False))
+        student.__dict__[ATTACHED] = self
+        student.register_forward_pre_hook(self._before_hook, with_kwargs=True)
+        student.register_forward_hook(self._after_hook, with_kwargs=True)
+        return student
+
+    def detach(self, student: nn.Module) -> nn.Module:
+        """Make the model, or a copy of it, plain again."""
+        for hooks, flags in (
+            (student._forward_pre_hooks, student._forward_pre_hooks_with_kwargs),
+            (student._forward_hooks, student._forward_hooks_with_kwargs),
+        ):
+            for key in [key for key, hook in hooks.items() if hook in (self._before_hook, self._after_hook)]:
+                del hooks[key]
+                flags.pop(key, None)
+        student.__dict__.pop(ATTACHED, None)
+        if hasattr(student, PROJECTION):
+            delattr(student, PROJECTION)
+        return student
+
+    def _teacher_module(self) -> nn.Module | None:
+        inner = getattr(self.teacher, "module", self.teacher)  # of an engine
+        return inner if isinstance(inner, nn.Module) else None
+
+    def _before(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._wanted = None
+        self._drop_handles()
+        if not (student.training and torch.is_grad_enabled()):
+            return
+        shared = {name: value for name, value in kwargs.items() if name != "labels"}
+        with torch.no_grad():
+            self._wanted = self._teach(student, args, shared)
+        if self.options.hidden or self.options.attention:
+            self._own = _Seen()
+            pairs = self._pairs(student)
+            self._handles = self._capture(student, list(pairs), self._own)
+
+    def _teach(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
+        if self.cache is None:
+            return self._run_teacher(student, args, kwargs)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            raise ModelError(
+                "a cache of a teacher finds sequences by token ids [rows, length]; pass input_ids, or no cache"
+            )
+        missing = torch.tensor([not self.cache.has(ids)], dtype=torch.int32)
+        if self.teacher is not None and dist.is_initialized():
+            world_group().all_reduce(missing, dist.ReduceOp.MAX)  # a sharded teacher runs on all ranks together
+        if self.teacher is not None and bool(missing):
+            logits = self._run_teacher(student, args, kwargs).logits
+            assert isinstance(logits, Tensor)
+            self.cache.add(ids, logits)
+        return _Seen(self.cache.read(ids))
+
+    def _run_teacher(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
+        seen, handles, teacher = _Seen(), [], self._teacher_module()
+        if self.options.hidden or self.options.attention:
+            assert teacher is not None
+            handles = self._capture(teacher, list(self._pairs(student).values()), seen)
+        try:
+            seen.logits = _logits(self.teacher(*args, **kwargs), "teacher")
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def _after(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        wanted, self._wanted = self._wanted, None
+        self._drop_handles()
+        if wanted is None:
+            return None
+        own, self._own = self._own, _Seen()
+        own.logits = _logits(output, "model")
+        vocabulary = get_sharded_vocabulary(student)
+        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # of a tensor-parallel rank
+            own.logits = vocabulary.gather_logits(own.logits)
+        loss = self._loss(student, own, wanted, kwargs)
+        if self.options.task:
+            task = _get(output, "loss")
+            if task is None:
+                raise ModelError(
+                    f"distillation.task is {self.options.task}, but the model's output has no loss; pass labels, or "
+                    "set task to 0"
+                )
+            loss = loss + self.options.task * task
+        return _with_loss(output, loss)
+
+    def _loss(self, student: nn.Module, own: _Seen, wanted: _Seen, kwargs: Mapping[str, Any]) -> Tensor:
+        options, logits = self.options, own.logits
+        assert isinstance(logits, Tensor)
+        counted = _counted(logits, kwargs, options.tokens)
+        terms: list[Tensor] = []
+        if options.logits:
+            assert wanted.logits is not None
+            classes = wanted.logits.shape[-1] if isinstance(wanted.logits, Tensor) else wanted.logits.classes
+            if logits.shape[-1] != classes:
+                raise _other_vocabulary(logits.shape[-1], classes)
+            terms.append(
+                options.logits
+                * logits_divergence(
+                    logits,
+                    wanted.logits,
+                    temperature=options.temperature,
+                    reverse=options.divergence == "reverse",
+                    counted=counted,
+                )
+            )
+        positions = kwargs.get("attention_mask") if counted is None else counted
+        pairs = self._pairs(student) if options.hidden or options.attention else {}
+        if options.hidden:
+            each = [self._hidden_term(student, own, wanted, pair, positions) for pair in pairs.items()]
+            terms.append(options.hidden * torch.stack(each).mean())
+        if options.attention:
+            each = [_attention_term(own, wanted, pair, positions) for pair in pairs.items() if _is_block(pair, wanted)]
+            if not each:
+                raise ModelError(
+                    "distillation.attention needs attention maps, and no module of distillation.layers returns any; "
+                    'load both models with attn_implementation="eager"'
+                )
+            terms.append(options.attention * torch.stack(each).mean())
+        return torch.stack(terms).sum() if terms else logits.new_zeros((), dtype=torch.float32)
+
+    def _hidden_term(
+        self, student: nn.Module, own: _Seen, wanted: _Seen, pair: tuple[str, str], counted: Tensor | None
+    ) -> Tensor:
+        mine, other = own.hidden[pair[0]], wanted.hidden[pair[1]]
+        projection = getattr(student, PROJECTION, None)
+        if projection is not None:
+            mine = projection(mine)
+        if mine.shape != other.shape:
+            raise ModelError(
+                f"hidden states of {pair[0]!r} have shape {tuple(mine.shape)}, those of the teacher's {pair[1]!r} "
+                f"{tuple(other.shape)}; name other modules in distillation.layers, or set hidden to 0"
+            )
+        return hidden_difference(mine, other, _positions(counted, mine))
+
+    def _pairs(self, student: nn.Module) -> dict[str, str]:
+        """Return the names of the compared modules: of the trained model, and of the teacher."""
+        teacher = self._teacher_module()
+        assert teacher is not None
+        layers = self.options.layers
+        if isinstance(layers, str):
+            own, other = block_names(student, "model"), block_names(teacher, "teacher")
+            places = [len(own) - 1] if layers == "last" else range(len(own))
+            return {own[place]: other[round((place + 1) * len(other) / len(own)) - 1] for place in places}
+        return {_module_name(student, a, "model"): _module_name(teacher, b, "teacher") for a, b in layers.items()}
+
+    def _capture(self, model: nn.Module, names: list[str], seen: _Seen) -> list[Any]:
+        """Record the outputs of modules, and the attention maps inside of them, in the next forward."""
+        handles = []
+        for name in names:
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_hook(_record_hidden(name, seen)))
+            if self.options.attention:
+                inner = [one for one in module.modules() if any(True for _ in one.children())]
+                handles += [one.register_forward_hook(_record_attention(name, seen)) for one in inner]
+        return handles
+
+    def _drop_handles(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def attached_distillation(model: nn.Module) -> Distillation | None:
+    """Return the distillation of a model that was attached to one."""
+    found = model.__dict__.get(ATTACHED)
+    return found if isinstance(found, Distillation) else None
+
+
+def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
+    """Check that two models have as many tokens, by their configurations.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (student, teacher)]
+    if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+        raise _other_vocabulary(*sizes)
+
+
+def check_tokenizers(student: Any, teacher: Any) -> None:
+    """Check that two tokenizers of transformers or tokenizers give the same ids.
+
+    Raises:
+        ConfigError: they do not; the message names a token.
+    """
+    own, other = (dict(one.get_vocab()) for one in (student, teacher))
+    if own == other:
+        return
+    token = min({*own, *other}, key=lambda one: (own.get(one) == other.get(one), one))
+    raise ConfigError(
+        f"the teacher has another tokenizer: token {token!r} has id {own.get(token)} in the model's and "
+        f"{other.get(token)} in the teacher's; use a teacher that was trained with the model's tokenizer"
+    )
+
+
+def block_names(model: nn.Module, whose: str = "model") -> list[str]:
+    """Return the names of a model's blocks: the children of its longest outer list of modules with parameters.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    lists = {
+        name: len(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in module.parameters())
+    }
+    outer = [name for name in lists if not any(other != name and name.startswith(f"{other}.") for other in lists)]
+    if not outer:
+        raise ConfigError(
+            f"the {whose} {type(model).__name__} has no list of blocks; name pairs of modules in distillation.layers"
+        )
+    chosen = max(outer, key=lambda name: lists[name])
+    return [f"{chosen}.{place}" if chosen else str(place) for place in range(lists[chosen])]
+
+
+def _module_name(model: nn.Module, name: str, whose: str) -> str:
+    if name.lstrip("-").isdigit():
+        blocks = block_names(model, whose)
+        if not -len(blocks) <= int(name) < len(blocks):
+            raise ConfigError(f"distillation.layers has block {name} of the {whose}, which has {len(blocks)}")
+        return blocks[int(name)]
+    try:
+        model.get_submodule(name)
+    except AttributeError as error:
+        raise ConfigError(f"distillation.layers has {name!r}, which the {whose} lacks") from error
+    return name
+
+
+def _record_hidden(name: str, seen: _Seen) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found = output[0] if isinstance(output, tuple | list) else getattr(output, "last_hidden_state", output)
+        if not isinstance(found, Tensor):
+            raise ModelError(f"module {name!r} returns no hidden states but a {type(found).__name__}")
+        seen.hidden[name] = found
+
+    return hook
+
+
+def _record_attention(name: str, seen: _Seen) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found = output[1] if isinstance(output, tuple | list) and len(output) > 1 else None
+        if isinstance(found, Tensor) and found.dim() == 4 and name not in seen.attention:
+            seen.attention[name] = found
+
+    return hook
+
+
+def _is_block(pair: tuple[str, str], wanted: _Seen) -> bool:
+    return pair[1] in wanted.attention  # embeddings and norms have no attention
+
+
+def _attention_term(own: _Seen, wanted: _Seen, pair: tuple[str, str], counted: Tensor | None) -> Tensor:
+    mine, other = own.attention.get(pair[0]), wanted.attention[pair[1]]
+    if mine is None or mine.shape != other.shape:
+        shape = "none" if mine is None else str(tuple(mine.shape))
+        raise ModelError(
+            f"attention maps of {pair[0]!r} are {shape}, those of the teacher's {pair[1]!r} {tuple(other.shape)}; both "
+            'models need attn_implementation="eager" and as many heads, or distillation.attention 0'
+        )
+    return attention_divergence(mine, other, counted if counted is not None and counted.dim() == 2 else None)
+
+
+def _counted(logits: Tensor, kwargs: Mapping[str, Any], tokens: str) -> Tensor | None:
+    """Return the positions of logits that count; None: all."""
+    mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+    if logits.dim() != 3:
+        return None
+    if tokens == "labelled":
+        if labels is None:
+            raise ModelError(
+                'distillation.tokens is "labelled", but the batch has no labels; pass them, or write "all"'
+            )
+        nexts = labels.new_full(labels.shape, IGNORED_LABEL)
+        nexts[:, :-1] = labels[:, 1:]
+        return torch.ne(nexts, IGNORED_LABEL)
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _positions(counted: Tensor | None, hidden: Tensor) -> Tensor | None:
+    fits = counted is not None and hidden.dim() == 3 and counted.shape == hidden.shape[:2]
+    return counted if fits else None
+
+
+def _width(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    width = getattr(getattr(config, "text_config", config), "hidden_size", None)
+    return width if isinstance(width, int) else None
+
+
+def _get(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _logits(output: Any, whose: str) -> Tensor:
+    found = _get(output, "logits")
+    if not isinstance(found, Tensor) and whose == "teacher" and isinstance(output, Tensor):
+        return output
+    if not isinstance(found, Tensor):
+        raise ModelError(
+            f"the {whose} returns a {type(output).__name__} without logits; return an object or a dict with logits and "
+            "loss, as models of transformers do"
+        )
+    return found
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    if isinstance(output, dict):  # outputs of transformers too, whose attributes follow
+        output["loss"] = loss
+    else:
+        output.loss = loss
+    return output
+
+
+def _other_vocabulary(own: Any, other: Any) -> ConfigError:
+    return ConfigError(
+        f"the model has {own} tokens or classes and the teacher {other}; use a teacher with the same vocabulary and "
+        "tokenizer"
+    )

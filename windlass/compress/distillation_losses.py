@@ -1,0 +1,93 @@
+"""Terms of a distillation loss: divergences of distributions, and differences of hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_LEAST = 1e-12  # of a probability whose logarithm is taken
+
+
+@dataclass(frozen=True)
+class TopProbabilities:
+    """Largest probabilities of a teacher's distributions.
+
+    Attributes:
+        values: logarithms `[..., k]` at a temperature.
+        indices: their classes, int64 `[..., k]`.
+        temperature: of the distributions.
+        classes: number of all classes.
+    """
+
+    values: Tensor
+    indices: Tensor
+    temperature: float
+    classes: int
+
+
+def logits_divergence(
+    student: Tensor,
+    teacher: Tensor | TopProbabilities,
+    *,
+    temperature: float = 1.0,
+    reverse: bool = False,
+    counted: Tensor | None = None,
+) -> Tensor:
+    """Return the mean over positions of KL(teacher, student) at a temperature, times its square (Hinton et al. 2015,
+    https://arxiv.org/abs/1503.02531).
+
+    With `TopProbabilities` the other classes of a position count as one class, so that the divergence is at most that
+    of whole distributions, and equal to it if `k` is the number of classes.
+
+    Args:
+        student, teacher: logits `[..., classes]`; computed in float32.
+        reverse: KL(student, teacher) instead.
+        counted: positions that count, `[...]`; None: all.
+    """
+    own = F.log_softmax(student.float() / temperature, -1)
+    if isinstance(teacher, TopProbabilities):
+        own, wanted = _with_rest(own, teacher)
+    else:
+        wanted = F.log_softmax(teacher.float() / temperature, -1)
+    first, second = (own, wanted) if reverse else (wanted, own)
+    return mean_of((first.exp() * (first - second)).sum(-1), counted) * temperature**2
+
+
+def attention_divergence(student: Tensor, teacher: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return the mean over heads and queries of KL(teacher, student) of attention maps (Wang et al. 2020, MiniLM,
+    https://arxiv.org/abs/2002.10957).
+
+    Args:
+        student, teacher: probabilities `[batch, heads, queries, keys]`. Keys without probability add nothing.
+        counted: queries that count, `[batch, queries]`.
+    """
+    wanted, own = teacher.float(), student.float()
+    each = (wanted * (wanted.clamp(min=_LEAST).log() - own.clamp(min=_LEAST).log())).sum(-1).mean(1)
+    return mean_of(each, counted)
+
+
+def hidden_difference(student: Tensor, teacher: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return the mean squared difference of hidden states `[batch, ..., features]` over features and positions."""
+    return mean_of((student.float() - teacher.float()).square().mean(-1), counted)
+
+
+def mean_of(values: Tensor, counted: Tensor | None) -> Tensor:
+    """Return the mean of the values that count; 0 if none does."""
+    if counted is None:
+        return values.mean()
+    weights = counted.to(values.dtype)
+    return (values * weights).sum() / weights.sum().clamp(min=1)
+
+
+def _with_rest(own: Tensor, teacher: TopProbabilities) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of the teacher's largest classes and, last, of all others together, for both models."""
+    indices, wanted = teacher.indices.to(own.device), teacher.values.to(own.device, torch.float32)
+    largest = own.gather(-1, indices)
+    if indices.shape[-1] >= teacher.classes:
+        return largest, wanted
+    rest = own.scatter(-1, indices, float("-inf")).logsumexp(-1, keepdim=True)
+    left = (1 - wanted.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
+    return torch.cat([largest, rest], -1), torch.cat([wanted, left], -1)

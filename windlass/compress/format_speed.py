@@ -1,0 +1,36 @@
+"""Time of the product with one packed matrix for one token, on this machine."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.packed_gemm import PackedPanels, pack_weight, packed_linear
+from windlass.kernels.weight_format import get_weight_format
+
+_COLD_BYTES = 48 << 20  # copies of a matrix that are multiplied in turn, so that none stays in a cache
+_MOST_COPIES = 12
+_ROUNDS = 5
+
+
+def measure_product(rows: int, columns: int, name: str) -> float:
+    """Return the seconds of one product with a matrix `[rows, columns]` in a format, as the inference engine runs it:
+    the least of some rounds over copies that no cache holds together."""
+    form = get_weight_format(name)
+    quantizes = name == "int8" or isinstance(form, CodedWeightFormat) and form.bits < 8
+    generator = torch.Generator().manual_seed(rows + columns)
+    weight = torch.randn(rows, columns, generator=generator) * 0.02
+    first = pack_weight(weight, form, quantize_inputs=quantizes)
+    copies: list[PackedPanels] = [first]
+    count = min(max(_COLD_BYTES // max(first.nbytes, 1), 1), _MOST_COPIES)
+    copies += [pack_weight(weight, form, quantize_inputs=quantizes) for _ in range(count - 1)]
+    x = torch.randn(1, columns, generator=generator)
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        for panels in copies:
+            packed_linear(x, panels)
+        best = min(best, (time.perf_counter() - start) / len(copies))
+    return best

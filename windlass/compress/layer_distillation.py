@@ -1,0 +1,215 @@
+"""Rounding that is learned layer by layer: each block is distilled from its wide self (LKD).
+
+[Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distils one layer after the other, so that one
+layer is in memory with what distillation takes. What is learned here is the code of each weight, with the scales of the
+method before: a number between the neighbouring codes, rounded in the forward, that moves by the sign of its gradient
+(Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference of the block's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from windlass.base.errors import ConfigError
+from windlass.compress.block_calibration import CalibratedBlock
+from windlass.compress.fake_rounding import straight_through
+from windlass.compress.integer_grid import IntegerGrid
+from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.packed_directory import PackedReport, write_packed_directory
+from windlass.compress.post_training import PostTraining, RoundingOptions
+from windlass.kernels.coded_formats import IntegerWeightFormat
+from windlass.kernels.weight_format import PackedWeight, get_weight_format
+
+_REACH = 1.0  # codes that a weight may move away from its own place
+_EVALUATIONS = 4  # of the loss over all text, while the codes are learned
+
+
+@dataclass(frozen=True)
+class LayerDistillationOptions:
+    """Training of each block.
+
+    Attributes:
+        steps: of each block, on one batch of the text each.
+        rate: codes that a weight moves in the first step; it falls to 0. None: `1 / steps`.
+        seed: of the order of batches.
+    """
+
+    steps: int = 200
+    rate: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """Mean squared difference of a block's output, relative to its square, before and after learning."""
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass
+class _LearnedCodes:
+    """Codes of one layer while they are learned.
+
+    Attributes:
+        place: of each weight between codes, float32.
+        learned: what is trained, near `place`.
+    """
+
+    name: str
+    grid: IntegerGrid
+    place: Tensor
+    learned: Tensor
+
+    def codes(self) -> Tensor:
+        return self.learned.detach().round().clamp(self.grid.low, self.grid.high)
+
+    def weight(self) -> Tensor:
+        """Return the rounded weight, with the gradient of the identity of `learned` times the scale."""
+        bounded = self.learned.clamp(self.grid.low, self.grid.high)
+        return self.grid.values(straight_through(bounded, bounded.detach().round()))
+
+    def move(self, gradient: Tensor, size: float) -> None:
+        with torch.no_grad():
+            self.learned.sub_(size * gradient.sign())
+            self.learned.copy_(torch.minimum(torch.maximum(self.learned, self.place - _REACH), self.place + _REACH))
+
+
+@dataclass
+class LayerDistillation(PostTraining):
+    """Producer of a packed directory whose codes are learned block by block; see [Note: learned rounding]."""
+
+    distillation: LayerDistillationOptions = field(default_factory=LayerDistillationOptions)
+    blocks: list[BlockResult] = field(default_factory=list)
+
+    def _round_block(self, block: CalibratedBlock, layers: Mapping[str, str]) -> dict[str, PackedWeight]:
+        chosen = [name for name, _ in block.module.named_modules() if _is_chosen(block, name, layers)]
+        wide = {name: block.linear(name).weight.detach() for name in chosen}
+        with torch.no_grad():
+            targets = [block.run(hidden) for hidden in block.hidden]
+        packed = super()._round_block(block, layers)
+        learned = [_start(block, name, weight, packed, layers) for name, weight in wide.items()]
+        if learned and self.distillation.steps:
+            self._learn(block, targets, learned)
+            for one in learned:
+                codes = one.codes()
+                packed[f"{block.prefix}.{one.name}"] = one.grid.pack(codes)
+                block.linear(one.name).weight = torch.nn.Parameter(one.grid.values(codes), requires_grad=False)
+        return packed
+
+    def _learn(self, block: CalibratedBlock, targets: Sequence[Tensor], learned: Sequence[_LearnedCodes]) -> None:
+        """Train the codes of a block, and keep those with the least loss over all text."""
+        options, generator = self.distillation, torch.Generator().manual_seed(self.distillation.seed)
+        rate = options.rate or 1 / options.steps
+        first = least = _mean_loss(block, targets, learned)
+        best = [one.learned.detach().clone() for one in learned]
+        every = max(1, options.steps // _EVALUATIONS)
+        for step in range(options.steps):
+            batch = int(torch.randint(len(targets), (1,), generator=generator))
+            with torch.enable_grad():
+                loss = _loss(block, block.hidden[batch], targets[batch], learned)
+                gradients = torch.autograd.grad(loss, [one.learned for one in learned])
+            for one, gradient in zip(learned, gradients, strict=True):
+                one.move(gradient, rate * (1 - step / options.steps))
+            if (step + 1) % every == 0 or step + 1 == options.steps:
+                found = _mean_loss(block, targets, learned)
+                if found < least:
+                    least, best = found, [one.learned.detach().clone() for one in learned]
+        for one, values in zip(learned, best, strict=True):
+            one.learned = values
+        self.blocks.append(BlockResult(block.prefix, first, least))
+
+
+def distil_directory(
+    source: str | Path,
+    target: str | Path,
+    formats: str | Callable[[str], str | None],
+    options: RoundingOptions | None = None,
+    distillation: LayerDistillationOptions | None = None,
+    *,
+    batches: Sequence[Tensor] = (),
+    head: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[PackedReport, list[BlockResult]]:
+    """Write the model of `source` with packed linear layers, whose codes are learned, to `target`.
+
+    One block is in memory at a time, in float32, with the text's hidden states before and after it. An interrupted call
+    continues with the first block that is not complete. Formats without integers keep the rounding of `options`.
+
+    Args:
+        options: the rounding that the codes begin with; None: GPTQ.
+        formats, batches, head, overwrite: as for `compress_directory`.
+
+    Returns:
+        Sizes, and the loss of each block that this call rounded.
+
+    Raises:
+        ConfigError: there is no text, or the method of `options` changes the weights before it rounds them.
+    """
+    start = options or RoundingOptions("gptq", input_scales=False)
+    chosen = distillation or LayerDistillationOptions()
+    if not batches:
+        raise ConfigError("layer-by-layer distillation needs a calibration text; give some, or use method hqq")
+    folds = start.smooth or start.rotate or start.method == "awq" or (start.method == "gptq" and start.input_scales)
+    if folds or not start.needs_text:
+        raise ConfigError(
+            f"layer-by-layer distillation begins with gptq without input_scales, not with {asdict(start)}; pass "
+            'RoundingOptions("gptq", input_scales=False)'
+        )
+    directory = ModelDirectory(source)
+    producer = LayerDistillation(directory, start, batches, trust_remote_code=trust_remote_code, distillation=chosen)
+    learning = {f"lkd_{name}": value for name, value in asdict(chosen).items()}
+    method = {**asdict(start), **learning, "text": [int(batch.sum()) for batch in batches]}
+    report = write_packed_directory(
+        directory,
+        target,
+        formats,
+        produce=producer,
+        method=method,
+        head=head,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+    )
+    return report, producer.blocks
+
+
+def _is_chosen(block: CalibratedBlock, name: str, layers: Mapping[str, str]) -> bool:
+    format_name = layers.get(f"{block.prefix}.{name}")
+    return format_name is not None and isinstance(get_weight_format(format_name), IntegerWeightFormat)
+
+
+def _start(
+    block: CalibratedBlock, name: str, weight: Tensor, packed: Mapping[str, PackedWeight], layers: Mapping[str, str]
+) -> _LearnedCodes:
+    layer = f"{block.prefix}.{name}"
+    form = get_weight_format(layers[layer])
+    assert isinstance(form, IntegerWeightFormat)
+    coded = form.unpack_codes(packed[layer])
+    scale = coded.scale.float()
+    zero = torch.full_like(scale, form.zero) if coded.zero is None else coded.zero.float()
+    grid = IntegerGrid(form, 0, 2**form.bits - 1, form.group or max(weight.shape[1], 1), scale, zero)
+    columns = weight.shape[1]
+    steps = grid.spread(torch.where(scale > 0, scale, torch.ones_like(scale)), columns)
+    place, codes = weight / steps + grid.spread(zero, columns), coded.codes.float()
+    inside = (place - codes).clamp(-0.45, 0.45)  # so that the first rounding gives the codes of the method before
+    return _LearnedCodes(name, grid, place, (codes + inside).requires_grad_())
+
+
+def _loss(block: CalibratedBlock, hidden: Tensor, target: Tensor, learned: Sequence[_LearnedCodes]) -> Tensor:
+    weights = {f"{one.name}.weight": one.weight() for one in learned}
+    out = torch.func.functional_call(block.module, weights, (hidden, *block.positional), block.arguments)
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return (found - target).square().mean() / target.square().mean().clamp(min=1e-30)
+
+
+def _mean_loss(block: CalibratedBlock, targets: Sequence[Tensor], learned: Sequence[_LearnedCodes]) -> float:
+    with torch.no_grad():
+        losses = [_loss(block, hidden, target, learned) for hidden, target in zip(block.hidden, targets, strict=True)]
+    return float(torch.stack(losses).mean())

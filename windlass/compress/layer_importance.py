@@ -1,0 +1,242 @@
+"""Importance of whole layers of a model, their removal, and the merging of neighbours.
+
+[Note: layer importance] Block influence is `1 - mean cos(h, h')` of the hidden states before and after a layer (Men et
+al. 2024, https://arxiv.org/abs/2403.03853). The measured loss is that of the model without the layer. Of a number of
+layers, `choose_layers` removes one after the other the one without which the loss is least, and compares the result
+with the choice by influence and with every other layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.unit_importance import LossFunction, language_loss
+
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def find_layer_list(model: nn.Module) -> str:
+    """Return the name of the list of a model's layers: the longest one whose elements have weights of their own.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = [
+        (len(module), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(list(one.children()) for one in module)
+    ]
+    outer = [(size, name) for size, name in found if not any(name.startswith(f"{other}.") for _, other in found)]
+    if not outer:
+        raise ModelError(f"{type(model).__name__} has no list of layers, so that none can be removed")
+    return str(max(outer, key=lambda one: one[0])[1])
+
+
+def block_influences(model: nn.Module, batches: Sequence[Any], loss: LossFunction = language_loss) -> list[float]:
+    """Return the influence of each layer; see [Note: layer importance]."""
+    layers = _layers(model)
+    sums, rows = [0.0] * len(layers), [0] * len(layers)
+
+    def called(place: int) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            before = (inputs[0] if inputs else named["hidden_states"]).flatten(0, -2).float()
+            after = (output[0] if isinstance(output, tuple) else output).flatten(0, -2).float()
+            sums[place] += float(functional.cosine_similarity(before, after, dim=-1).sum(dtype=torch.float64))
+            rows[place] += len(before)
+
+        return hook
+
+    handles = [layer.register_forward_hook(called(place), with_kwargs=True) for place, layer in enumerate(layers)]
+    try:
+        mean_loss(model, batches, loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [1 - total / max(count, 1) for total, count in zip(sums, rows, strict=True)]
+
+
+def losses_without(
+    model: nn.Module, batches: Sequence[Any], loss: LossFunction = language_loss, skipped: Sequence[int] = ()
+) -> dict[int, float]:
+    """Return the loss of the model without each of its layers, beside those that are skipped already."""
+    found = {}
+    for number in range(len(_layers(model))):
+        if number not in skipped:
+            with skip_layers(model, [*skipped, number]):
+                found[number] = mean_loss(model, batches, loss)
+    return found
+
+
+def choose_layers(
+    model: nn.Module, count: int, batches: Sequence[Any], loss: LossFunction = language_loss
+) -> list[int]:
+    """Return the numbers of the layers without which the model loses least; see [Note: layer importance].
+
+    Raises:
+        ConfigError: the model has no more layers than that, or there is no text.
+    """
+    total = len(_layers(model))
+    if not 0 <= count < total:
+        raise ConfigError(f"prune layers = {count}, but the model has {total} layers; remove fewer")
+    if not batches:
+        raise ConfigError("the importance of layers is measured on a calibration text; give some")
+    greedy: list[int] = []
+    for _ in range(count):
+        losses = losses_without(model, batches, loss, greedy)
+        greedy.append(min(losses, key=lambda number: losses[number]))
+    influences = block_influences(model, batches, loss)
+    by_influence = sorted(range(total), key=lambda number: influences[number])[:count]
+    candidates = [sorted(greedy), sorted(by_influence), every_other(total, count)]
+    measured = []
+    for candidate in candidates:
+        with skip_layers(model, candidate):
+            measured.append(mean_loss(model, batches, loss))
+    return candidates[measured.index(min(measured))]
+
+
+def every_other(total: int, count: int) -> list[int]:
+    """Return numbers of layers at even distances, without the first and the last where others suffice."""
+    inner = list(range(1, total - 1)) if count <= total - 2 else list(range(total))
+    return [inner[round((place + 0.5) * len(inner) / count - 0.5)] for place in range(count)]
+
+
+def mean_loss(model: nn.Module, batches: Sequence[Any], loss: LossFunction = language_loss) -> float:
+    """Return the mean loss over batches, without gradients."""
+    with torch.no_grad():
+        return sum(float(loss(model, batch)) for batch in batches) / len(batches)
+
+
+@contextmanager
+def skip_layers(model: nn.Module, numbers: Sequence[int]) -> Iterator[None]:
+    """Let the hidden states pass some layers unchanged inside the `with` block."""
+
+    def unchanged(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        before = inputs[0] if inputs else named["hidden_states"]
+        return (before, *output[1:]) if isinstance(output, tuple) else before
+
+    layers = _layers(model)
+    handles = [layers[number].register_forward_hook(unchanged, with_kwargs=True) for number in numbers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
+    """Remove layers in place: list, numbers that layers state, and the lists of the configuration."""
+    name = find_layer_list(model)
+    layers = _layers(model)
+    total = len(layers)
+    gone = set(numbers)
+    kept = [number for number in range(total) if number not in gone]
+    for new, old in enumerate(kept):
+        for module in layers[old].modules():
+            for attribute in _LAYER_NUMBERS:
+                if vars(module).get(attribute) == old:
+                    setattr(module, attribute, new)
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._modules[leaf] = nn.ModuleList([layers[number] for number in kept])
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    _keep_in_config(text, kept, total)
+
+
+def _keep_in_config(config: Any, kept: Sequence[int], total: int) -> None:
+    new_number = {old: new for new, old in enumerate(kept)}
+    for name, value in list(vars(config).items()):
+        if name in ("mlp_only_layers", "full_attn_idxs", "moe_layers") and isinstance(value, list):
+            setattr(config, name, [new_number[one] for one in value if one in new_number])
+        elif name == "attention_types" and isinstance(value, list):  # GPT-Neo's form of attention_layers
+            kinds = [kind for kinds, times in value for _ in range(times) for kind in kinds]
+            setattr(config, name, [[[kinds[old] for old in kept], 1]])
+        elif isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(config, name, [value[old] for old in kept])
+        elif name in ("first_k_dense_replace", "max_window_layers") and isinstance(value, int):
+            setattr(config, name, sum(old < value for old in kept))
+    for name in _COUNTS:
+        if vars(config).get(name) == total:
+            setattr(config, name, len(kept))
+
+
+def merge_layers(model: nn.Module, number: int, weight: float = 0.5) -> None:
+    """Replace a layer and the next one by one layer, in place: `(1 - weight) * W + weight * W'` of each parameter.
+
+    Raises:
+        ConfigError: there is no next layer, or its parameters have other shapes.
+    """
+    layers = _layers(model)
+    if not 0 <= number < len(layers) - 1:
+        raise ConfigError(f"layer {number} has no next one to merge with; the model has {len(layers)} layers")
+    _blend(layers[number], layers[number + 1], weight)
+    remove_layers(model, [number + 1])
+
+
+def _blend(one: nn.Module, two: nn.Module, weight: float) -> None:
+    others = dict(two.named_parameters())
+    with torch.no_grad():
+        for name, parameter in one.named_parameters():
+            if name not in others or others[name].shape != parameter.shape:
+                raise ConfigError(f"{name!r} of a layer has another shape in the next one; they cannot be merged")
+            parameter.lerp_(others[name].to(parameter.dtype), weight)
+
+
+def shorten_layers(
+    model: nn.Module, count: int, batches: Sequence[Any], loss: LossFunction = language_loss
+) -> list[str]:
+    """Remove a number of layers in place, one after the other, and merge instead with a neighbour where the measured
+    loss is lower.
+
+    Returns:
+        Steps in words, in the order in which they were taken.
+
+    Raises:
+        ConfigError: as for `choose_layers`.
+    """
+    chosen = choose_layers(model, count, batches, loss)
+    steps = []
+    for done, original in enumerate(chosen):
+        number = original - done  # those before it are gone
+        layers = _layers(model)
+        with skip_layers(model, [number]):
+            best, step = mean_loss(model, batches, loss), "removed"
+        for neighbour in (number - 1, number + 1):
+            if 0 <= neighbour < len(layers):
+                saved = copy.deepcopy(layers[neighbour])
+                try:
+                    _blend(layers[neighbour], layers[number], 0.25)
+                    with skip_layers(model, [number]):
+                        merged = mean_loss(model, batches, loss)
+                except ConfigError:
+                    merged = float("inf")
+                if merged < best:
+                    best, step = merged, f"merged into {neighbour}"
+                _restore(layers[neighbour], saved)
+        if step != "removed":
+            _blend(layers[int(step.rpartition(" ")[2])], layers[number], 0.25)
+        remove_layers(model, [number])
+        steps.append(f"layer {original}: {step}, loss {best:.4f}")
+    return steps
+
+
+def _restore(layer: nn.Module, saved: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(layer.parameters(), saved.parameters(), strict=True):
+            parameter.copy_(value)
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    found = model.get_submodule(find_layer_list(model))
+    assert isinstance(found, nn.ModuleList)
+    return found

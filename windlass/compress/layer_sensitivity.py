@@ -1,0 +1,259 @@
+"""Loss that each weight format causes in each group of layers, measured one at a time.
+
+[Note: measured sensitivity] One group of layers with a common input is rounded, and the Kullback-Leibler divergence of
+the model's tokens from those of the wide model is measured on calibration text. Hidden states before each block are
+kept, so that a measurement runs the model from the group's block on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.compress.integer_grid import clipped_grid, is_integer_format
+from windlass.compress.layer_importance import find_layer_list
+from windlass.kernels.weight_format import get_weight_format
+
+_LEAST_TOKENS, _MOST_TOKENS = 64, 2048
+_MOST_BYTES = 512 << 20  # of the log-probabilities of the wide model
+_CLIP_STRIDE = 5  # a coarse search: the measurement compares formats, and the rounding that is written searches again
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Linear layers that get the same tensor.
+
+    Attributes:
+        names: of the layers.
+        block: number of the block that has them; -1: none, so that a measurement runs the whole model.
+    """
+
+    names: tuple[str, ...]
+    block: int
+
+
+def rounded_weight(weight: Tensor, name: str) -> Tensor:
+    """Return a weight rounded to nearest with a searched clip, nearly as `rtn` packs it."""
+    form = get_weight_format(name)
+    if not is_integer_format(form):
+        return form.unpack(form.pack(weight)).float()
+    grid = clipped_grid(form, weight.float(), stride=_CLIP_STRIDE)
+    return grid.values(grid.codes(weight.float()))
+
+
+def sample_tokens(model: Any, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Return single rows of a calibration text that a measurement runs, so few that their log-probabilities fit."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    vocabulary = 1 if head is None else int(head.weight.shape[0])
+    return _first_tokens(batches, min(_MOST_TOKENS, max(_MOST_BYTES // (4 * vocabulary), _LEAST_TOKENS)))
+
+
+def mean_nats(model: Any, rows: Sequence[Tensor]) -> float:
+    """Return the loss of a causal language model in nats a token."""
+    with torch.no_grad():
+        losses = [float(model(row, labels=row, use_cache=False).loss) * (row.shape[1] - 1) for row in rows]
+    return sum(losses) / max(sum(row.shape[1] - 1 for row in rows), 1)
+
+
+def _first_tokens(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    kept: list[Tensor] = []
+    for batch in batches:
+        for row in batch:
+            if tokens > 0:
+                kept.append(row[None, : max(min(len(row), tokens), 2)])
+                tokens -= len(row)
+    return kept
+
+
+class SensitivityMeter:
+    """Measurement of rounded layers of one model; see [Note: measured sensitivity].
+
+    Args:
+        model: causal language model in memory, in float32.
+        batches: token ids `[rows, length]`.
+        head: measure the output head too.
+    """
+
+    def __init__(self, model: Any, batches: Sequence[Tensor], *, head: bool = False) -> None:
+        self.model = model.eval()
+        self._prefix = find_layer_list(model)
+        self._batches = list(batches)
+        output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self._linear = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and (module is not output or head)
+        }
+        self._hidden: list[list[Tensor]] = []
+        self._returns_tuple = False
+        self.groups = self._find_groups()
+        self.seconds = 0.0
+        self._prepare()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a measurement."""
+        return sum(batch.numel() for batch in self._batches)
+
+    def limit_time(self, formats: int, seconds: float) -> None:
+        """Keep so few tokens that all groups are measured in this time, in `formats` formats each."""
+        needed = 0.55 * self.seconds * formats * len(self.groups)
+        if needed <= seconds:
+            return
+        self._batches = _first_tokens(self._batches, max(int(self.tokens * seconds / needed), _LEAST_TOKENS))
+        self._prepare()
+
+    def _find_groups(self) -> list[InputGroup]:
+        calls: list[tuple[str, Tensor]] = []
+        handles = [
+            module.register_forward_pre_hook(lambda module, given, name=name: calls.append((name, given[0])))
+            for name, module in self._linear.items()
+        ]
+        try:
+            self._run(self._batches[0][:1])
+        finally:
+            for handle in handles:
+                handle.remove()
+        found: list[tuple[Tensor, list[str]]] = []
+        seen: set[str] = set()
+        for name, value in calls:
+            if name in seen:
+                continue
+            seen.add(name)
+            known = next((names for tensor, names in found if tensor is value), None)
+            if known is None:
+                found.append((value, [name]))
+            else:
+                known.append(name)
+        # no token reached the others
+        lists = [names for _, names in found] + [[name] for name in self._linear if name not in seen]
+        return [InputGroup(tuple(names), self._block_of(names[0])) for names in lists]
+
+    def _block_of(self, name: str) -> int:
+        rest = name.removeprefix(f"{self._prefix}.")
+        return int(rest.partition(".")[0]) if rest != name else -1
+
+    def _prepare(self) -> None:
+        """Keep the hidden states before each block, and the log-probabilities of the wide model."""
+        layers = self._layers()
+        self._hidden = [[] for _ in layers]
+
+        def before(number: int) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+                self._hidden[number].append((inputs[0] if inputs else named["hidden_states"]).detach())
+
+            return hook
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._returns_tuple = isinstance(output, tuple)
+
+        handles: list[Any] = [
+            layer.register_forward_pre_hook(before(number), with_kwargs=True) for number, layer in enumerate(layers)
+        ]
+        handles.append(layers[0].register_forward_hook(after))
+        start = time.perf_counter()
+        try:
+            self._wide = [self._run(batch).log_softmax(-1) for batch in self._batches]
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.seconds = time.perf_counter() - start
+
+    def _run(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = self.model(batch, use_cache=False).logits.float()
+        return logits
+
+    def _layers(self) -> nn.ModuleList:
+        found = self.model.get_submodule(self._prefix)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def divergence(self, formats: Mapping[str, str | None], from_block: int = -1) -> float:
+        """Return the divergence in nats a token with some layers rounded.
+
+        Args:
+            formats: of layers by name; None: wide.
+            from_block: first block with a rounded layer; -1: run the whole model.
+        """
+        with self._rounded(formats), self._from_block(from_block) as set_batch:
+            return self._mean_divergence(set_batch)
+
+    def _mean_divergence(self, set_batch: Callable[[int], None]) -> float:
+        nats, rows = 0.0, 0
+        for number, (batch, wide) in enumerate(zip(self._batches, self._wide, strict=True)):
+            set_batch(number)
+            found = self._run(batch).log_softmax(-1)
+            nats += float((wide.exp() * (wide - found)).sum(dtype=torch.float64))
+            rows += batch.numel()
+        return max(nats / rows, 0.0)
+
+    def sensitivities(
+        self, formats: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[dict[str, float]]:
+        """Return the divergence of each format for each of `groups`."""
+        found: list[dict[str, float]] = []
+        total = len(self.groups) * len(formats)
+        for group in self.groups:
+            losses: dict[str, float] = {}
+            for name in formats:
+                losses[name] = self.divergence(dict.fromkeys(group.names, name), group.block)
+                progress(len(found) * len(formats) + len(losses), total)
+            found.append(losses)
+        return found
+
+    @contextmanager
+    def _rounded(self, formats: Mapping[str, str | None]) -> Iterator[None]:
+        before = {name: self._linear[name].weight.data for name, form in formats.items() if form is not None}
+        try:
+            for name, form in formats.items():
+                if form is not None:
+                    self._linear[name].weight.data = rounded_weight(before[name], form)
+            yield
+        finally:
+            for name, weight in before.items():
+                self._linear[name].weight.data = weight
+
+    @contextmanager
+    def _from_block(self, number: int) -> Iterator[Callable[[int], None]]:
+        """Let forwards begin at a block, with the hidden states that are kept."""
+        if number < 1:
+            yield lambda batch: None
+            return
+        layers = self._layers()
+        before = list(layers)
+        place = [0]
+
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            hidden = self._hidden[number][place[0]]
+            return ((hidden, *inputs[1:]), named) if inputs else (inputs, {**named, "hidden_states": hidden})
+
+        handle = layers[number].register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            for skipped in range(number):
+                layers[skipped] = _PassedLayer(before[skipped], self._returns_tuple)
+            yield lambda batch: place.__setitem__(0, batch)
+        finally:
+            handle.remove()
+            for skipped in range(number):
+                layers[skipped] = before[skipped]
+
+
+class _PassedLayer(nn.Module):
+    """Stand-in of a layer that passes its input on, which the first layer that runs replaces."""
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__["_layer"], self.__dict__["_returns_tuple"] = layer, returns_tuple  # no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)  # e.g. the kind of its attention
+
+    def forward(self, hidden_states: Tensor, *positional: Any, **named: Any) -> Any:
+        return (hidden_states,) if self.__dict__["_returns_tuple"] else hidden_states

@@ -1,0 +1,122 @@
+"""Linear layers as products of two smaller ones.
+
+[Note: low rank] The best factors of rank r in the Frobenius norm are those of the singular value decomposition. With
+the inputs' sum `H = X^T X = L L^T`, the output error of `W'` is `|(W' - W) L|`, so the decomposition of `W L` gives the
+factors with the least output error (Wang et al. 2024, SVD-LLM, https://arxiv.org/abs/2403.07378).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError
+from windlass.compress.block_calibration import InputStatistics
+from windlass.compress.unit_importance import LossFunction, language_loss
+
+_DAMPING = 1e-6  # of the mean of the diagonal
+
+
+def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return `up [rows, rank]` and `down [rank, columns]`, whose product is the best one of this rank; see [Note: low
+    rank].
+
+    Args:
+        hessian: sum of `x x^T` over the inputs; None: the nearest matrix.
+
+    Raises:
+        ConfigError: the rank is not between 1 and the smaller side.
+    """
+    if not 1 <= rank <= min(weight.shape):
+        raise ConfigError(f"rank is {rank} for a matrix {tuple(weight.shape)}; write 1 to {min(weight.shape)}")
+    wide = weight.double()
+    if hessian is None:
+        left, values, right = torch.linalg.svd(wide, full_matrices=False)
+    else:
+        damped = hessian.double().clone()
+        damped.diagonal().add_(max(float(damped.diagonal().mean()), 1e-30) * _DAMPING)
+        factor = torch.linalg.cholesky(damped)
+        left, values, right = torch.linalg.svd(wide @ factor, full_matrices=False)
+        right = torch.linalg.solve_triangular(factor, right, upper=False, left=False)
+    root = values[:rank].sqrt()
+    return (left[:, :rank] * root).to(weight.dtype), (root[:, None] * right[:rank]).to(weight.dtype)
+
+
+def rank_of_share(rows: int, columns: int, share: float) -> int:
+    """Return the rank whose factors have this share of a matrix's elements, at least 1."""
+    return max(int(share * rows * columns / (rows + columns)), 1)
+
+
+def factorize_linear_layers(
+    model: nn.Module,
+    share: float,
+    chosen: Callable[[str], bool] = lambda name: True,
+    *,
+    batches: Sequence[Any] = (),
+    loss: LossFunction = language_loss,
+) -> dict[str, int]:
+    """Replace linear layers by two, in place: `nn.Sequential(nn.Linear(in, rank), nn.Linear(rank, out))`.
+
+    Args:
+        share: elements of both factors, as a share of the matrix's.
+        chosen: returns True for the names of the layers. The output head of a transformers model is never taken.
+        batches: inputs of `loss`; none: the nearest matrices, without their inputs.
+
+    Returns:
+        The rank of each replaced layer.
+
+    Raises:
+        ConfigError: the share is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise ConfigError(f"share is {share}; write a number above 0 and below 1")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and chosen(name)
+    }
+    hessians = _input_sums(model, layers, batches, loss) if batches else {}
+    ranks = {}
+    for name, layer in layers.items():
+        rank = rank_of_share(layer.out_features, layer.in_features, share)
+        up, down = low_rank_factors(layer.weight.detach(), rank, hessians.get(name))
+        ranks[name] = rank
+        model.set_submodule(name, _pair(layer, up, down))
+    return ranks
+
+
+def _pair(layer: nn.Linear, up: Tensor, down: Tensor) -> nn.Sequential:
+    with torch.device("meta"):
+        first = nn.Linear(down.shape[1], down.shape[0], bias=False)
+        second = nn.Linear(up.shape[1], up.shape[0], bias=False)
+    first.weight = nn.Parameter(down.contiguous(), requires_grad=layer.weight.requires_grad)
+    second.weight = nn.Parameter(up.contiguous(), requires_grad=layer.weight.requires_grad)
+    second.bias = layer.bias
+    return nn.Sequential(first, second).train(layer.training)
+
+
+def _input_sums(
+    model: nn.Module, layers: Mapping[str, nn.Linear], batches: Sequence[Any], loss: LossFunction
+) -> dict[str, Tensor]:
+    """Return the sum of `x x^T` over the inputs of each layer that the batches reach."""
+    found = {name: InputStatistics.of(layer.in_features) for name, layer in layers.items()}
+
+    def called(name: str) -> Callable[..., None]:
+        return lambda module, inputs: found[name].add(inputs[0].detach())
+
+    handles = [layer.register_forward_pre_hook(called(name)) for name, layer in layers.items()]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                loss(model, batch)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return {name: one.hessian for name, one in found.items() if one.rows}

@@ -1,0 +1,168 @@
+"""Merging of models with the same architecture into one: linear, SLERP, TIES, DARE.
+
+[Note: merging] A task vector is the difference of a model's parameter from the base's. Linear is the weighted mean of
+the parameters; SLERP moves along the arc between two of them; TIES (Yadav et al. 2023,
+https://arxiv.org/abs/2306.01708) keeps the largest part of each task vector, elects the sign of each element by the
+sum, and averages those of that sign; DARE (Yu et al. 2023, https://arxiv.org/abs/2311.03099) drops a random part of
+each task vector and scales the rest by `1 / density`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError, ModelError
+
+MERGE_METHODS = ("linear", "slerp", "ties", "dare")
+_PARALLEL = 0.9995  # cosine above which the arc is a line
+
+
+def linear_merge(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return `sum(weight * tensor) / sum(weights)`, computed in float32."""
+    total = sum(weights)
+    found = torch.zeros(tensors[0].shape, dtype=torch.float32)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        found += tensor.float() * (weight / total)
+    return found
+
+
+def spherical_merge(one: Tensor, two: Tensor, position: float) -> Tensor:
+    """Return the point between two tensors on the arc between their directions (Shoemake 1985):
+    `(sin((1 - t) a) one + sin(t a) two) / sin a` with the angle `a`; on the line where they are nearly parallel.
+
+    Args:
+        position: `t`, 0 for the first and 1 for the second.
+    """
+    x, y = one.double().flatten(), two.double().flatten()
+    norms = x.norm() * y.norm()
+    cosine = float(x @ y / norms) if norms > 0 else 1.0
+    if abs(cosine) > _PARALLEL:
+        return torch.lerp(one.float(), two.float(), position)
+    angle = torch.tensor(cosine, dtype=torch.float64).acos()
+    left, right = torch.sin((1 - position) * angle), torch.sin(position * angle)
+    return ((left * x + right * y) / torch.sin(angle)).view_as(one).float()
+
+
+def ties_merge(base: Tensor, tensors: Sequence[Tensor], weights: Sequence[float], density: float) -> Tensor:
+    """Return the base plus the merged task vectors by TIES; see [Note: merging].
+
+    Args:
+        density: share of each task vector that stays.
+    """
+    vectors = [_largest(tensor.float() - base.float(), density) for tensor in tensors]
+    weighted = torch.stack([vector * weight for vector, weight in zip(vectors, weights, strict=True)])
+    sign = weighted.sum(0).sign()
+    agrees = (weighted.sign() == sign) & (weighted != 0)
+    scale = torch.tensor(list(weights)).view(-1, *[1] * base.dim())
+    total = (agrees * scale).sum(0)
+    merged = (weighted * agrees).sum(0) / torch.where(total != 0, total, torch.ones_like(total))
+    return base.float() + merged
+
+
+def dare_merge(
+    base: Tensor, tensors: Sequence[Tensor], weights: Sequence[float], density: float, seed: int = 0
+) -> Tensor:
+    """Return the base plus the weighted sum of randomly thinned task vectors by DARE; see [Note: merging]."""
+    generator = torch.Generator().manual_seed(seed)
+    found = base.float().clone()
+    for tensor, weight in zip(tensors, weights, strict=True):
+        stays = torch.rand(base.shape, generator=generator) < density
+        found += weight * (tensor.float() - base.float()) * stays / density
+    return found
+
+
+def _largest(vector: Tensor, density: float) -> Tensor:
+    """Return a tensor with all but its largest elements set to 0."""
+    keep = max(round(density * vector.numel()), 1)
+    flat = vector.flatten()
+    order = flat.abs().argsort(descending=True, stable=True)[:keep]
+    return torch.zeros_like(flat).index_copy_(0, order, flat[order]).view_as(vector)
+
+
+def merge_models(
+    models: Sequence[nn.Module],
+    method: str = "linear",
+    *,
+    weights: Sequence[float] | None = None,
+    base: nn.Module | None = None,
+    density: float = 0.5,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Return the merged state of models with the same parameters, in the dtypes of the first.
+
+    Args:
+        weights: of the models; linear divides them by their sum; slerp takes the second one as the position on the arc.
+            None: equal ones (for ties and dare 1 each).
+        base: model from which all were trained, of ties and dare.
+        density: share of each task vector that stays.
+        seed: of dare.
+
+    Raises:
+        ConfigError: the method is unknown, lacks its base, or the numbers of models and weights do not fit.
+        ModelError: a parameter is missing, or has another shape in one of the models.
+    """
+    states = [model.state_dict() for model in models]
+    _check(models, method, weights, base, density)
+    values = _values(method, len(states), weights)
+    base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
+    merged = {}
+    for name, first in states[0].items():
+        tensors = [_get(state, name, first) for state in states]
+        if not first.is_floating_point():
+            merged[name] = first.clone()
+            continue
+        if method == "linear":
+            found = linear_merge(tensors, values)
+        elif method == "slerp":
+            found = spherical_merge(tensors[0], tensors[1], values[1] / sum(values))
+        else:
+            start = _get(base_state, name, first)
+            if method == "ties":
+                found = ties_merge(start, tensors, values, density)
+            else:
+                found = dare_merge(start, tensors, values, density, seed ^ zlib.crc32(name.encode()))
+        merged[name] = found.to(first.dtype)
+    return merged
+
+
+def _values(method: str, count: int, weights: Sequence[float] | None) -> list[float]:
+    if weights is not None:
+        return list(weights)
+    return [1.0] * count
+
+
+def _check(
+    models: Sequence[nn.Module],
+    method: str,
+    weights: Sequence[float] | None,
+    base: nn.Module | None,
+    density: float,
+) -> None:
+    if method not in MERGE_METHODS:
+        raise ConfigError(f"merging method is {method!r}; it is one of {', '.join(MERGE_METHODS)}")
+    if len(models) < (1 if method in ("ties", "dare") else 2) or method == "slerp" and len(models) != 2:
+        raise ConfigError(f"merging by {method} takes {'two models' if method == 'slerp' else 'several models'}, not "
+                          f"{len(models)}")  # fmt: skip
+    if weights is not None and (len(weights) != len(models) or sum(weights) == 0):
+        raise ConfigError(
+            f"weights are {list(weights)} for {len(models)} models; give one each, with a sum other than 0"
+        )
+    if method in ("ties", "dare") and base is None:
+        raise ConfigError(f"merging by {method} needs base, the model from which all were trained")
+    if not 0 < density <= 1:
+        raise ConfigError(f"density is {density}; write a share above 0 and at most 1")
+
+
+def _get(state: Mapping[str, Tensor], name: str, first: Tensor) -> Tensor:
+    found = state.get(name)
+    if found is None or found.shape != first.shape:
+        shape = "missing" if found is None else f"of shape {tuple(found.shape)}"
+        raise ModelError(
+            f"tensor {name!r} is {shape} in a model, and {tuple(first.shape)} in the first; merge models of one "
+            "architecture"
+        )
+    return found

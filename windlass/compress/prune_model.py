@@ -1,0 +1,128 @@
+"""Structured pruning: a model with fewer heads, features, experts, channels or layers, which trains on as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.compress.channel_units import find_channel_units
+from windlass.compress.layer_importance import find_layer_list, shorten_layers
+from windlass.compress.pruned_config import describe_widths
+from windlass.compress.pruning_units import Kept, UnitGroup, choose_units, count_kept, remove_units
+from windlass.compress.transformer_units import find_transformer_units, fit_module
+from windlass.compress.unit_importance import IMPORTANCES, LossFunction, language_loss, unit_scores
+
+PRUNED_KINDS = ("layers", "experts", "groups", "heads", "ffn", "channels")
+"""Kinds of units in the order in which they are removed."""
+
+
+@dataclass
+class PruningReport:
+    """Result of a pruning.
+
+    Attributes:
+        units: for each kind, the number of units before and after, over the whole model.
+        layers: what was done to each removed layer.
+        parameters_before, parameters_after: elements of all parameters.
+    """
+
+    parameters_before: int
+    parameters_after: int = 0
+    units: dict[str, tuple[int, int]] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+
+
+def prune_model(
+    model: nn.Module,
+    shares: Mapping[str, float],
+    *,
+    importance: str = "activation",
+    batches: Sequence[Any] = (),
+    loss: LossFunction = language_loss,
+    example: Any = None,
+) -> PruningReport:
+    """Remove the least important units of a model in place.
+
+    Every attention, feed-forward or expert module loses the same share, so that the result has one configuration. The
+    parameters are new objects: build optimizers afterwards.
+
+    Args:
+        model: a transformers model with its configuration, whose heads, groups (key heads with their query heads), ffn
+            features, experts and layers can be removed; or any module, of which channels and ffn features are found by
+            tracing ([Note: marked channels]).
+        shares: for each kind, a share to remove (below 1), or the number in each module; of layers, in the model.
+        importance: magnitude, activation or taylor; see [Note: unit importance]. Layers are always measured.
+        batches: inputs of `loss`: token ids, for the loss of language models.
+        example: inputs of any other module, for tracing.
+
+    Raises:
+        ConfigError: a kind or an importance is unknown, more units would be removed than there are, or text is missing.
+        ModelError: a dependency is unknown, or no configuration describes the result.
+    """
+    _check(shares, importance)
+    report = PruningReport(_count(model))
+    traced = not hasattr(model, "config") or example is not None
+    training = model.training
+    model.eval()
+    if shares.get("layers"):
+        wanted = shares["layers"]
+        total = len(model.get_submodule(find_layer_list(model)))  # type: ignore[arg-type]
+        count = round(wanted * total) if wanted < 1 else int(wanted)
+        report.layers = shorten_layers(model, count, batches, loss)
+        report.units["layers"] = (total, total - count)
+    for kind in PRUNED_KINDS[1:]:
+        if shares.get(kind):
+            _prune_kind(model, kind, shares[kind], importance, batches, loss, example if traced else None, report)
+    model.train(training)
+    report.parameters_after = _count(model)
+    return report
+
+
+def _prune_kind(
+    model: nn.Module,
+    kind: str,
+    share: float,
+    importance: str,
+    batches: Sequence[Any],
+    loss: LossFunction,
+    example: Any,
+    report: PruningReport,
+) -> None:
+    if example is not None:
+        groups = [group for group in find_channel_units(model, example) if group.kind == kind]
+    elif hasattr(model, "config"):
+        groups = find_transformer_units(model, [kind])
+    else:
+        raise ConfigError(f"prune {kind} of a {type(model).__name__} needs example inputs, to trace its dependencies")
+    if not groups:
+        raise ConfigError(f"prune {kind} = {share:g}, but {type(model).__name__} has no {kind} that can be removed")
+    keep = [count_kept(group, share) for group in groups]
+    scores = unit_scores(model, groups, importance, batches, loss)
+    chosen: list[tuple[UnitGroup, Kept]] = [
+        (group, choose_units(group, score, count)) for group, score, count in zip(groups, scores, keep, strict=True)
+    ]
+    remove_units(model, chosen)
+    if example is None:
+        for group, count in zip(groups, keep, strict=True):
+            fit_module(model, group, count)
+        describe_widths(model, list(zip(groups, keep, strict=True)))
+    report.units[kind] = (sum(group.units for group in groups), sum(keep))
+
+
+def _check(shares: Mapping[str, float], importance: str) -> None:
+    unknown = sorted(set(shares) - set(PRUNED_KINDS))
+    if unknown:
+        raise ConfigError(f"prune has {', '.join(unknown)}; it knows {', '.join(PRUNED_KINDS)}")
+    if importance not in IMPORTANCES:
+        raise ConfigError(f"importance is {importance!r}; it is one of {', '.join(IMPORTANCES)}")
+    for kind, share in shares.items():
+        if share < 0 or share >= 1 and share != int(share):
+            raise ConfigError(f"prune {kind} = {share:g}; write a share below 1, or a whole number of {kind}")
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

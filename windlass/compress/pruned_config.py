@@ -1,0 +1,145 @@
+"""Configuration of a pruned transformers model.
+
+[Note: widths of pruned models] transformers builds a smaller model from its configuration where that states the number
+of heads, their size and the features of the feed-forward layers. Some families derive the size of a head from the
+hidden size, so that none of their configurations has fewer heads of the same size. Their `config.json` keeps the
+numbers of the whole model and has an entry `windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained`
+apply to the empty model; transformers refuses the shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.compress.pruning_units import UnitGroup, remove_units
+from windlass.compress.transformer_units import find_transformer_units, fit_module
+
+PRUNING_ENTRY = "windlass_pruning"
+
+_QUERY_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_FEATURES = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "inner_dim",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "ffn_hidden_size",
+    "hidden_dim_ffn",
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None:
+    """Change the configuration of a pruned model in place, so that the model can be built from it; see [Note: widths of
+    pruned models].
+
+    Args:
+        pruned: groups with the number of units that stay.
+
+    Raises:
+        ModelError: no configuration describes the model.
+    """
+    config = model.config
+    earlier = dict(getattr(config, PRUNING_ENTRY, None) or {})
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    kinds = {group.kind for group, _ in pruned}
+    for recorded in (set[str](), {"heads", "groups"}, kinds):
+        trial = copy.deepcopy(config)
+        text = trial.get_text_config() if hasattr(trial, "get_text_config") else trial
+        stated = dict(vars(text))
+        for group, kept in pruned:
+            if group.kind not in recorded:
+                _state_width(text, stated, group, kept)
+        entry = {**earlier, **{_key(group): kept for group, kept in pruned if group.kind in recorded}}
+        with suppress(ValueError, TypeError, KeyError, RuntimeError, ModelError, ZeroDivisionError):
+            with torch.device("meta"):
+                empty = type(model)(copy.deepcopy(trial))
+            apply_widths(empty, entry)
+            if {name: tuple(value.shape) for name, value in empty.state_dict().items()} == wanted:
+                if entry:
+                    setattr(trial, PRUNING_ENTRY, entry)
+                _copy_values(trial, config)
+                return
+    raise ModelError(
+        f"no configuration of {type(model).__name__} describes the pruned model: "
+        f"{', '.join(sorted(kinds))} of some layers have other sizes than those of others; prune fewer kinds"
+    )
+
+
+def _copy_values(source: Any, target: Any) -> None:
+    """Copy the values of a configuration, and of those inside it, to the objects that modules hold."""
+    for name, value in vars(source).items():
+        own = vars(target).get(name)
+        if hasattr(own, "to_dict") and hasattr(value, "to_dict"):
+            _copy_values(value, own)
+        elif own != value or type(own) is not type(value):
+            vars(target)[name] = value
+
+
+def apply_widths(model: nn.Module, entry: Mapping[str, int]) -> None:
+    """Shrink a model to the widths of an entry `windlass_pruning`; its values are those of the first units.
+
+    Raises:
+        ModelError: the entry does not fit the model.
+    """
+    if not entry:
+        return
+    kinds = {name.partition(":")[0] for name in entry}
+    groups = {_key(group): group for group in find_transformer_units(model, sorted(kinds))}
+    missing = set(entry) - set(groups)
+    if missing:
+        raise ModelError(f"{PRUNING_ENTRY} names {sorted(missing)[:4]}, which {type(model).__name__} lacks")
+    chosen = []
+    for name, kept in entry.items():
+        group = groups[name]
+        each, size = kept // group.sections, group.units // group.sections
+        if not 0 < each <= size or kept % group.sections:
+            raise ModelError(f"{PRUNING_ENTRY} keeps {kept} of the {group.units} units of {name}")
+        first = (torch.arange(group.sections)[:, None] * size + torch.arange(each)).flatten()
+        chosen.append((group, dict.fromkeys(group.parts, first)))
+    remove_units(model, chosen)
+    for name, kept in entry.items():
+        fit_module(model, groups[name], kept)
+
+
+def _key(group: UnitGroup) -> str:
+    return f"{group.kind}:{group.name}"
+
+
+def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept: int) -> None:
+    """Change the numbers of a configuration that were those of a group, `stated` before any change."""
+    if group.kind in ("heads", "groups"):
+        query, key = group.heads
+        new_query = kept if group.kind == "heads" else query // key * kept
+        new_key = key if group.kind == "heads" and group.sections > 1 else kept
+        reader = next(tensor for tensor in group.tensors if tensor.reads)
+        size = reader.index.shape[1] // (query // key if group.kind == "groups" else 1)
+        _set(config, stated, _QUERY_COUNTS, query, new_query)
+        _set(config, stated, _KEY_COUNTS, key, new_key)
+        if getattr(config, "head_dim", None) is None:
+            config.head_dim = size
+    elif group.kind == "ffn":
+        _set(config, stated, _FEATURES, group.units, kept)
+        hidden = getattr(config, "hidden_size", None)
+        for name in _FEATURES:  # None stands for four times the hidden size
+            if name in stated and stated[name] is None and group.units == 4 * (hidden or 0):
+                setattr(config, name, kept)
+    elif group.kind == "experts":
+        _set(config, stated, _EXPERTS, group.units, kept)
+
+
+def _set(config: Any, stated: Mapping[str, Any], names: Sequence[str], before: int, after: int) -> None:
+    for name in names:
+        if stated.get(name) == before:
+            setattr(config, name, after)

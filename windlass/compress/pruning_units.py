@@ -1,0 +1,218 @@
+"""Units that structured pruning removes whole: heads, feed-forward features, experts, channels.
+
+[Note: coupled tensors] A unit is computed by some rows of tensors and read by some columns of others. Removing it takes
+its elements out of all of them. A `UnitGroup` lists these elements for the units of one place of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CoupledTensor:
+    """Elements of each unit along one dimension of a parameter or buffer.
+
+    Attributes:
+        name: in the model.
+        dim: dimension of the elements.
+        index: `[units, elements]`.
+        reads: the units' values are multiplied by these elements; False: these elements compute them.
+        part: first index of the tensor to which this applies, of a tensor of all experts; None: the whole tensor.
+    """
+
+    name: str
+    dim: int
+    index: Tensor
+    reads: bool = False
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """Units of one place, of which some can be removed.
+
+    Attributes:
+        name: of the module that computes them.
+        kind: heads, groups (key heads with their query heads), ffn, experts or channels.
+        units: their number.
+        tensors: all elements that belong to them.
+        sections: consecutive sections of the same size that lose the same number of units: query heads of one key head.
+        heads: numbers of query and key heads, of the kinds heads and groups.
+        least: units that stay at least, e.g. the experts of a token.
+    """
+
+    name: str
+    kind: str
+    units: int
+    tensors: tuple[CoupledTensor, ...]
+    sections: int = 1
+    heads: tuple[int, int] = (0, 0)
+    least: int = 1
+
+    @property
+    def parts(self) -> tuple[int | None, ...]:
+        """Parts of the tensors that choose their units independently: the experts, or None alone."""
+        return tuple(dict.fromkeys(tensor.part for tensor in self.tensors))
+
+
+Kept = Mapping[int | None, Tensor]
+"""Indices of the units that stay, ascending, for each of `UnitGroup.parts`."""
+
+
+def choose_units(group: UnitGroup, scores: Mapping[int | None, Tensor], keep: int) -> Kept:
+    """Return the units with the largest scores, the same number in each section.
+
+    Args:
+        scores: `[units]` for each part.
+        keep: number of units, a multiple of the sections.
+    """
+    found = {}
+    each, size = keep // group.sections, group.units // group.sections
+    for part in group.parts:
+        rows = scores[part].view(group.sections, size)
+        best = rows.argsort(dim=1, descending=True, stable=True)[:, :each].sort(1).values
+        found[part] = (best + torch.arange(group.sections)[:, None] * size).flatten()
+    return found
+
+
+def count_kept(group: UnitGroup, share: float) -> int:
+    """Return the number of units that stay when a share of them (below 1), or a number of them, is removed.
+
+    Sizes of many features stay multiples of what their kernels like: of the largest power of two from 8 to 128 that
+    divides the size and is at most a sixteenth of it. Products of all experts at once need multiples of 8.
+
+    Raises:
+        ConfigError: more units would be removed than there are.
+    """
+    size = group.units // group.sections
+    removed = share * size if share < 1 else share
+    if share < 0 or removed > size:
+        raise ConfigError(
+            f"prune {group.kind} = {share:g}, but {group.name} has {size} of them"
+            f"{' for each key head' if group.sections > 1 else ''}; remove fewer"
+        )
+    grain = 1
+    if group.kind == "ffn" and share < 1:
+        grain = next((one for one in (128, 64, 32, 16, 8) if size % one == 0 and one <= size / 16), 1)
+    if group.kind == "ffn" and any(part is not None for part in group.parts) and size % 8 == 0:
+        grain = max(grain, 8)
+    kept = round((size - removed) / grain) * grain
+    least = -(-group.least // group.sections)
+    if kept < least:
+        raise ConfigError(
+            f"prune {group.kind} = {share:g} leaves {kept} of the {size} of {group.name}, which needs {least}; "
+            "remove fewer"
+        )
+    return min(kept, size) * group.sections
+
+
+def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
+    """Set all elements of the units that do not stay to 0, in place. The model keeps its shapes.
+
+    Masked experts are not chosen: their router's outputs are no longer theirs, so a mask of the kind experts raises.
+    """
+    if group.kind == "experts":
+        raise ConfigError("experts are removed, not masked: a router whose rows are 0 still chooses them")
+    with torch.no_grad():
+        for tensor in group.tensors:
+            value = _get(model, tensor.name)
+            value = value if tensor.part is None else value[tensor.part]
+            gone = torch.ones(group.units, dtype=torch.bool)
+            gone[kept[tensor.part]] = False
+            dim = tensor.dim if tensor.part is None else tensor.dim - 1
+            value.index_fill_(dim, tensor.index[gone].flatten().to(value.device), 0)
+
+
+def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> None:
+    """Take the units that do not stay out of all tensors, in place; see [Note: coupled tensors]. Tensors that modules
+    share stay shared."""
+    by_name: dict[str, list[tuple[CoupledTensor, Tensor]]] = {}
+    for group, kept in groups:
+        for tensor in group.tensors:
+            by_name.setdefault(tensor.name, []).append((tensor, kept[tensor.part]))
+    done: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for name, found in by_name.items():
+            before = _get(model, name)
+            if id(before) not in done:
+                done[id(before)] = _select(before, found)
+            _replace_everywhere(model, before, done[id(before)])
+    for name in {name.rpartition(".")[0] for name in by_name}:
+        fit_leaf(model.get_submodule(name))
+
+
+def _select(value: Tensor, found: Sequence[tuple[CoupledTensor, Tensor]]) -> Tensor:
+    """Return a tensor without the elements that do not stay, along each dimension."""
+    for dim in dict.fromkeys(tensor.dim for tensor, _ in found):
+        here = [(tensor, kept) for tensor, kept in found if tensor.dim == dim]
+        if here[0][0].part is None:
+            for tensor, kept in here:
+                value = value.index_select(dim, _staying(tensor, kept, value.shape[dim]).to(value.device))
+            continue
+        rows = []
+        for tensor, kept in sorted(here, key=lambda one: one[0].part or 0):
+            assert tensor.part is not None
+            row = value[tensor.part]
+            rows.append(row.index_select(dim - 1, _staying(tensor, kept, row.shape[dim - 1]).to(value.device)))
+        value = torch.stack(rows)
+    return value
+
+
+def _staying(tensor: CoupledTensor, kept: Tensor, size: int) -> Tensor:
+    """Return the positions that stay, in their order."""
+    stays = torch.ones(size, dtype=torch.bool)
+    stays[tensor.index.flatten()] = False
+    stays[tensor.index[kept].flatten()] = True
+    return stays.nonzero().flatten()
+
+
+def _get(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    found: Tensor | None = module._parameters.get(leaf)
+    found = module._buffers.get(leaf) if found is None else found
+    assert found is not None
+    return found
+
+
+def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> None:
+    """Put a tensor in all places of another one."""
+    if isinstance(before, nn.Parameter):
+        after = nn.Parameter(after, requires_grad=before.requires_grad)
+    for module in model.modules():
+        places: dict[str, Tensor | None]
+        for places in (module._parameters, module._buffers):  # type: ignore[assignment]
+            for leaf, value in places.items():
+                if value is before:
+                    places[leaf] = after
+
+
+_SIZES = {
+    "Linear": (("out_features", 0), ("in_features", 1)),
+    "Conv1D": (("nx", 0), ("nf", 1)),  # of transformers, whose weight is transposed
+    "Embedding": (("num_embeddings", 0), ("embedding_dim", 1)),
+}
+
+
+def fit_leaf(module: nn.Module) -> None:
+    """Set the sizes that a layer states to those of its weight."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return
+    names = next((_SIZES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _SIZES), ())
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if module.groups > 1:
+            module.groups = module.in_channels = module.out_channels = int(weight.shape[0])
+        else:
+            module.out_channels, module.in_channels = int(weight.shape[0]), int(weight.shape[1])
+    elif isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        module.num_features = int(weight.shape[0])
+    for name, dim in names:
+        module.__dict__[name] = int(weight.shape[dim])

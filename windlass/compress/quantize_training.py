@@ -1,0 +1,181 @@
+"""Mixture of quantization (MoQ): bits of weights that fall while the model is trained, in DeepSpeed's words.
+
+[Note: bits by curvature] With `eigenvalue`, each block has a schedule of its own. When its bits fall, its next period
+is twice as long, times `1 + floor(4 e)`, where `e` is the largest eigenvalue of its Hessian, divided by the largest of
+all blocks: what is curved keeps its bits longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.rank_group import RankGroup
+from windlass.compress.block_curvature import largest_eigenvalue
+from windlass.compress.compressed_layers import (
+    COMPRESSED,
+    CompressedLayer,
+    CompressionClock,
+    LayerCompression,
+    WeightRounding,
+    replace_class,
+)
+from windlass.compress.compression_training import CLOCK, compression_clock
+from windlass.config.compression_section import Eigenvalue
+from windlass.config.quantize_training_section import QuantizeTraining
+
+SCHEDULE = "quantize_training_schedule"  # buffer of the model
+_PLANNER = "_windlass_bit_planner"  # attribute of the model
+_STEPS_OF_FACTOR = 4
+
+
+def prepare_quantize_training(
+    model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, model_ranks: int = 1
+) -> None:
+    """Make all matrices of a model round themselves, in place, by the section `quantize_training`.
+
+    Args:
+        model_ranks: ranks that compute the same samples together.
+
+    Raises:
+        ConfigError: the groups do not divide a weight, or the model has no such blocks.
+    """
+    if not section.enabled or _PLANNER in model.__dict__:
+        return
+    chosen = section.eigenvalue if section.eigenvalue is not None and section.eigenvalue.enabled else eigenvalue
+    if chosen.enabled and model_ranks > 1:
+        raise ConfigError(
+            f"eigenvalue runs the model as a whole, not over {model_ranks} ranks of tp, pp and sp; set these to 1, or "
+            "eigenvalue.enabled to false"
+        )
+    bits, schedule, algorithm = section.quantize_bits, section.quantize_schedule, section.quantize_algo
+    if not 1 <= bits.target_bits <= bits.start_bits <= 16:
+        raise ConfigError(
+            f"quantize_training.quantize_bits has start_bits {bits.start_bits} and target_bits {bits.target_bits}; "
+            "write 16 at most, and no fewer bits at the start"
+        )
+    mixed = section.fp16_mixed_quantize
+    clock = compression_clock(model) or CompressionClock()
+    model.__dict__[CLOCK] = clock
+    rounding = WeightRounding(
+        bits.start_bits,
+        bits.target_bits,
+        schedule.quantize_period,
+        section.quantize_groups,
+        algorithm.q_type == "symmetric",
+        algorithm.rounding == "stochastic",
+        schedule.schedule_offset,
+        mixed.quantize_change_ratio if mixed.enabled else 0.0,
+    )
+    layers: dict[str, CompressedLayer] = {}
+    for name, module in list(model.named_modules()):
+        if type(module) in COMPRESSED or isinstance(module, CompressedLayer):
+            layer = replace_class(module, LayerCompression(name, clock))
+            if layer.compression.weight is not None:
+                continue  # compression_training rounds it
+            if layer.weight.numel() % section.quantize_groups:
+                raise ConfigError(
+                    f"quantize_training.quantize_groups is {section.quantize_groups}, which does not divide the "
+                    f"{layer.weight.numel()} weights of {name!r}; write a divisor"
+                )
+            layer.compression.weight, layers[name] = rounding, layer
+    planner = BitPlanner(model, rounding, chosen, layers) if chosen.enabled else None
+    model.__dict__[_PLANNER] = planner or rounding
+
+
+def bit_planner(model: nn.Module) -> BitPlanner | None:
+    """Return the planner of a model whose bits follow curvature."""
+    found = model.__dict__.get(_PLANNER)
+    return found if isinstance(found, BitPlanner) else None
+
+
+class BitPlanner:
+    """Bits of each block; see [Note: bits by curvature]. They are a buffer of the model, so that checkpoints have them.
+
+    Args:
+        layers: rounded layers by name. Those outside of the blocks follow the plain schedule.
+    """
+
+    def __init__(
+        self, model: nn.Module, rounding: WeightRounding, options: Eigenvalue, layers: dict[str, CompressedLayer]
+    ) -> None:
+        self.options, self._rounding = options, rounding
+        blocks: dict[str, list[CompressedLayer]] = {}
+        for name, layer in layers.items():
+            if name.startswith(f"{options.layer_name}."):
+                number = name.removeprefix(f"{options.layer_name}.").split(".")[0]
+                blocks.setdefault(number, []).append(layer)
+        if not blocks or options.layer_num not in (0, len(blocks)):
+            raise ConfigError(
+                f"eigenvalue.layer_name is {options.layer_name!r} and layer_num {options.layer_num}, but the model has "
+                f"{len(blocks)} blocks with matrices there; write the name of its list of layers, and their number"
+            )
+        self._blocks = list(blocks.values())
+        start = torch.tensor([rounding.start_bits, rounding.offset + rounding.period, rounding.period])
+        model.register_buffer(SCHEDULE, start.double().repeat(len(blocks), 1))
+        for place, block in enumerate(self._blocks):
+            for layer in block:
+                layer.compression.planned_bits = _planned(model, place)
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        model.register_forward_pre_hook(self._remember, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ModelError("a model whose bits follow eigenvalues cannot be copied; copy it before initialize")
+
+    def end_step(self, model: nn.Module, step: int, group: RankGroup | None = None) -> None:
+        """Lower the bits of the blocks whose period has ended. Collective over the ranks of the model."""
+        schedule = model.get_buffer(SCHEDULE)
+        due = (schedule[:, 1] <= step) & (schedule[:, 0] > self._rounding.target_bits)
+        if not bool(due.any()) or step % self.options.gas_boundary_resolution or self._call is None:
+            return
+        values = self.eigenvalues(model, group)
+        largest = max(map(abs, values)) or 1.0
+        for place in due.nonzero().flatten().tolist():
+            factor = 1 + math.floor(_STEPS_OF_FACTOR * abs(values[place]) / largest)
+            period = 2 * float(schedule[place, 2]) * factor
+            schedule[place] = torch.tensor([float(schedule[place, 0]) - 1, step + period, period])
+
+    def eigenvalues(self, model: nn.Module, group: RankGroup | None = None) -> list[float]:
+        """Return the largest eigenvalue of each block, on the samples of the last forward. Collective."""
+        assert self._call is not None
+        args, kwargs = self._call
+        was_training, options = model.training, self.options
+        model.eval()
+        try:
+            return [
+                largest_eigenvalue(
+                    block,
+                    lambda: _loss_of(model(*args, **kwargs)),
+                    steps=options.max_iter,
+                    tolerance=options.tol,
+                    stability=options.stability,
+                    group=group,
+                )
+                for block in self._blocks
+            ]
+        finally:
+            model.train(was_training)
+
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            self._call = (args, kwargs)
+
+
+def _planned(model: nn.Module, place: int) -> Callable[[], int]:
+    return lambda: int(model.get_buffer(SCHEDULE)[place, 0])
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    found = found[0] if isinstance(found, tuple | list) else found
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ModelError(
+            "eigenvalue needs a model whose forward returns the loss: a scalar, or an object with .loss; return it, or "
+            "write eigenvalue.enabled false"
+        )
+    return found

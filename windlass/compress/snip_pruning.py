@@ -1,0 +1,103 @@
+"""Sparse pruning by the product of weights and gradients, in steps: `snip_momentum`.
+
+[Note: SNIP scores] The score of a weight is `|w * dL/dw|` (Lee et al. 2019, arXiv:1810.02340), divided by
+the layer's mean and averaged over steps with momentum. The gradient is that of the masked weight, so that a removed
+weight may return until the schedule ends. Each layer removes its share, by blocks of weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ConfigError
+from windlass.comm.rank_group import RankGroup
+from windlass.compress.compressed_layers import CompressedLayer, Pruning, mask_name
+from windlass.compress.fake_rounding import top_share
+
+_MOMENTUM = 0.9
+MOMENTUM_BUFFER = "sparse_pruning_momentum"
+
+
+def read_block_pattern(pattern: str, where: str) -> tuple[int, int]:
+    """Return the outputs and inputs of a block, e.g. 4 and 1 of `4x1`.
+
+    Raises:
+        ConfigError: the pattern has another form.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", pattern)
+    if found is None:
+        raise ConfigError(f"{where}.block_pattern is {pattern!r}; write outputs x inputs of a block, e.g. 4x1 or 1x1")
+    return int(found[1]), int(found[2])
+
+
+def check_blocks(layer: CompressedLayer, pruning: Pruning) -> None:
+    """Check that a layer's weight consists of whole blocks.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    rows, columns = len(layer.weight), layer.weight.numel() // max(len(layer.weight), 1)
+    if rows % pruning.block[0] or columns % pruning.block[1]:
+        raise ConfigError(
+            f"sparse_pruning.shared_parameters.block_pattern is {pruning.block[0]}x{pruning.block[1]}, which does not "
+            f"divide the {rows} outputs and {columns} inputs of {layer.compression.name!r}; write 1x1, or a divisor"
+        )
+
+
+def snip_layers(model: nn.Module) -> Iterator[tuple[CompressedLayer, Pruning]]:
+    """Yield the layers that are pruned by this method."""
+    for module in model.modules():
+        if isinstance(module, CompressedLayer):
+            pruning = module.compression.prunings.get("sparse")
+            if pruning is not None and pruning.method == "snip_momentum":
+                yield module, pruning
+
+
+def update_masks(model: nn.Module, step: int, group: RankGroup | None = None) -> None:
+    """Add the products of a step to the scores, and prune further where the schedule has a change. Collective.
+
+    Args:
+        step: optimizer steps that were taken, this one included.
+        group: data ranks, each of which has products of its own samples.
+    """
+    for layer, pruning in snip_layers(model):
+        product = layer.take_products()
+        taken = step - 1  # the step of the forward
+        if not pruning.offset <= taken <= max(pruning.offset, pruning.end):
+            continue
+        with torch.no_grad():
+            score = layer.get_buffer(MOMENTUM_BUFFER)
+            sharded = layer.compression.sharded
+            local = layer.weight.shape if product is None else product.shape
+            values = torch.zeros(local, device=score.device) if product is None else product
+            if group is not None and group.size > 1:
+                group.all_reduce(values)
+            if sharded is not None:
+                values = sharded.gather(values, sharded.dim)
+            values = values.abs()
+            score.mul_(_MOMENTUM).add_(values / values.mean().clamp(min=1e-30))
+            last = taken >= pruning.end
+            if last or (taken - pruning.offset) % pruning.stride == 0:
+                share = dense_share(pruning, taken)
+                layer.get_buffer(mask_name(pruning)).copy_(_block_mask(score, pruning.block, share))
+
+
+def dense_share(pruning: Pruning, step: int) -> float:
+    """Return the share that stays at a step: it falls by a cubic rule (Zhu and Gupta 2017, arXiv:1710.01878)."""
+    span = pruning.end - pruning.offset
+    passed = 1.0 if span <= 0 else min(1.0, max(0.0, (step - pruning.offset) / span))
+    return pruning.dense_ratio + (1 - pruning.dense_ratio) * (1 - passed) ** 3
+
+
+def _block_mask(score: Tensor, block: tuple[int, int], share: float) -> Tensor:
+    flat = score.flatten(1)
+    rows, columns = flat.shape[0] // block[0], flat.shape[1] // block[1]
+    sums = flat.view(rows, block[0], columns, block[1]).sum((1, 3))
+    kept = top_share(sums, min(1.0, math.ceil(share * sums.numel()) / sums.numel()))
+    spread = kept.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return spread.view(score.shape) > 0

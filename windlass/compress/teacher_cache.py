@@ -1,0 +1,181 @@
+"""Largest logits of a teacher on disk, so that it computes each sequence once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from windlass.base.atomic_file import make_directory, write_atomically
+from windlass.base.bounded_json import parse_json
+from windlass.base.errors import ConfigError, DataError
+from windlass.base.log import logger
+from windlass.compress.distillation_losses import TopProbabilities
+
+_VERSION = 1
+
+
+class TeacherCache:
+    """Top probabilities of a teacher by sequence, in a folder.
+
+    Sequences are found by a hash of their token ids, so that neither their order nor the number of ranks matters. Each
+    rank appends to a file of its own, and reads those of all ranks. A record that an interrupted run left incomplete is
+    ignored.
+
+    Args:
+        folder: is made if it is missing.
+        top_k: classes of a position that are stored.
+        temperature: of the distributions.
+        teacher: text that identifies the teacher. A folder with another one is refused; None: any is accepted.
+        rank: of this process.
+
+    Raises:
+        ConfigError: the folder was made with other settings.
+        DataError: its header cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        top_k: int = 64,
+        temperature: float = 1.0,
+        teacher: str | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.folder, self.rank = Path(folder), rank
+        self._settings: dict[str, Any] = {
+            "version": _VERSION, "top_k": top_k, "temperature": temperature, "teacher": teacher,
+        }  # fmt: skip
+        self._form: np.dtype[Any] | None = None
+        self._length = self._classes = 0
+        self._places: dict[bytes, tuple[Path, int]] = {}  # file, and number of the record
+        make_directory(self.folder)
+        if self._header.is_file():
+            self._open()
+
+    @property
+    def _header(self) -> Path:
+        return self.folder / "header.json"
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def has(self, ids: Tensor) -> bool:
+        """Return True if every row of token ids `[rows, length]` is here."""
+        return all(key in self._places for key in _keys(ids))
+
+    def add(self, ids: Tensor, logits: Tensor) -> None:
+        """Store the largest of the logits `[rows, length, classes]` of rows that are not here yet."""
+        classes = logits.shape[-1]
+        if self._form is None:
+            self._create(ids.shape[1], classes)
+        if (ids.shape[1], classes) != (self._length, self._classes):
+            raise DataError(
+                f"{self.folder} has sequences of {self._length} tokens and {self._classes} classes, not of "
+                f"{ids.shape[1]} and {classes}; pad all batches to one length, or use another folder"
+            )
+        assert self._form is not None
+        count = self._form["values"].shape[1]
+        values, indices = F.log_softmax(logits.detach().float() / self._settings["temperature"], -1).topk(count)
+        path = self.folder / f"rank{self.rank}.bin"
+        with open(path, "ab") as file:
+            for row, key in enumerate(_keys(ids)):
+                if key in self._places:
+                    continue
+                record = np.zeros(1, self._form)
+                record["key"] = np.frombuffer(key, np.uint8)
+                record["values"] = values[row].cpu().numpy()
+                record["indices"] = indices[row].cpu().numpy()
+                record["crc"] = _checksum(record[0])
+                self._places[key] = path, file.tell() // self._form.itemsize
+                file.write(record.tobytes())
+
+    def read(self, ids: Tensor) -> TopProbabilities:
+        """Return the probabilities of rows of token ids `[rows, length]`.
+
+        Raises:
+            DataError: a row is missing, or damaged.
+        """
+        records = [self._record(key) for key in _keys(ids)]
+        return TopProbabilities(
+            torch.from_numpy(np.stack([record["values"] for record in records]).astype(np.float32)),
+            torch.from_numpy(np.stack([record["indices"] for record in records]).astype(np.int64)),
+            float(self._settings["temperature"]),
+            self._classes,
+        )
+
+    def _record(self, key: bytes) -> Any:
+        if key not in self._places:
+            raise DataError(
+                f"{self.folder} lacks a sequence of this batch; give a teacher that computes it, or train on the "
+                "sequences that the folder was made for"
+            )
+        (path, place), form = self._places[key], self._form
+        assert form is not None
+        with open(path, "rb") as file:
+            file.seek(place * form.itemsize)
+            data = file.read(form.itemsize)
+        record = np.frombuffer(data, form)[0] if len(data) == form.itemsize else None
+        if record is None or record["crc"] != _checksum(record):
+            raise DataError(f"record {place} of {path} is damaged; delete the file")
+        return record
+
+    def _create(self, length: int, classes: int) -> None:
+        header = {**self._settings, "length": length, "classes": classes}
+        write_atomically(self._header, json.dumps(header, indent=2) + "\n")  # equal on all ranks
+        self._set_form(length, classes)
+
+    def _open(self) -> None:
+        try:
+            header = parse_json(self._header.read_bytes())
+            length, classes = int(header["length"]), int(header["classes"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"cannot read {self._header} ({error}); delete the folder") from error
+        for name, value in self._settings.items():
+            if header.get(name) != value and not (name == "teacher" and value is None):
+                raise ConfigError(
+                    f"{self.folder} was made with {name} {header.get(name)!r}, not {value!r}; use another folder, or "
+                    "delete it"
+                )
+        self._set_form(length, classes)
+        assert self._form is not None
+        for path in sorted(self.folder.glob("rank*.bin")):
+            count, rest = divmod(path.stat().st_size, self._form.itemsize)
+            if rest:
+                logger.warning("%s ends with a record that is not complete; it is ignored", path)
+                if path.name == f"rank{self.rank}.bin":
+                    os.truncate(path, count * self._form.itemsize)
+            if count:
+                keys = np.memmap(path, self._form, "r", shape=(count,))["key"]
+                self._places |= {key.tobytes(): (path, place) for place, key in enumerate(keys)}
+
+    def _set_form(self, length: int, classes: int) -> None:
+        self._length, self._classes = length, classes
+        count = min(int(self._settings["top_k"]), classes)
+        index = "<u2" if classes <= 1 << 16 else "<u4"
+        self._form = np.dtype(
+            [
+                ("key", "u1", (16,)),
+                ("crc", "<u4"),
+                ("values", "<f2", (length, count)),
+                ("indices", index, (length, count)),
+            ]
+        )
+
+
+def _keys(ids: Tensor) -> list[bytes]:
+    rows = ids.detach().to("cpu", torch.int64).contiguous().numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+
+
+def _checksum(record: Any) -> int:
+    return zlib.crc32(record["indices"].tobytes(), zlib.crc32(record["values"].tobytes()))

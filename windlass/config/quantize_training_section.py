@@ -1,0 +1,57 @@
+"""The `quantize_training` section: bits of weights that fall while the model is trained (MoQ)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from windlass.config.compression_section import Eigenvalue, MixedQuantize
+from windlass.config.config_section import ConfigSection, Count, Positive
+from windlass.config.key_status import accepted, honoured
+
+
+class QuantizeBits(ConfigSection):
+    """Bits of weights at the beginning and at the end."""
+
+    start_bits: Positive = honoured(16)
+    """Bits at the beginning."""
+    target_bits: Positive = honoured(8)
+    """Bits at the end: 1, 2 (ternary), or 3 to 16."""
+
+
+class QuantizeSchedule(ConfigSection):
+    """Steps at which the bits fall."""
+
+    quantize_period: Positive = honoured(1000)
+    """Steps with `start_bits`; each further bit takes twice as many steps as the one before."""
+    schedule_offset: Count = honoured(1000)
+    """Optimizer step from which weights are rounded."""
+
+
+class QuantizeAlgorithm(ConfigSection):
+    """Rule of rounding."""
+
+    q_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
+    """`symmetric` around 0, or `asymmetric` with a zero point."""
+    rounding: Literal["nearest", "stochastic"] = honoured("nearest")
+    """To the nearest value, or `stochastic`."""
+
+
+class QuantizeTraining(ConfigSection):
+    """Mixture of quantization. The section's presence enables it, unless `enabled` is false."""
+
+    enabled: bool = honoured(True)
+    """Round weights in the forward; the optimizer keeps the wide ones."""
+    quantize_bits: QuantizeBits = honoured(QuantizeBits)
+    """Bits at the beginning and at the end."""
+    quantize_schedule: QuantizeSchedule = honoured(QuantizeSchedule)
+    """Steps at which the bits fall."""
+    quantize_groups: Positive = honoured(1)
+    """Slices of a flattened weight with a scale each."""
+    quantize_algo: QuantizeAlgorithm = honoured(QuantizeAlgorithm)
+    """Rule of rounding."""
+    fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
+    """Gradual change from wide to rounded weights."""
+    quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
+    quantizer_kernel: bool = accepted(False, "rounding is part of the forward on every device")
+    eigenvalue: Eigenvalue | None = honoured(None)
+    """As the section `eigenvalue`, which is read if this is absent or false."""

@@ -1,0 +1,35 @@
+"""Observer that updates masks and bits of a compressed model after each step of its engine."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from windlass.comm.rank_group import RankGroup
+from windlass.compress.quantize_training import bit_planner
+from windlass.compress.snip_pruning import snip_layers, update_masks
+from windlass.engine.engine_observer import EngineObserver
+from windlass.engine.training_engine import Engine
+
+
+class CompressionObserver(EngineObserver):
+    """Updates of what follows gradients and curvature.
+
+    Args:
+        group: ranks with other samples of the same model.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, group: RankGroup) -> None:
+        self._model, self._engine, self._group = model, engine, group
+
+    def after_step(self) -> None:
+        step = self._engine.global_steps
+        update_masks(self._model, step, self._group)
+        planner = bit_planner(self._model)
+        if planner is not None:
+            planner.end_step(self._model, step, self._group)
+
+
+def observe_compression(model: nn.Module, engine: Engine, group: RankGroup) -> None:
+    """Add the observer to an engine whose model needs it."""
+    if bit_planner(model) is not None or any(True for _ in snip_layers(model)):
+        engine.add_observer(CompressionObserver(model, engine, group))

@@ -1,0 +1,162 @@
+"""Tokens, texts, log-probabilities and ends of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ModelError, RequestError
+from windlass.base.log import logger
+from windlass.base.text import one_line
+from windlass.inference.detokenizer import find_stop, held_back
+from windlass.inference.generation_request import GenerationRequest, GenerationSequence
+from windlass.inference.outputs import EngineStats, FinishReason, Logprob, TokenLogprobs
+from windlass.inference.sampler import SampledToken, take_logprobs
+from windlass.inference.sequence_table import SequenceTable
+
+
+class AnswerWriter:
+    """Adds drawn tokens to answers and ends them.
+
+    Args:
+        tokenizer: of transformers; None: outputs have no text.
+        eos_ids: tokens that end an answer.
+        stats: counters of the engine, which are updated here.
+        clock: time in seconds.
+        on_finish: called with each sequence that has ended.
+
+    Attributes:
+        changed: requests with new tokens or ends, which the engine has not reported.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        stats: EngineStats,
+        clock: Callable[[], float],
+        on_finish: Callable[[GenerationSequence], None],
+    ) -> None:
+        self._table, self._tokenizer, self._eos_ids = table, tokenizer, eos_ids
+        self._stats, self._clock, self._on_finish = stats, clock, on_finish
+        self.changed: dict[str, GenerationRequest] = {}
+        self._token_texts: dict[int, str] = {}  # at most one for each token of the vocabulary
+
+    def append(self, sequence: GenerationSequence, sampled: SampledToken) -> bool:
+        """Add a drawn token; return True if it ended the sequence."""
+        request, output, token = sequence.request, sequence.output, sampled.token
+        now = self._clock()
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        request.metrics.last_token_time = now
+        self.changed[request.request_id] = request
+        self._stats.generation_tokens += 1
+        sequence.has_sampled = True
+        sequence.token_ids.append(token)
+        output.token_ids.append(token)
+        sequence.sampler.count(token)
+        try:
+            if sampled.logprobs is not None:
+                assert output.logprobs is not None and output.cumulative_logprob is not None
+                output.cumulative_logprob += sampled.logprobs[token].logprob
+                output.logprobs.append(self._with_text(sampled.logprobs))
+            if sequence.constraint is not None:
+                sequence.constraint.accept(token)
+            reason = self._finish_reason(sequence, token)
+            if reason is not None:
+                self._finish(sequence, reason)
+        except RequestError as error:
+            self.end(request, "error", error)
+            return True
+        except Exception as error:  # of the tokenizer or of a structured output: other requests go on
+            logger.exception("request %s ends by an error of its text", request.request_id)
+            cause = f"token {token} could not be added to the text: {type(error).__name__}: {one_line(str(error))}"
+            for other in request.sequences:
+                other.detokenizer = None  # which may be what failed
+            self.end(request, "error", ModelError(cause))
+            return True
+        return reason is not None
+
+    def end(
+        self, request: GenerationRequest, reason: FinishReason, error: RequestError | ModelError | None = None
+    ) -> None:
+        """End all unfinished answers of a request."""
+        request.error = error
+        for sequence in request.sequences:
+            if not sequence.output.finished():
+                self._finish(sequence, reason)
+
+    def add_prompt_logprobs(self, sequence: GenerationSequence, first: int, logits: torch.Tensor) -> None:
+        """Add log-probabilities of prompt tokens, given the logits `[rows, vocab_size]` from position `first` on."""
+        request = sequence.request
+        assert request.prompt_logprobs is not None
+        skipped = len(request.prompt_logprobs) - 1 - first  # positions that were reported before a preemption
+        logits = logits[max(skipped, 0) :]
+        start = len(request.prompt_logprobs)
+        tokens = request.prompt_ids[start : start + logits.shape[0]]
+        if tokens:
+            counts = [request.params.prompt_logprobs or 0] * len(tokens)
+            found = take_logprobs(logits[: len(tokens)], tokens, counts)
+            request.prompt_logprobs += [self._with_text(entry) for entry in found]
+
+    def _finish_reason(self, sequence: GenerationSequence, token: int) -> FinishReason | None:
+        """Add the token's text, and return the finish reason if the sequence ends here, else None."""
+        request, output = sequence.request, sequence.output
+        params, length = request.params, len(output.token_ids)
+        is_eos = token in self._eos_ids and not params.ignore_eos
+        is_stop = token in (params.stop_token_ids or ())
+        if length >= params.min_tokens and (is_eos or is_stop):
+            if is_stop:
+                output.stop_reason = token
+            if params.include_stop_str_in_output and sequence.detokenizer is not None:
+                sequence.detokenizer.append(token)
+            return "stop"
+        if sequence.detokenizer is not None and self._add_text(sequence, sequence.detokenizer.append(token)):
+            return "stop"
+        if length >= request.max_tokens:
+            return "length"
+        if sequence.constraint is not None and sequence.constraint.is_complete():
+            return "stop"
+        return None
+
+    def _add_text(self, sequence: GenerationSequence, new: str) -> bool:
+        """Update the answer's text; return True if it has reached a stop text."""
+        assert sequence.detokenizer is not None
+        params, output, text = sequence.request.params, sequence.output, sequence.detokenizer.text
+        stops = params.stops if len(output.token_ids) >= params.min_tokens else ()
+        found = find_stop(text, len(new), stops) if new else None
+        if found is None:
+            # hold back an end that may be the beginning of a stop text
+            output.text = text[: len(text) - held_back(text, params.stops)]
+            return False
+        place, stop = found
+        output.text = text[: place + len(stop)] if params.include_stop_str_in_output else text[:place]
+        output.stop_reason = stop
+        return True
+
+    def _finish(self, sequence: GenerationSequence, reason: FinishReason) -> None:
+        output = sequence.output
+        if sequence.detokenizer is not None and not isinstance(output.stop_reason, str):
+            new = sequence.detokenizer.finish()  # bytes of an incomplete character
+            if self._add_text(sequence, new):
+                reason = "stop"
+            else:
+                output.text = sequence.detokenizer.text
+        output.finish_reason = reason
+        self._table.remove(sequence)
+        self._on_finish(sequence)
+        self.changed[sequence.request.request_id] = sequence.request
+
+    def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
+        if self._tokenizer is None:
+            return entry
+        return {token: Logprob(found.logprob, found.rank, self._text_of(token)) for token, found in entry.items()}
+
+    def _text_of(self, token: int) -> str:
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = str(self._tokenizer.decode([token]))
+        return text

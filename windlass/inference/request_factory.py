@@ -1,0 +1,166 @@
+"""Requests and their sequences, made of prompts and sampling parameters that were checked."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from windlass.base.errors import RequestError
+from windlass.base.text import one_line
+from windlass.inference.detokenizer import Detokenizer
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.generation_request import GenerationRequest, GenerationSequence
+from windlass.inference.outputs import CompletionOutput
+from windlass.inference.sampler import SequenceSampler
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
+
+
+class RequestFactory:
+    """Makes the requests of one engine.
+
+    Args:
+        tokenizer: of transformers; None: prompts are token ids and outputs have no text.
+        eos_ids: tokens that end an answer.
+        max_model_len: tokens of a sequence.
+
+    Attributes:
+        constraints: compiler of structured outputs.
+    """
+
+    def __init__(
+        self, options: EngineOptions, tokenizer: Any, eos_ids: frozenset[int], vocab_size: int, max_model_len: int
+    ) -> None:
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._max_sequences = options.max_sequences
+        self.constraints = StructuredOutputCompiler(tokenizer, vocab_size, eos_ids)
+        self._numbers = itertools.count()
+        self._seeds = random.Random(options.seed)
+
+    def read_prompt(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[str | None, list[int], int]:
+        """Return text and token ids of a prompt, and the most tokens of its answer.
+
+        Raises:
+            RequestError: the prompt or a parameter does not fit the model.
+        """
+        text, ids = self.encode(prompt)
+        self._check_prompt(ids, params)
+        room = self._max_model_len - len(ids)
+        return text, ids, room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """Return text and token ids of a prompt.
+
+        Raises:
+            RequestError: the prompt is neither, or a text without a tokenizer.
+        """
+        if not isinstance(prompt, str):
+            ids = _token_ids(prompt)
+            wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"token {wrong} of the prompt is not in the vocabulary of {self._vocab_size} tokens",
+                    parameter="prompt",
+                )
+            return None, ids
+        if self._tokenizer is None:
+            raise RequestError("the engine has no tokenizer; give the prompt as token ids", parameter="prompt")
+        try:
+            return prompt, list(self._tokenizer(prompt).input_ids)
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are no UTF-8
+            raise RequestError(f"the prompt is no valid Unicode text: {error}", parameter="prompt") from error
+
+    def make_sequence(
+        self, request: GenerationRequest, index: int = 0, constraint: OutputConstraint | None = None
+    ) -> GenerationSequence:
+        """Return answer `index` of a request.
+
+        Args:
+            constraint: that of the parameters, compiled; None: that of the first answer, or it is compiled here.
+        """
+        params = request.params
+        wants_logprobs = params.logprobs is not None or params.best_of is not None
+        output = CompletionOutput(
+            index,
+            "",
+            [],
+            0.0 if wants_logprobs else None,
+            [] if wants_logprobs else None,
+        )
+        if params.structured_outputs is not None and constraint is None:
+            first = request.sequences[0].constraint if request.sequences else None
+            constraint = first.copy() if first is not None else self.constraints.compile(params.structured_outputs)
+        if index == 0:
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        else:
+            seed = request.sequences[0].sampler.seed
+        sampler = SequenceSampler(
+            params if params.logprobs is not None or not wants_logprobs else params.replace(logprobs=0),
+            request.prompt_ids,
+            output.token_ids,
+            seed,
+            index,
+            self._eos_ids | frozenset(params.stop_token_ids or ()),
+            self._encode_bad_words(params),
+            None if constraint is None else constraint.allowed,
+        )
+        detokenizer = None
+        if self._tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self._tokenizer, request.prompt_ids, skip_special_tokens=params.skip_special_tokens
+            )
+        return GenerationSequence(
+            next(self._numbers), request, index, list(request.prompt_ids), output, sampler, detokenizer, constraint
+        )
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each bad word, at the begin of a text and behind a space."""
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer", parameter="bad_words")
+        found = set()
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                found.add(tuple(self._tokenizer(text, add_special_tokens=False).input_ids))
+        return tuple(sorted(word for word in found if word))
+
+    def _check_prompt(self, ids: Sequence[int], params: SamplingParams) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token", parameter="prompt")
+        if len(ids) >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; the model takes {self._max_model_len} together with the answer",
+                parameter="prompt",
+            )
+        if params.num_candidates > self._max_sequences:
+            raise RequestError(
+                f"{params.num_candidates} answers are asked for, and the engine runs {self._max_sequences} "
+                "sequences at a time",
+                parameter="n",
+            )
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            wrong = next((token for token in getattr(params, name) or () if token >= self._vocab_size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"{name} has the token {wrong}, beyond a vocabulary of {self._vocab_size}", parameter=name
+                )
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Return the tokens of a prompt: Python integers, or those of an array.
+
+    Raises:
+        RequestError: an element is no integer; its conversion would give a wrong token.
+    """
+    try:
+        if isinstance(prompt, (bytes, bytearray)) or any(isinstance(token, (bool, str)) for token in prompt):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        shown = one_line(repr(prompt), 80)
+        raise RequestError(f"the prompt is {shown}; give a text or a list of token ids", parameter="prompt") from None

@@ -1,0 +1,182 @@
+"""Sequences of an engine that run or wait, and the KV blocks that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from windlass.inference.block_manager import BlockManager
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.generation_request import GenerationSequence
+from windlass.inference.outputs import EngineStats
+from windlass.inference.preempted_blocks import PreemptedBlocks
+from windlass.inference.scheduler import SequenceSnapshot
+from windlass.inference.step_batch import ModelRunner
+from windlass.inference.step_cost import StepCost
+
+
+class SequenceTable:
+    """Running sequences, which hold KV blocks, and waiting ones, which hold none.
+
+    Args:
+        cost: predicts the time in which the tokens of a preempted sequence are computed again.
+        stats: counters of the engine, which are updated here.
+
+    Attributes:
+        running, waiting: sequences by their numbers.
+        blocks: of the KV cache.
+    """
+
+    def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost, stats: EngineStats) -> None:
+        self._runner, self._stats = runner, stats
+        self.blocks = BlockManager(
+            runner.num_blocks, runner.block_size, prefix_caching=options.prefix_caching and runner.block_nbytes > 0
+        )
+        self._saved = PreemptedBlocks(runner, options, cost)
+        self.running: dict[int, GenerationSequence] = {}
+        self.waiting: dict[int, GenerationSequence] = {}
+
+    def queue(self, sequence: GenerationSequence) -> None:
+        """Add a new sequence to the waiting ones."""
+        self.waiting[sequence.sequence_id] = sequence
+
+    def admit(self, sequence: GenerationSequence, now: float) -> bool:
+        """Allocate the blocks of a waiting sequence's known tokens. Return False if too few are free by now."""
+        if sequence.saved is not None:
+            needed = self.blocks.blocks_for(sequence.num_known)
+            if needed > self.blocks.num_free:
+                return False
+            sequence.blocks = self.blocks.allocate(needed)
+            self._saved.restore(sequence)
+        else:
+            keys = self._cacheable_keys(sequence)
+            cached, used = self.blocks.count_cached(keys)
+            if self.blocks.blocks_for(sequence.num_known) - used > self.blocks.num_free:
+                return False
+            sequence.blocks = self.blocks.acquire_cached(keys)
+            sequence.num_registered = cached
+            sequence.num_computed = cached * self.blocks.block_size
+            sequence.blocks += self.blocks.allocate(self.blocks.blocks_for(sequence.num_known) - cached)
+            self._count_lookup(sequence, len(keys))
+        metrics = sequence.request.metrics
+        if metrics.scheduled_time is None:
+            metrics.scheduled_time = now
+        del self.waiting[sequence.sequence_id]
+        self.running[sequence.sequence_id] = sequence
+        return True
+
+    def grow(self, sequence: GenerationSequence, tokens: int, copies: list[tuple[int, int]]) -> None:
+        """Extend a running sequence's blocks to `tokens` tokens, and copy its last block if that is shared."""
+        place = sequence.num_computed // self.blocks.block_size
+        if place < len(sequence.blocks):
+            block = sequence.blocks[place]
+            writable = self.blocks.make_writable(block)
+            if writable != block:
+                sequence.blocks[place] = writable
+                copies.append((block, writable))
+        missing = self.blocks.blocks_for(tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.blocks.allocate(missing)
+
+    def preempt(self, sequence: GenerationSequence) -> None:
+        request = sequence.request
+        request.metrics.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        sequence.drafts = []
+        self._saved.save(sequence)
+        self.free(sequence)
+        del self.running[sequence.sequence_id]
+        self.waiting[sequence.sequence_id] = sequence
+
+    def preempt_all(self) -> None:
+        """Preempt every running sequence, and let all tokens be computed again."""
+        for sequence in list(self.running.values()):
+            self.preempt(sequence)
+        for sequence in self.waiting.values():
+            self._saved.drop(sequence)
+            sequence.num_computed = 0
+        self.blocks.clear_cache()
+
+    def add_candidates(self, sequence: GenerationSequence, others: Sequence[GenerationSequence]) -> None:
+        """Let new sequences continue from the computed tokens of another one, whose blocks they share."""
+        self.register_blocks(sequence)
+        for other in others:
+            other.num_computed, other.num_registered = sequence.num_computed, sequence.num_registered
+            other.blocks, other.block_keys = self.blocks.fork(sequence.blocks), list(sequence.block_keys)
+            self.running[other.sequence_id] = other
+        self._runner.fork(sequence.sequence_id, [other.sequence_id for other in others])
+
+    def remove(self, sequence: GenerationSequence) -> None:
+        """Remove a finished sequence, whose full blocks stay in the prefix cache."""
+        self.register_blocks(sequence)
+        self._saved.drop(sequence)
+        self.free(sequence)
+        self.running.pop(sequence.sequence_id, None)
+        self.waiting.pop(sequence.sequence_id, None)
+
+    def free(self, sequence: GenerationSequence) -> None:
+        if sequence.in_flight:
+            return  # cancelled; a step still writes to its blocks, and frees them at its end
+        self.blocks.release(sequence.blocks)
+        self._runner.release(sequence.sequence_id)
+        sequence.blocks, sequence.num_registered = [], 0
+        if sequence.saved is None:
+            sequence.num_computed = 0
+
+    def register_blocks(self, sequence: GenerationSequence) -> None:
+        """Add the blocks that became full of accepted tokens to the prefix cache."""
+        if not self.blocks.prefix_caching:
+            return
+        size = self.blocks.block_size
+        full = min(sequence.num_computed, len(sequence.token_ids)) // size
+        if full > sequence.num_registered:
+            keys = sequence.keys_until(full, size)
+            for place in range(sequence.num_registered, full):
+                self.blocks.register(sequence.blocks[place], keys[place])
+            sequence.num_registered = full
+
+    def snapshot_running(self, sequence: GenerationSequence, *, counts_freed: bool) -> SequenceSnapshot:
+        references = self.blocks.references
+        last = sequence.num_computed // self.blocks.block_size
+        return sequence.snapshot(
+            num_computed=sequence.num_computed,
+            num_blocks=len(sequence.blocks),
+            num_freed=sum(references(block) == 1 for block in sequence.blocks) if counts_freed else 0,
+            copies_block=last < len(sequence.blocks) and references(sequence.blocks[last]) > 1,
+            now_candidates=count_candidates(sequence),
+        )
+
+    def snapshot_waiting(self, sequence: GenerationSequence) -> SequenceSnapshot:
+        computed, used = sequence.num_computed, 0
+        if sequence.saved is None:
+            cached, used = self.blocks.count_cached(self._cacheable_keys(sequence))
+            computed = cached * self.blocks.block_size
+        return sequence.snapshot(
+            num_computed=computed,
+            num_blocks=used,
+            num_freed=0,
+            copies_block=False,
+            now_candidates=count_candidates(sequence),
+        )
+
+    def close(self) -> None:
+        """Remove the files of preempted sequences."""
+        self._saved.close()
+
+    def _cacheable_keys(self, sequence: GenerationSequence) -> list[bytes]:
+        """Return the keys of the blocks that may be taken from the prefix cache: one token at least is computed."""
+        if not self.blocks.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+            return []
+        size = self.blocks.block_size
+        return sequence.keys_until((len(sequence.token_ids) - 1) // size, size)
+
+    def _count_lookup(self, sequence: GenerationSequence, blocks: int) -> None:
+        size = self.blocks.block_size
+        if not sequence.has_sampled and sequence.request.metrics.num_preemptions == 0:
+            sequence.request.metrics.num_cached_tokens = sequence.num_computed
+        self._stats.prefix_cache_queries += blocks * size
+        self._stats.prefix_cache_hits += sequence.num_computed
+
+
+def count_candidates(sequence: GenerationSequence) -> int:
+    """Return the number of sequences that the sequence is, or becomes once its prompt is computed."""
+    return 1 if sequence.has_sampled else sequence.request.params.num_candidates

@@ -1,0 +1,269 @@
+"""Plans of steps: which sequences compute how many tokens, their blocks, and the batch for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.generation_request import GenerationSequence
+from windlass.inference.scheduler import Policy, SchedulerLimits, StepPlan, schedule
+from windlass.inference.sequence_table import SequenceTable, count_candidates
+from windlass.inference.step_batch import ModelRunner, StepBatch
+from windlass.inference.step_cost import StepCost
+from windlass.inference.token_draw import upload
+
+_SCALE_WEIGHT = 0.1  # of the latest step in the ratio of actual to predicted times
+_SCALE_RANGE = (0.5, 4.0)  # a step that was held up, or ran alone for once, changes little
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Step that can be started.
+
+    Attributes:
+        chosen: sequences with their numbers of tokens.
+        rows: rows of the logits of each.
+        predicted: seconds of the step, on a machine as fast as at the measurement.
+    """
+
+    batch: StepBatch
+    chosen: list[tuple[GenerationSequence, int]]
+    rows: list[list[int]]
+    predicted: float
+
+
+class StepPlanner:
+    """Plans the steps of one engine.
+
+    Args:
+        depth: number of steps that can be started and not finished.
+
+    Attributes:
+        cost: predicts the time of a step, corrected by the times of steps.
+        limits: of the scheduler.
+        alone: requests that run alone once; see [Note: failed steps].
+        admits: the last step admitted waiting sequences, if there were any.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, options: EngineOptions, table: SequenceTable, cost: StepCost, depth: int
+    ) -> None:
+        self._runner, self._table, self.cost, self._depth = runner, table, cost, depth
+        self.limits = SchedulerLimits(
+            options.policy,
+            options.max_tokens_per_step,
+            options.max_sequences,
+            runner.block_size,
+            runner.num_blocks,
+            None if options.max_gap_ms is None else options.max_gap_ms / 1e3,
+            options.max_wait_seconds,
+        )
+        self.alone: dict[str, None] = {}
+        self.admits = True
+
+    def set_policy(self, policy: Policy) -> None:
+        """Schedule by another policy from the next step on."""
+        self.limits = replace(self.limits, policy=policy)
+
+    def plan(self, now: float, *, has_started: bool) -> PlannedStep | None:
+        """Schedule a step and give its sequences blocks; return None if no sequence can run now.
+
+        Args:
+            has_started: steps have been started that are not finished.
+        """
+        share = self._find_share()
+        plan = self._schedule(now, share)
+        if plan.preempted and share is not None:
+            if has_started:
+                return None  # all sequences are candidates for preemption once no step computes them
+            plan = self._schedule(now, None)
+        self.admits = bool(plan.admitted) or not self._table.waiting
+        for sequence_id in plan.preempted:
+            self._table.preempt(self._table.running[sequence_id])
+        chosen: list[tuple[GenerationSequence, int]] = []
+        copies: list[tuple[int, int]] = []
+        for sequence_id, count in plan.num_tokens.items():
+            running = self._table.running.get(sequence_id)
+            if running is not None:
+                dropped = max(count - 1, 0)
+                if running.drafts and count < running.num_known - running.num_computed:
+                    running.drafts = running.drafts[:dropped]
+                self._table.grow(running, running.num_computed + count, copies)
+                chosen.append((running, count))
+        for sequence_id in plan.admitted:
+            sequence = self._table.waiting[sequence_id]
+            if self._table.admit(sequence, now) and sequence_id in plan.num_tokens:
+                left = sequence.num_known - sequence.num_computed
+                chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
+        if not chosen:
+            if self.alone:  # the request waits for blocks of others
+                self.alone.clear()
+            elif not plan.preempted and not plan.admitted and not has_started:
+                raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
+            return None
+        if copies:
+            self._runner.copy_blocks(copies)
+        batch, rows = self._make_batch(chosen)
+        return PlannedStep(batch, chosen, rows, self._predict(chosen))
+
+    def plan_next(self, last: Sequence[GenerationSequence], ids: torch.Tensor) -> PlannedStep | None:
+        """Plan the decode step after one whose tokens are on the device alone; see [Note: one step ahead].
+
+        Args:
+            last: sequences of that step, all of those that run.
+            ids: int64 `[sequences]`, their tokens on the device.
+
+        Returns:
+            None if the step could be another one: requests can be admitted, prompts are being computed, or blocks have
+            run out.
+        """
+        chosen = [sequence for sequence in last if not sequence.output.finished()]
+        others = len(self._table.running) > len(chosen) or (self._table.waiting and self.admits)
+        rows = [row for row, s in enumerate(chosen) if len(s.generated) + s.in_flight < s.request.max_tokens]
+        going = [chosen[row] for row in rows]
+        totals = [sequence.num_computed + sequence.in_flight + 1 for sequence in going]
+        blocks = self._table.blocks
+        missing = sum(
+            max(blocks.blocks_for(total) - len(sequence.blocks), 0)
+            for sequence, total in zip(going, totals, strict=True)
+        )
+        if others or not going or len(chosen) < len(last) or missing > blocks.num_free:
+            return None
+        if len(going) < len(chosen):
+            ids = ids[upload(torch.tensor(rows), ids.device)]
+        for sequence, total in zip(going, totals, strict=True):
+            self._table.grow(sequence, total, [])
+        decodes = [(sequence, 1) for sequence in going]
+        return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes))
+
+    def correct_cost(self, seconds: float, predicted: float) -> None:
+        """Let the next predictions follow the speed of the machine, e.g. while others use its cores."""
+        if predicted > 0:
+            least, most = _SCALE_RANGE
+            ratio = min(max(seconds / predicted, least), most)
+            self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
+
+    def _find_share(self) -> int | None:
+        """Return the number of sequences of a step with which all stages have work; None: all of them."""
+        if self._depth == 1:
+            return None
+        total = len(self._table.running) + (len(self._table.waiting) if self.admits else 0)
+        return max(1, -(-min(total, self.limits.max_sequences) // self._depth))
+
+    def _schedule(self, now: float, share: int | None) -> StepPlan:
+        """Plan a step of at most `share` running sequences, those first that have waited longest."""
+        # blocks that a preemption frees are counted where one is possible: it takes a look at every block
+        drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
+        enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)
+        counts = bool(self._table.waiting) or self._table.blocks.num_free < enough
+        idle = [sequence for sequence in self._table.running.values() if not sequence.in_flight]
+        waiting = list(self._table.waiting.values())
+        if self.alone:
+            alone = next(iter(self.alone))
+            idle = [sequence for sequence in idle if sequence.request.request_id == alone]
+            waiting = [sequence for sequence in waiting if sequence.request.request_id == alone]
+        if share is not None:
+            idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
+        places = sum(count_candidates(sequence) for sequence in self._table.running.values())
+        return schedule(
+            [self._table.snapshot_running(sequence, counts_freed=counts) for sequence in idle],
+            [self._table.snapshot_waiting(sequence) for sequence in waiting],
+            self._table.blocks.num_free,
+            self.limits,
+            self.cost,
+            now,
+            elsewhere=places - sum(count_candidates(sequence) for sequence in idle),
+            share=share,
+        )
+
+    def _predict(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> float:
+        """Return the time of a step, without the correction by earlier ones."""
+        cached, pairs = 0, 0.0
+        for sequence, count in chosen:
+            if sequence.has_sampled:
+                cached += sequence.num_computed
+            else:
+                pairs += count * (sequence.num_computed + count / 2)
+        return self.cost.step_seconds(sum(count for _, count in chosen), cached, pairs) / self.cost.scale
+
+    def _make_batch(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> tuple[StepBatch, list[list[int]]]:
+        size = self._table.blocks.block_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths = [0], []
+        logit_rows: list[int] = []
+        rows_of: list[list[int]] = []
+        for sequence, count in chosen:
+            first, stop = sequence.num_computed, sequence.num_computed + count
+            tokens = sequence.token_ids
+            new = tokens[first:stop]
+            if sequence.drafts and stop > len(tokens):
+                new = new + sequence.drafts[: stop - len(tokens)]
+            rows = _logit_positions(sequence, first, stop)
+            rows_of.append(list(range(len(logit_rows), len(logit_rows) + len(rows))))
+            logit_rows += [len(ids) + position - first for position in rows]
+            ids += new
+            positions += range(first, stop)
+            blocks = sequence.blocks
+            slots += [blocks[place // size] * size + place % size for place in range(first, stop)]
+            starts.append(len(ids))
+            lengths.append(stop)
+        batch = StepBatch(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            _make_table([sequence for sequence, _ in chosen]),
+            torch.tensor(slots),
+            torch.tensor(logit_rows, dtype=torch.long),
+            [sequence.sequence_id for sequence, _ in chosen],
+            [sequence.request.lora_name for sequence, _ in chosen],
+        )
+        return batch, rows_of
+
+    def _make_next_batch(
+        self, sequences: Sequence[GenerationSequence], totals: Sequence[int], ids: torch.Tensor
+    ) -> StepBatch:
+        """Return the decode step after which the sequences have `totals` tokens; `ids` are on the device."""
+        size = self._table.blocks.block_size
+        count = len(sequences)
+        slots = [
+            sequence.blocks[(total - 1) // size] * size + (total - 1) % size
+            for sequence, total in zip(sequences, totals, strict=True)
+        ]
+        return StepBatch(
+            ids,
+            torch.tensor([total - 1 for total in totals]),
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.tensor(totals, dtype=torch.int32),
+            _make_table(sequences),
+            torch.tensor(slots),
+            torch.arange(count),
+            [sequence.sequence_id for sequence in sequences],
+            [sequence.request.lora_name for sequence in sequences],
+        )
+
+
+def wants_prompt_logprobs(sequence: GenerationSequence) -> bool:
+    """Return True if log-probabilities of prompt tokens are still to be reported."""
+    logprobs = sequence.request.prompt_logprobs
+    return logprobs is not None and not sequence.has_sampled and len(logprobs) < len(sequence.request.prompt_ids)
+
+
+def _logit_positions(sequence: GenerationSequence, first: int, stop: int) -> range:
+    """Return the positions in `[first, stop)` whose logits are needed."""
+    known = len(sequence.token_ids)
+    if wants_prompt_logprobs(sequence):
+        return range(first, stop)
+    return range(max(known - 1, first), stop)
+
+
+def _make_table(sequences: Sequence[GenerationSequence]) -> torch.Tensor:
+    """Return the block table of a batch."""
+    widest = max(len(sequence.blocks) for sequence in sequences)
+    rows = [sequence.blocks + [0] * (widest - len(sequence.blocks)) for sequence in sequences]
+    return torch.tensor(rows, dtype=torch.int32)
