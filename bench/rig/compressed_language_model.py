@@ -129,7 +129,7 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
 def _load(base: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(base / "hf").eval()
+    return AutoModelForCausalLM.from_pretrained(base / "hf", trust_remote_code=False).eval()
 
 
 def _block_layers(model: Any) -> list[nn.Linear]:
