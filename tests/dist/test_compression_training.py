@@ -81,22 +81,27 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def step_of(engine: Any, number: int) -> float:
+    """Train a step on this rank's rows, and return the mean loss of all ranks."""
+    share = ROWS // dist.get_world_size()
+    loss = engine(batch(number)[dist.get_rank() * share :][:share])
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
 def train(stage: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
     """Train, resuming from a checkpoint after two steps with a new engine."""
     losses: list[float] = []
-    share = ROWS // dist.get_world_size()
     config = {**CONFIG, "zero_optimization": {"stage": stage}}
     for first, last in ((0, 2), (2, STEPS)):
         engine = windlass.initialize(model=prepared(), config=config)[0]
         if first:
             engine.load_checkpoint(folder)
         for step in range(first, last):
-            loss = engine(batch(step)[dist.get_rank() * share :][:share])
-            engine.backward(loss)
-            engine.step()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(float(total) / dist.get_world_size())
+            losses.append(step_of(engine, step))
         if not first:
             engine.save_checkpoint(folder)
         state = engine.full_state_dict()
@@ -268,17 +273,11 @@ def plain_following() -> tuple[list[float], dict[str, Tensor]]:
 
 def train_following(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     losses: list[float] = []
-    share = ROWS // dist.get_world_size()
     engine = windlass.initialize(model=following_model(), config={**FOLLOWING, "zero_optimization": {"stage": stage}})[
         0
     ]
     for step in range(STEPS):
-        loss = engine(batch(step)[dist.get_rank() * share :][:share])
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
+        losses.append(step_of(engine, step))
     state = engine.full_state_dict()
     buffers = {name: value.clone() for name, value in engine.module.named_buffers()}
     engine.destroy()

@@ -21,7 +21,7 @@ from windlass.compress.fake_rounding import straight_through
 from windlass.compress.integer_grid import IntegerGrid
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import PackedReport, write_packed_directory
-from windlass.compress.post_training import PostTraining, RoundingOptions
+from windlass.compress.post_training import PostTraining, RoundingOptions, fingerprint_tokens
 from windlass.kernels.coded_formats import IntegerWeightFormat
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
@@ -166,7 +166,7 @@ def distil_directory(
     directory = ModelDirectory(source)
     producer = LayerDistillation(directory, start, batches, trust_remote_code=trust_remote_code, distillation=chosen)
     learning = {f"lkd_{name}": value for name, value in asdict(chosen).items()}
-    method = {**asdict(start), **learning, "text": [int(batch.sum()) for batch in batches]}
+    method = {**asdict(start), **learning, "text": [fingerprint_tokens(batch) for batch in batches]}
     report = write_packed_directory(
         directory,
         target,

@@ -351,7 +351,7 @@ def compress_directory(
             f"{len(batches)} batches of text do not reach {group.size} ranks; give more text, or smaller batches"
         )
     producer = PostTraining(directory, chosen, batches, progress, trust_remote_code, group)
-    method: dict[str, Any] = {**asdict(chosen), "text": [_fingerprint(batch) for batch in batches]}
+    method: dict[str, Any] = {**asdict(chosen), "text": [fingerprint_tokens(batch) for batch in batches]}
     report = write_packed_directory(
         directory,
         target,
@@ -367,5 +367,6 @@ def compress_directory(
     return report, producer.results
 
 
-def _fingerprint(batch: Tensor) -> str:
+def fingerprint_tokens(batch: Tensor) -> str:
+    """Return a hash of token ids, by which an interrupted run recognizes its text."""
     return hashlib.sha256(batch.to(torch.int64).contiguous().numpy().tobytes()).hexdigest()[:16]

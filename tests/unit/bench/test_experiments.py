@@ -153,6 +153,12 @@ def test_pinning_variants_double_the_rows_of_host_offload() -> None:
     assert place == {"device": "cpu", "pin_memory": False}
 
 
+def test_results_name_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--rounds", "3", "--path", "/mnt/disk/x", "--out=/home/someone/r", "relative/y", "a=b"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/bench.py", *arguments])
+    assert bench_results.run_facts()["command"] == "bench.py --rounds 3 --path x --out=r relative/y a=b"
+
+
 @pytest.mark.parametrize("command", ["zero-memory", "stages", "precision", "offload", "transport"])
 def test_commands_have_help(command: str) -> None:
     result = CliRunner().invoke(bench_app, [command, "--help"])

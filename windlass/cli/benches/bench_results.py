@@ -23,7 +23,7 @@ def run_facts() -> dict[str, Any]:
     """Collect time, command, machine, versions and commit as plain data."""
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])]),
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "cpu": _cpu_name(),
@@ -98,3 +98,9 @@ def _git_commit() -> str | None:
 def _git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def _without_folders(argument: str) -> str:
+    """Return an argument of a command; of an absolute path the last part alone, since results are published."""
+    name, sign, value = argument.rpartition("=")
+    return f"{name}{sign}{Path(value).name}" if value.startswith("/") else argument
