@@ -330,15 +330,23 @@ def find_blocks(model: nn.Module) -> str:
     Raises:
         ModelError: there is none.
     """
+    name = find_longest_list(model, lambda module: any(type(part) is nn.Linear for part in module.modules()))
+    if name is None:
+        raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; use method rtn or hqq")
+    return name
+
+
+def find_longest_list(model: nn.Module, accepts: Callable[[nn.ModuleList], bool]) -> str | None:
+    """Return the name of the longest accepted list of modules that is inside of no other accepted one; None: there is
+    none.
+    """
     found = [
         (len(module), name)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(type(part) is nn.Linear for part in module.modules())
+        if isinstance(module, nn.ModuleList) and accepts(module)
     ]
     outer = [(size, name) for size, name in found if not any(name.startswith(f"{other}.") for _, other in found)]
-    if not outer:
-        raise ModelError(f"{type(model).__name__} has no list of blocks with linear layers; use method rtn or hqq")
-    return str(max(outer)[1])
+    return max(outer, key=lambda one: one[0])[1] if outer else None
 
 
 def _has_parameter(model: nn.Module, name: str) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.block_calibration import find_longest_list
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
@@ -30,15 +31,10 @@ def find_layer_list(model: nn.Module) -> str:
     Raises:
         ModelError: there is none.
     """
-    found = [
-        (len(module), name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(list(one.children()) for one in module)
-    ]
-    outer = [(size, name) for size, name in found if not any(name.startswith(f"{other}.") for _, other in found)]
-    if not outer:
+    name = find_longest_list(model, lambda module: len(module) > 0 and all(list(one.children()) for one in module))
+    if name is None:
         raise ModelError(f"{type(model).__name__} has no list of layers, so that none can be removed")
-    return str(max(outer, key=lambda one: one[0])[1])
+    return name
 
 
 def block_influences(model: nn.Module, batches: Sequence[Any], loss: LossFunction = language_loss) -> list[float]:
