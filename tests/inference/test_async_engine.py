@@ -75,16 +75,25 @@ def test_errors_of_one_request_leave_the_others_alone() -> None:
     async def main() -> None:
         model, engine = make_engine(max_queued=1, max_sequences=1)
         await engine.start()
-        first = engine.stream([3, 4, 5], GREEDY.replace(max_tokens=40))
-        await anext(first)
+        # all requests arrive while the thread is held, so that no step runs between them
+        release = threading.Event()
+        held = asyncio.create_task(engine._call(release.wait))
+        await asyncio.sleep(0)
+        prompts = [[99], [3] * 200, [3, 4, 5], [3, 4]]
+        adding = [asyncio.create_task(engine.add(prompt, GREEDY)) for prompt in prompts]
+        await asyncio.sleep(0)
+        release.set()
+        await held
         with pytest.raises(RequestError, match="token 99 of the prompt"):
-            await engine.add([99], GREEDY)
+            await adding[0]
         with pytest.raises(RequestError, match="prompt has 200 tokens"):
-            await engine.add([3] * 200, GREEDY)
-        second = await engine.add([3, 4], GREEDY)
+            await adding[1]
+        first = await adding[2]
         with pytest.raises(EngineOverloadedError, match="try again"):
-            await engine.add([3, 4], GREEDY)
-        outputs = [output async for output in first][-1:] + [output async for output in engine.outputs(second)][-1:]
+            await adding[3]
+        outputs = [output async for output in engine.outputs(first)][-1:]
+        second = await engine.add([3, 4], GREEDY)
+        outputs += [output async for output in engine.outputs(second)][-1:]
         assert_greedy(model, outputs)
         await engine.shutdown()
 
