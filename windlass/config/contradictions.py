@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from windlass.config.axis_sizes import axis_size, conflicting_sizes
 from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value
 from windlass.config.offload_section import OffloadOptimizer, is_offloaded
+from windlass.config.optimizer_section import ONE_BIT_OPTIMIZERS
 from windlass.config.root_config import Config
 
 ContradictionRule = Callable[[Config], Iterator[tuple[str, str]]]
@@ -136,6 +137,17 @@ def _two_shard_groups(config: Config) -> Iterator[tuple[str, str]]:
             "parallel.dp_replicate",
             f"{config.parallel.dp_replicate} and zero_optimization.zero_hpz_partition_size "
             f"{zero.zero_hpz_partition_size} both choose the ranks over which parameters are all-gathered; delete one",
+        )
+
+
+def _one_bit_stage(config: Config) -> Iterator[tuple[str, str]]:
+    optimizer = config.optimizer
+    if optimizer is not None and optimizer.type in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage == 3:
+        yield (
+            "optimizer.type",
+            f'"{optimizer.type}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so '
+            "that one bit for each gradient would save little; write stage 0, 1 or 2, or AdamW with "
+            "zero_quantized_weights and zero_quantized_gradients",
         )
 
 
@@ -303,6 +315,7 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _unmanaged_accumulation,
     _offload,
     _two_shard_groups,
+    _one_bit_stage,
     _axis_sizes,
     _ulysses,
     _sequence_parallel_norms,
