@@ -78,11 +78,19 @@ class _ScaledCodec:
         return 4 * -(-numel // self.block) + self.code_bytes(numel)
 
     def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        self._encode(tensor, encoded, checked=True)
+
+    def encode_unchecked(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Encode as `encode`, but a block with a value that is not finite is decoded as values that are not finite."""
+        self._encode(tensor, encoded, checked=False)
+
+    def _encode(self, tensor: torch.Tensor, encoded: torch.Tensor, *, checked: bool) -> None:
         head = 4 * -(-tensor.numel() // self.block)
         values = tensor.float()
         whole, rest = _blocks(values, self.block)
         scales = torch.cat([self.scales_of(whole), self.scales_of(rest)]) if rest.numel() else self.scales_of(whole)
-        _require_finite(self.name, values, scales)
+        if checked:
+            _require_finite(self.name, values, scales)
         encoded[:head].view(torch.float32).copy_(scales)
         self.write_codes(values.clone() if values is tensor else values, scales, encoded[head:])
 
@@ -109,14 +117,8 @@ class SignCodec(_ScaledCodec):
     def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.abs().mean(1)
 
-    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
-        head = 4 * -(-tensor.numel() // self.block)
-        values = tensor.float()
-        whole, rest = _blocks(values, self.block)
-        scales = torch.cat([self.scales_of(whole), self.scales_of(rest)]) if rest.numel() else self.scales_of(whole)
-        _require_finite(self.name, values, scales)
-        encoded[:head].view(torch.float32).copy_(scales)
-        encoded[head:].copy_(pack_bits(values >= 0))
+    def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        codes.copy_(pack_bits(values >= 0))
 
     def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
         return unpack_bits(codes, numel).float().mul_(2.0).sub_(1.0)

@@ -140,6 +140,38 @@ def _two_shard_groups(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _quantized_messages(config: Config) -> Iterator[tuple[str, str]]:
+    zero = config.zero_optimization
+    keys = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    on = [key for key in keys if getattr(zero, key)]
+    if on and zero.stage != 3:
+        yield (
+            f"zero_optimization.{on[0]}",
+            f"true at stage {zero.stage}, and only stage 3 gathers parameters in each use; write stage 3, or false",
+        )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param",
+            "set, but zero_quantized_gradients is false, so no message leaves anything out; write true there, or "
+            "delete it",
+        )
+    if zero.zero_quantized_gradients and not zero.reduce_scatter:
+        yield (
+            "zero_optimization.reduce_scatter",
+            "false, which sends every rank whole sums, and zero_quantized_gradients sends shards; delete it",
+        )
+    if on and not zero.allgather_partitions:
+        yield (
+            "zero_optimization.allgather_partitions",
+            "false, which broadcasts shards one by one, and quantized shards are gathered together; delete it",
+        )
+    if on and config.comm.transport == "shm":
+        yield (
+            "comm.transport",
+            f'"shm", where ranks read memory of each other in place, and {on[0]} sends messages; write "gloo"',
+        )
+
+
 def _one_bit_stage(config: Config) -> Iterator[tuple[str, str]]:
     optimizer = config.optimizer
     if optimizer is not None and optimizer.type in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage == 3:
@@ -316,6 +348,7 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _offload,
     _two_shard_groups,
     _one_bit_stage,
+    _quantized_messages,
     _axis_sizes,
     _ulysses,
     _sequence_parallel_norms,
