@@ -352,7 +352,7 @@ def refused(stage: int, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "more", "text"),
     [
-        (3, {}, r"zero_optimization.stage is 3.*one bit of OneBitAdam.*set the stage to 0, 1 or 2"),
+        (3, {}, r"OneBitAdam.* at zero_optimization.stage 3.*write stage 0, 1 or 2"),
         (0, {"freeze_step": 0}, "freeze_step"),
         (0, {"max_grad_norm": 1.0}, "gradient_clipping"),
     ],
