@@ -51,15 +51,15 @@ class Case:
     model: str = "mlp"
     transport: str = "gloo"
     optimizer: str = "OneBitAdam"
+    params: tuple[tuple[str, Any], ...] = (("freeze_step", FREEZE),)
+    begin: int = FREEZE  # steps before the simulation begins
     steps: int = 5
 
     def config(self, folder: str = "") -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
         if self.nvme:
             zero |= {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 100}
-        params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY}
-        if self.optimizer == "OneBitAdam":
-            params["freeze_step"] = FREEZE
+        params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY, **dict(self.params)}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.accumulation,
@@ -100,11 +100,11 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 def run_case(case: Case, folder: str) -> dict[str, Any]:
     engine = start(specimen(case.model), case.config(folder))
-    train(engine, case, 0, FREEZE)
+    train(engine, case, 0, case.begin)
     found = {"frozen": snapshot(engine)}
     moved: Counter[str] = Counter()
     set_traffic_observer(lambda operation, nbytes: moved.update({operation: nbytes}))
-    train(engine, case, FREEZE, case.steps)
+    train(engine, case, case.begin, case.steps)
     set_traffic_observer(None)
     found["moved"] = moved
     found["replicas"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -272,14 +272,15 @@ def test_the_compressed_phase_equals_its_simulation(ranks: int, every: bool, tmp
         require_law(case, [found[number] for found in by_rank])
 
 
-def both(cases: list[Case], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the state after `FREEZE` steps of each case, with 1-bit Adam and with Adam."""
+def both(cases: list[Case], folder: str, plain: str = "Adam") -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the state after the first steps of each case, with its optimizer and with the plain one."""
     found = []
     for case in cases:
         pair = []
-        for name in ("OneBitAdam", "Adam"):
-            engine = start(specimen(case.model), replace(case, optimizer=name).config(folder))
-            train(engine, case, 0, FREEZE)
+        for name in (case.optimizer, plain):
+            params = case.params if name == case.optimizer else ()
+            engine = start(specimen(case.model), replace(case, optimizer=name, params=params).config(folder))
+            train(engine, case, 0, case.begin)
             pair.append({**snapshot(engine), "norm": float(engine.grad_norm())})
             engine.destroy()
         found.append((pair[0], pair[1]))
