@@ -1,4 +1,4 @@
-"""Writes the table of docs/collectives.md: each operation, by back end and device, where all back ends are available."""
+"""Writes the table of docs/collectives.md: operations by back end and device, where all back ends are available."""
 
 from __future__ import annotations
 

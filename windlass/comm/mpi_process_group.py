@@ -28,9 +28,10 @@ from windlass.comm.mpi_library import BACKEND, MPI_LOCK
 from windlass.comm.mpi_work import MpiWork, release_abandoned
 
 Tensors = Sequence[torch.Tensor]
+_TorchProcessGroup: Any = dist.ProcessGroup  # torch calls its methods with positional arguments only
 
 
-class MpiProcessGroup(dist.ProcessGroup):
+class MpiProcessGroup(_TorchProcessGroup):
     """Ranks of one communicator. torch's ranks of the group are those of the communicator.
 
     Args:

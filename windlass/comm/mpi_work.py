@@ -61,8 +61,8 @@ class MpiWork(dist.Work):
         self._mpi, self._what, self._requests, self.outputs = mpi, what, list(requests), list(outputs)
         self._finish, self._keeps, self._timeout = finish, list(keeps), timeout
         self._lock = threading.RLock()  # the thread of a future and the caller's may poll at once
-        self._done, self._error, self._source = False, None, -1
-        self._error: CommunicationError | None
+        self._done, self._source = False, -1
+        self._error: CommunicationError | None = None
 
     def __del__(self) -> None:
         # A script may drop the work of a send, and a wait may time out: MPI uses the memory all the same.
