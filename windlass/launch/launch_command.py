@@ -27,7 +27,7 @@ from windlass.launch.launch_plan import LaunchPlan, is_local_host
 from windlass.launch.launcher_backends import LauncherOptions, build_launcher_command, is_installed
 from windlass.launch.launcher_process import run_launcher_command
 from windlass.launch.live_rank_table import LiveRankTable
-from windlass.launch.local_launch import start_local_ranks
+from windlass.launch.local_launch import free_port, start_local_ranks
 from windlass.launch.output_flags import output_routing_from_args
 from windlass.launch.plan_from_flags import (
     DEFAULT_MASTER_PORT,
@@ -40,7 +40,7 @@ from windlass.launch.plan_from_flags import (
 from windlass.launch.program import Program
 from windlass.launch.rank_output import OutputRouting, RankConsole
 from windlass.launch.remote_launch import start_on_hosts
-from windlass.launch.rendezvous_store import free_port, is_port_free
+from windlass.launch.rendezvous_store import is_port_free
 from windlass.launch.ssh_connection import SshConnectionOptions, agent_pythonpath
 from windlass.launch.supervisor import RankEvents, failure_output_lines
 from windlass.launch.torch_agent import start_with_torch_agent

@@ -82,13 +82,6 @@ def is_port_free(port: int) -> bool:
     return False
 
 
-def free_port() -> int:
-    """Return a port of the loopback interface that no process uses now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
 def _listen(port: int, all_interfaces: bool) -> socket.socket:
     if not all_interfaces:
         return socket.create_server((LOOPBACK, port), backlog=_LISTEN_BACKLOG)
