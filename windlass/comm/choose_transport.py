@@ -34,6 +34,8 @@ def choose_transport(
         ConfigError: the name does not exist, or the transport does not support this device or these ranks.
     """
     name, why = choose_transport_name(requested, group, device)
+    if name == "shm" and ways.quantizes:
+        name, why = "gloo", "quantized messages are sent, and shared memory is read in place"
     if name == "nccl":
         return NcclTransport(group, ways), why
     if name == "mpi":
