@@ -213,7 +213,8 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
     """
     limits = _watchdog_limits(config)
     report_after = limits.report_after if limits is not None else None
-    init_distributed(timeout=_collective_timeout(config), port=port, report_after=report_after)
+    backend = None if config.comm.backend == "auto" else config.comm.backend
+    init_distributed(backend, timeout=_collective_timeout(config), port=port, report_after=report_after)
     watchdog.start(limits)
 
 

@@ -1,4 +1,4 @@
-"""Transports over torch.distributed: gloo with pairwise exchanges, NCCL with its own collectives."""
+"""Transports over torch.distributed: gloo and MPI with pairwise exchanges, NCCL with its own collectives."""
 
 from __future__ import annotations
 
@@ -204,6 +204,15 @@ class GlooTransport(_WireTransport):
                     dist.isend(own[start : start + span].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                 )
         return FinishingPending(None, lambda: _wait(works), lambda: None)
+
+
+class MpiTransport(GlooTransport):
+    """Transport over MPI's process group, by the same exchanges, so it gives the same bits.
+
+    GPU tensors travel through host memory, unless the MPI is CUDA-aware.
+    """
+
+    name = "mpi"
 
 
 class GlooReduction:

@@ -108,6 +108,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "shm": FeatureValue("CPU ranks of one host through shared memory"),
         "gloo": FeatureValue("gloo"),
         "nccl": FeatureValue("NCCL", requirement="gpu"),
+        "mpi": FeatureValue("MPI, through mpi4py", requirement="mpi"),
     },
     "backward": {
         "engine": FeatureValue("engine.backward(loss)"),
