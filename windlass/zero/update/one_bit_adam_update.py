@@ -26,6 +26,7 @@ from typing import ClassVar
 
 import torch
 
+from windlass.base.log import logger
 from windlass.optim.one_bit_adam import count_step, is_frozen
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_phase import CompressedPhase, Options
@@ -136,6 +137,10 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         """Return the states of a fragment, complete for a compressed step."""
         state: dict[str, torch.Tensor] = self._inner.state[segment.tensor]
         if "exp_avg" not in state:  # its first gradient came after the freeze, so its variance is 0
+            logger.warning(
+                f"{segment.name!r} had no gradient in the steps before the freeze, so its variance is 0 and it is not "
+                "trained; unfreeze it before freeze_step, or continue with AdamW"
+            )
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
         if "variance_steps" not in state:
