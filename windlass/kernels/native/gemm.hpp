@@ -101,21 +101,25 @@ struct CodedStep {
 
 constexpr int kUnroll = 4;  // steps between which a loop computes no addresses, since those compete with products
 
-// Requests weights ahead in each panel, and at its end in the panels that the next call takes: kPanels further.
-template <int kRows, int kPanels>
+// Requests weights ahead in each panel, and at its end in the panels that the next call takes: kPanels further. The loop
+// of one row that widens weights is too long for the processor to begin loads of many lines: it requests lines into the
+// first-level cache, where they do not wait twice.
+template <class Step, int kRows, int kPanels>
 struct FetchAhead {
+    static constexpr bool kIntoFirst = kRows == 1 && Step::kInputs > 1;
+    static constexpr std::int64_t kAhead = kIntoFirst ? 16 : ahead_for(kRows);
     std::int64_t panel_bytes, turn;
     std::int64_t ahead = 0;
 
     FetchAhead(std::int64_t panel_bytes, std::int64_t steps)
-        : panel_bytes(panel_bytes), turn(steps > ahead_for(kRows) ? steps - ahead_for(kRows) : 0) {}
+        : panel_bytes(panel_bytes), turn(steps > kAhead ? steps - kAhead : 0) {}
 
     WINDLASS_INLINE void begin(std::int64_t step) {
-        ahead = ahead_for(kRows) * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
+        ahead = kAhead * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
     }
 
     WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
-        __builtin_prefetch(panel + (offset + ahead) + step * kStepBytes, 0, 2);
+        __builtin_prefetch(panel + (offset + ahead) + step * kStepBytes, 0, kIntoFirst ? 3 : 2);
         if constexpr (kRows > 4) __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
     }
 };
@@ -278,7 +282,7 @@ void multiply_block(const GemmJob& job, const RowBlock& block, const char* packe
                     std::int64_t end) {
     alignas(64) float tile[kRows * kPanels * kPanel];
     const std::int64_t steps = job.steps(), panel_bytes = steps * kStepBytes;
-    FetchAhead<kRows, kPanels> fetch(panel_bytes, steps);
+    FetchAhead<Step, kRows, kPanels> fetch(panel_bytes, steps);
     std::int64_t panel = begin;
     for (; panel + kPanels <= end; panel += kPanels) {
         add_to_tile<Step, kRows, kPanels>(job.panels + panel * panel_bytes, panel_bytes, packed + block.offset, 0,
