@@ -132,7 +132,7 @@ struct Factors {
     long long front, back;
 };
 
-inline constexpr Factors kMove2048{0xdcb17aa4, 0xb9e02b86}, kMove512{0x740eef02, 0x9e4addf8};
+inline constexpr Factors kMove512{0x740eef02, 0x9e4addf8};
 inline constexpr Factors kMove384{0x1c291d04, 0x1d82c63da}, kMove256{0x1384aa63a, 0xba4fc28e};
 inline constexpr Factors kMove128{0xf20c0dfe, 0x14cd00bd6};
 
@@ -143,35 +143,42 @@ inline constexpr Factors kMove128{0xf20c0dfe, 0x14cd00bd6};
                                      _mm512_clmulepi64_epi128(from, factors, 0x11), to, kXorOfThree);
 }
 
-[[WINDLASS_FOLDS]] inline void by_folds(const char* pages, uint64_t count, uint32_t* sums) {
-    const __m512i far = _mm512_broadcast_i32x4(_mm_set_epi64x(kMove2048.back, kMove2048.front));
+// Folds kPages pages side by side, as different pages of memory arrive faster than one.
+template <uint64_t kPages>
+[[gnu::always_inline, WINDLASS_FOLDS]] inline void fold_pages(const char* first, uint32_t* sums) {
     const __m512i near = _mm512_broadcast_i32x4(_mm_set_epi64x(kMove512.back, kMove512.front));
     // The last 128 bits stay where they are.
     const __m512i lanes = _mm512_set_epi64(0, 0, kMove128.back, kMove128.front, kMove256.back, kMove256.front,
                                            kMove384.back, kMove384.front);
-    for (uint64_t page = 0; page < count; ++page) {
-        const char* at = pages + page * kCrcPage;
-        __m512i a = _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));
-        __m512i b = _mm512_loadu_si512(at + kLine), c = _mm512_loadu_si512(at + 2 * kLine),
-                d = _mm512_loadu_si512(at + 3 * kLine);
-        for (uint64_t line = 4 * kLine; line < kCrcPage; line += 4 * kLine) {
+    __m512i parts[kPages];
+    for (uint64_t page = 0; page < kPages; ++page) {
+        parts[page] = _mm512_xor_si512(_mm512_loadu_si512(first + page * kCrcPage),
+                                       _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));
+    }
+    for (uint64_t line = kLine; line < kCrcPage; line += kLine) {
+        for (uint64_t page = 0; page < kPages; ++page) {
+            const char* at = first + page * kCrcPage + line;
             // The hardware prefetcher stops at page boundaries. A prefetch beyond the end of the memory does nothing.
-            for (uint64_t next = 0; next < 4; ++next) __builtin_prefetch(at + 2 * kCrcPage + line + next * kLine);
-            a = fold(a, far, _mm512_loadu_si512(at + line));
-            b = fold(b, far, _mm512_loadu_si512(at + line + kLine));
-            c = fold(c, far, _mm512_loadu_si512(at + line + 2 * kLine));
-            d = fold(d, far, _mm512_loadu_si512(at + line + 3 * kLine));
+            __builtin_prefetch(at + kPages * kCrcPage);
+            parts[page] = fold(parts[page], near, _mm512_loadu_si512(at));
         }
-        d = fold(fold(fold(a, near, b), near, c), near, d);
-        const __m512i last = _mm512_zextsi128_si512(_mm512_extracti32x4_epi32(d, 3));
-        d = fold(d, lanes, last);
-        const __m128i folded =
-            _mm_xor_si128(_mm_xor_si128(_mm512_castsi512_si128(d), _mm512_extracti32x4_epi32(d, 1)),
-                          _mm512_extracti32x4_epi32(d, 2));
+    }
+    for (uint64_t page = 0; page < kPages; ++page) {
+        const __m512i last = _mm512_zextsi128_si512(_mm512_extracti32x4_epi32(parts[page], 3));
+        const __m512i moved = fold(parts[page], lanes, last);
+        const __m128i folded = _mm_xor_si128(
+            _mm_xor_si128(_mm512_castsi512_si128(moved), _mm512_extracti32x4_epi32(moved, 1)),
+            _mm512_extracti32x4_epi32(moved, 2));
         const auto front = static_cast<uint64_t>(_mm_cvtsi128_si64(folded));
         const auto back = static_cast<uint64_t>(_mm_extract_epi64(folded, 1));
         sums[page] = ~static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, front), back));
     }
+}
+
+[[WINDLASS_FOLDS]] inline void by_folds(const char* pages, uint64_t count, uint32_t* sums) {
+    uint64_t page = 0;
+    for (; page + kCrcStreams <= count; page += kCrcStreams) fold_pages<kCrcStreams>(pages + page * kCrcPage, sums + page);
+    for (; page < count; ++page) fold_pages<1>(pages + page * kCrcPage, sums + page);
 }
 #endif
 
