@@ -162,7 +162,7 @@ def _exception_table() -> str:
 def _pair_count_text() -> str:
     pairs = feature_matrix.all_pairs()
     working = sum(pair.is_supported for pair in pairs)
-    on_cpu = len(feature_matrix.supported_pairs({"transformer"}))
+    on_cpu = len(feature_matrix.supported_pairs({"transformer", "mpi"}))
     return f"{len(pairs)} pairs; {working} work, {on_cpu} of them on a machine without a GPU."
 
 

@@ -189,6 +189,7 @@ def build_engine(
             progress,
             _build_loss_scale(config),
         )
+    _warn_of_late_freeze(built, config)
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, config)
     except Exception:  # raised on every rank alike
@@ -212,7 +213,8 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
     """
     limits = _watchdog_limits(config)
     report_after = limits.report_after if limits is not None else None
-    init_distributed(timeout=_collective_timeout(config), port=port, report_after=report_after)
+    backend = None if config.comm.backend == "auto" else config.comm.backend
+    init_distributed(backend, timeout=_collective_timeout(config), port=port, report_after=report_after)
     watchdog.start(limits)
 
 
@@ -359,6 +361,17 @@ def _check_checkpoint_format(optimizer: torch.optim.Optimizer | None, config: Co
         raise ConfigError(
             f"checkpoint.format is 'deepspeed', whose files have no place for the states of single ranks that "
             f"{type(optimizer).__name__} may keep; set it to 'windlass', or use another optimizer"
+        )
+
+
+def _warn_of_late_freeze(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    """Log a warning if the schedule ends before a 1-bit optimizer compresses anything."""
+    steps = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
+    freeze = max((group.get("freeze_step", 0) for group in optimizer.param_groups), default=0) if optimizer else 0
+    if isinstance(steps, int) and freeze >= steps > 0:
+        logger.warning(
+            f"optimizer.params.freeze_step is {freeze}, and scheduler.params.total_num_steps is {steps}: nothing will "
+            f"be compressed in this run; write about 15 % of all steps, {max(1, steps * 15 // 100)}"
         )
 
 

@@ -21,7 +21,7 @@ AS_THEY_ARE = {
     "fp16_all_knobs": "trains",
     "full_zero3_offload": NO_BATCH,
     "llama_practice": "trains",
-    "onebit_adam": "not yet built: 1-bit optimizers",
+    "onebit_adam": NO_BATCH,
     "trainer_auto": NOBODY,
     "zero2_knobs": NO_BATCH,
     "zero3_nvme_buffers": NO_BATCH,

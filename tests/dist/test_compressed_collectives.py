@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import RankError, run_ranks
-from tests.toy_codecs import BlockInt8Codec, SignCodec
+from tests.toy_codecs import BlockInt8Codec
 from windlass.base.errors import CommunicationError
 from windlass.comm.byte_channel import ByteChannel
 from windlass.comm.choose_channel import choose_channel
@@ -23,7 +23,7 @@ from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory_channel import SharedMemoryChannel
 
 WORLDS = [(1, "shm"), (1, "gloo"), (2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
-CODECS: list[Codec] = [get_codec("identity"), get_codec("bf16"), BlockInt8Codec(), SignCodec()]
+CODECS: list[Codec] = [*map(get_codec, ("identity", "bf16", "sign", "int4")), BlockInt8Codec()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "odd": lambda t: t[:37],

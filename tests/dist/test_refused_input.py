@@ -52,8 +52,8 @@ def refusal(what: str) -> str:
         config["zero_optimization"]["stagee"] = 1
     elif what == "optimizer":
         config["optimizer"]["type"] = "AdamV"
-    elif what == "one_bit":
-        config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-3}}
+    elif what == "sparse":
+        config["optimizer"] = {"type": "SparseAdam", "params": {"lr": 1e-3}}
     elif what == "two_rates":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         more = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
@@ -84,7 +84,7 @@ WORDS = {
     "no_path": ("ConfigError", "zero_optimization.offload_optimizer.nvme_path", "folder"),
     "key": ("ConfigError", "stagee", "stage"),
     "optimizer": ("ConfigError", "AdamV", "Adam"),
-    "one_bit": ("ConfigError", "OneBitAdam"),
+    "sparse": ("ConfigError", "SparseAdam"),
     "config": ("ConfigError", "config"),
     "warm-up": ("ConfigError", "warmup_num_steps", "-1"),
 }

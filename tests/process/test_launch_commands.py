@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.mpi_ranks import mpiexec
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -259,3 +260,41 @@ def test_mpi_starts_ranks(
     done = program(*RUN, *flags, "script.py", "fail", "a b", environ=root)
     assert done.returncode == 9, done.stderr
     assert [item["arguments"] for item in read_records(tmp_path)] == [["fail", "a b"]] * 2
+
+
+MPI_RANK = """
+import sys
+import torch, windlass
+import torch.distributed as dist
+windlass.init_distributed("mpi")
+total = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+print(dist.get_rank(), total.item(), dist.get_backend(), flush=True)
+dist.barrier()
+if "fail" in sys.argv:
+    assert dist.get_rank() == 0, "rank 1 stops here"
+    dist.barrier()
+"""
+
+
+def test_ranks_of_mpich_are_connected_by_mpi(
+    program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Without a hostfile the ranks are on this machine. An exception on one rank ends those that wait for it."""
+    here = str(Path(mpiexec()).parent)
+    (tmp_path / "rank.py").write_text(MPI_RANK)
+    environ = {"PATH": os.pathsep.join([here, os.environ["PATH"]])}
+    done = program(*RUN, "--launcher", "mpich", "--nproc", "2", "rank.py", "fail", environ=environ)
+    assert done.returncode != 0
+    assert sorted(done.stdout.splitlines()) == ["0 3.0 mpi4py", "1 3.0 mpi4py"], done.stderr
+    assert "AssertionError: rank 1 stops here" in done.stderr
+
+
+@pytest.mark.slow
+def test_mpirun_alone_starts_ranks(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """Rank, world and the address of the rendezvous come from MPI. Ranks of torchrun's kind are refused."""
+    (tmp_path / "rank.py").write_text(MPI_RANK)
+    done = program(mpiexec(), "-n", "2", sys.executable, "rank.py")
+    assert sorted(done.stdout.splitlines()) == ["0 3.0 mpi4py", "1 3.0 mpi4py"], done.stderr
+    done = program(*RUN, "--nproc", "2", "rank.py")
+    assert done.returncode != 0 and "the ranks do not belong to one MPI job; start them by mpirun" in done.stderr

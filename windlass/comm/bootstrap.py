@@ -23,6 +23,7 @@ from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.addresses import is_loopback
 from windlass.comm.loopback import bind_gloo_to_loopback, loopback_store
+from windlass.comm.mpi_backend import mpi_rank_environment, register_mpi, store_over_mpi
 from windlass.comm.rank_environment import HERE, RankEnvironment, half, rank_environment
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -70,7 +71,8 @@ def init_distributed(
     `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
-        backend: Torch's name of the backend. Default: gloo for CPU tensors and, with CUDA, nccl for CUDA tensors.
+        backend: Torch's name of the backend, or `mpi`, which windlass provides over mpi4py. Default: gloo for CPU
+            tensors and, with CUDA, nccl for CUDA tensors.
         timeout: Time after which a collective fails if a peer does not join; None: `default_timeout()`.
         port: Used for `MASTER_PORT` if the environment has none.
         report_after: Seconds after which missing ranks are logged; None: never.
@@ -79,14 +81,18 @@ def init_distributed(
         rank, world_size: Override the environment if both are given.
 
     Raises:
-        CommunicationError: the environment is incomplete, or the rendezvous failed.
+        CommunicationError: the environment is incomplete, or the rendezvous failed; for `mpi`, also: mpi4py is
+            missing, MPI's thread level is too low, or the ranks belong to different MPI jobs.
     """
     if dist.is_initialized():
         return
     timeout = timeout if timeout is not None else default_timeout()
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    place = _rank_environment(discover, init_method, rank, world_size)
+    over_mpi = backend == "mpi"
+    if over_mpi:
+        backend = register_mpi()
+    place = _rank_environment(discover, init_method, rank, world_size, over_mpi=over_mpi)
     if torch.cuda.is_available() and (place is None or place.local_rank is not None):
         torch.cuda.set_device(local_device())
     if place is None or place.one_host or is_loopback(urlsplit(init_method or "").hostname):
@@ -97,6 +103,8 @@ def init_distributed(
         if place is None:
             _warn_of_an_allocation()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif over_mpi and place.port is None and port in (None, DEFAULT_PORT):
+        _rendezvous_by_mpi(place, backend, timeout)
     else:
         _rendezvous(_with_master(place, port), backend, timeout, report_after)
     atexit.register(_shutdown)
@@ -120,13 +128,17 @@ def discover(port: int = DEFAULT_PORT) -> None:
     _with_master(place, port)
 
 
-def _rank_environment(discover: bool, init_method: str | None, rank: int, world_size: int) -> RankEnvironment | None:
+def _rank_environment(
+    discover: bool, init_method: str | None, rank: int, world_size: int, *, over_mpi: bool = False
+) -> RankEnvironment | None:
     """Return the rank environment of this process, after writing it to the environment variables of torchrun."""
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     elif init_method is not None and init_method not in _ENVIRONMENT and "?" in init_method:
         return None  # the URL contains rank and world size
     place = rank_environment(os.environ, others=discover)
+    if over_mpi:
+        place = mpi_rank_environment(place)
     if place is None:
         return None
     if place.warning:
@@ -210,6 +222,13 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
             f"{str(error).strip().splitlines()[0]}; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, "
             "and that rank 0 can be reached there"
         ) from error
+
+
+def _rendezvous_by_mpi(place: RankEnvironment, backend: str, timeout: timedelta) -> None:
+    """Create the default group with a store whose address MPI broadcasts: jobs on one host need no port each."""
+    store, address, port = store_over_mpi(place, place.master or _own_address(), timeout)
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
 
 
 def _rendezvous_at(url: str, place: RankEnvironment | None, backend: str, timeout: timedelta) -> None:

@@ -19,7 +19,7 @@ def choose_channel(
     """Return the channel for `group`. Collective.
 
     Args:
-        requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` overrides it.
+        requested: auto, shm, gloo, nccl or mpi; the environment's `WINDLASS_TRANSPORT` overrides it.
         device: device of the tensors.
         timeout: maximum wait for a peer in shared memory; other channels have the time-out of the process group.
         what: name of the group in reports of the watchdog.

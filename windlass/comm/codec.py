@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from windlass.base.errors import CodecError
+from windlass.comm.lossy_codecs import Fp8Codec, Int4Codec, Int8Codec, SignCodec, TopKCodec
 
 _BF16_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -133,5 +134,5 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype
 
 
-register_codec(IdentityCodec())
-register_codec(Bf16Codec())
+for _codec in (IdentityCodec(), Bf16Codec(), SignCodec(), Int8Codec(), Int4Codec(), Fp8Codec(), TopKCodec()):
+    register_codec(_codec)

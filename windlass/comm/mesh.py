@@ -13,6 +13,7 @@ import torch.distributed as dist
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
+from windlass.comm.mpi_library import BACKEND as MPI_BACKEND
 from windlass.comm.rank_group import DataMesh, RankGroup, close_process_groups
 
 _alone: list[Any] = []  # group of this rank alone, if it exists: torch creates such a group only once
@@ -38,7 +39,8 @@ class _GroupMaker:
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
         self._found: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
-        self._talks = "gloo" in dist.get_backend_config()  # otherwise CPU tensors need a separate group
+        # Otherwise CPU tensors need a separate group.
+        self._talks = any(name in dist.get_backend_config() for name in ("gloo", MPI_BACKEND))
 
     @property
     def made(self) -> list[RankGroup]:

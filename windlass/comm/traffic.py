@@ -24,6 +24,7 @@ class Traffic:
 
     payload: Counter[str] = field(default_factory=Counter)  # parameter elements, by operation
     bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank read from others, by operation
+    across_nodes: Counter[str] = field(default_factory=Counter)  # of these bytes, those of other nodes (ZeRO++)
     control: int = 0  # elements of the small control reductions
 
     def add(self, operation: str, elements: int, moved: int) -> None:
@@ -35,4 +36,5 @@ class Traffic:
     def reset(self) -> None:
         self.payload.clear()
         self.bytes_moved.clear()
+        self.across_nodes.clear()
         self.control = 0

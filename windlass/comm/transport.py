@@ -10,6 +10,7 @@ import torch
 from windlass.base.pending import DONE, Pending
 from windlass.comm.agreement_board import AgreementBoard
 from windlass.comm.anonymous_pages import AnonymousPages
+from windlass.comm.quantized_options import QuantizedGradients
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 
@@ -24,6 +25,9 @@ class WireOptions:
         use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
         use_all_gather: Gather all shards in one collective; else one broadcast per rank (`allgather_partitions`).
         rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
+        quantizes: Some messages pass through a lossy codec, so that shared memory is not used.
+        node_size: Consecutive ranks of a group that are one node, for quantized messages.
+        gradients: Codecs of reductions; None: gradients are sent in the dtype of the call.
     """
 
     reduce_chunk: int = 500_000_000
@@ -31,6 +35,9 @@ class WireOptions:
     use_reduce_scatter: bool = True
     use_all_gather: bool = True
     rotate_peers: bool = False
+    quantizes: bool = False
+    node_size: int = 1
+    gradients: QuantizedGradients | None = None
 
 
 @dataclass
@@ -42,12 +49,14 @@ class BufferRequest:
         dtype: Dtype of the elements.
         shared: One buffer for the whole group, in which each rank owns its shard, if the transport supports it.
         transient: The memory will be freed and allocated again.
+        codec: Registered name of the codec of its all-gathers, on a wire transport; None: they are exact.
     """
 
     numel: int
     dtype: torch.dtype
     shared: bool = False
     transient: bool = False
+    codec: str | None = None
 
 
 @dataclass
@@ -71,6 +80,7 @@ class TransportBuffer:
         ring: `parts` of all buffers of its ring, including this one.
         ring_index: Index in `ring`. Ranks may have the same gradient at different indices.
         mark: Mark of the last reduction, common to all slices of one buffer.
+        codec: Codec of its all-gathers, as requested.
         pages: Memory of `local` if it is freed and allocated again and belongs to this rank alone; else None.
     """
 
@@ -83,6 +93,7 @@ class TransportBuffer:
     ring_index: int = 0
     mark: OfferMark = field(default_factory=OfferMark)
     pages: AnonymousPages | None = None
+    codec: str | None = None
 
     def first(self, numel: int) -> TransportBuffer:
         """Return the first `numel` elements as a slice of the same buffer."""

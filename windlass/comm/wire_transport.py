@@ -1,8 +1,9 @@
-"""Transports over torch.distributed: gloo with pairwise exchanges, NCCL with its own collectives."""
+"""Transports over torch.distributed: gloo and MPI with pairwise exchanges, NCCL with its own collectives."""
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from windlass.base.collective_activity import activity
 from windlass.base.pending import DONE, ChainedPending, FinishingPending, Pending
 from windlass.comm.agreement_board import WireBoard
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
+from windlass.comm.quantized_wire import (
+    LaneErrors,
+    QuantizedReduction,
+    gather_bytes,
+    quantized_gather,
+    reduction_bytes,
+)
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 from windlass.comm.transport import BufferRequest, Reduction, TransportBuffer, WireOptions, local_shard
@@ -33,9 +41,10 @@ class _WireTransport:
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
         self._waiting: deque[ChainedPending] = deque()
+        self._errors: dict[int, LaneErrors] = {}  # by lane: error feedback of quantized reductions
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        return [TransportBuffer(_flat(need, device)) for need in needs]
+        return [TransportBuffer(_flat(need, device), codec=need.codec) for need in needs]
 
     def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
         return self.allocate(needs, device, lanes=lanes)
@@ -58,12 +67,18 @@ class _WireTransport:
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
         if self.group.size == 1:
             return ready
-        self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
+        if buffer.codec is None:
+            self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
+        else:
+            self._count_quantized("gather", elements, *gather_bytes(self.group, buffer, self.ways.node_size))
         self._begin_waiting()
         tag, start = self._next_tag(), self._gather if self.ways.use_all_gather else self._broadcast_shards
+        begin = partial(start, buffer.local, tag)
+        if buffer.codec is not None:
+            begin = partial(quantized_gather, self.group, buffer, tag)
         if ready is DONE:
-            return start(buffer.local, tag)
-        waiting = ChainedPending(ready, lambda: start(buffer.local, tag))
+            return begin()
+        waiting = ChainedPending(ready, begin)
         self._waiting.append(waiting)
         return waiting
 
@@ -71,6 +86,35 @@ class _WireTransport:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
         # Peers start these gathers before this reduction, so this rank must too.
         self._begin_waiting()
+
+    def _reduce_quantized(
+        self, lane: int, buffer: TransportBuffer, out: torch.Tensor, add: bool, factor: float, elements: int
+    ) -> Reduction | None:
+        """Start a reduction whose messages pass through codecs; None: the options have none, or there are no peers."""
+        options = self.ways.gradients
+        if options is None or self.group.size == 1:
+            return None
+        inside, across = reduction_bytes(self.group, buffer.local.numel(), options, self.ways.node_size)
+        self._count_quantized("reduce", elements, inside, across)
+        self._begin_waiting()
+        errors = self._errors.setdefault(lane, LaneErrors()) if options.loco is not None else None
+        tags = self._next_tag(), self._next_tag()
+        return QuantizedReduction(
+            self.group,
+            buffer.local,
+            out,
+            add,
+            factor,
+            options,
+            errors,
+            tags,
+            node_size=self.ways.node_size,
+            eager=not self._tagged,
+        )
+
+    def _count_quantized(self, operation: str, elements: int, inside: int, across: int) -> None:
+        self.traffic.add(operation, elements, inside + across)
+        self.traffic.across_nodes[operation] += across
 
     @property
     def _reduces_whole(self) -> bool:
@@ -134,6 +178,9 @@ class GlooTransport(_WireTransport):
         elements: int,
         wire: torch.dtype,
     ) -> Reduction:
+        quantized = self._reduce_quantized(lane, buffer, out, add, factor, elements)
+        if quantized is not None:
+            return quantized
         self._begin_reduction(buffer, elements, wire)
         if self._reduces_whole:
             return WholeReduction(self.group, buffer.local, out, add, factor, wire)
@@ -157,6 +204,15 @@ class GlooTransport(_WireTransport):
                     dist.isend(own[start : start + span].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                 )
         return FinishingPending(None, lambda: _wait(works), lambda: None)
+
+
+class MpiTransport(GlooTransport):
+    """Transport over MPI's process group, by the same exchanges, so it gives the same bits.
+
+    GPU tensors travel through host memory, unless the MPI is CUDA-aware.
+    """
+
+    name = "mpi"
 
 
 class GlooReduction:
@@ -239,6 +295,9 @@ class NcclTransport(_WireTransport):
         elements: int,
         wire: torch.dtype,
     ) -> Reduction:
+        quantized = self._reduce_quantized(lane, buffer, out, add, factor, elements)
+        if quantized is not None:
+            return quantized
         self._begin_reduction(buffer, elements, wire)
         kind = WholeReduction if self._reduces_whole else NcclReduction
         return kind(self.group, buffer.local, out, add, factor, wire)

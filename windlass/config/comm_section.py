@@ -9,11 +9,14 @@ from windlass.config.key_status import honoured
 
 
 class CommConfig(ConfigSection):
-    """Transport of windlass's own collectives."""
+    """Process groups, and the transport of windlass's own collectives."""
 
-    transport: Literal["auto", "shm", "gloo", "nccl"] = honoured("auto", windlass_only=True)
-    """shm: shared memory between CPU ranks of one host; gloo; nccl; auto: the fastest that works on all ranks. The
-    environment variable WINDLASS_TRANSPORT overrides the key."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = honoured("auto", windlass_only=True)
+    """Back end of the process groups, if the script has not initialized torch.distributed. auto: gloo for CPU tensors,
+    nccl for GPU tensors; mpi: the cluster's MPI, through mpi4py, for ranks that mpirun or srun started."""
+    transport: Literal["auto", "shm", "gloo", "nccl", "mpi"] = honoured("auto", windlass_only=True)
+    """shm: shared memory between CPU ranks of one host; gloo; nccl; mpi: needs `backend: mpi`; auto:
+    the fastest that works on all ranks. The environment variable WINDLASS_TRANSPORT overrides the key."""
 
 
 class CommsLoggerConfig(ConfigSection):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from windlass.config.axis_sizes import axis_size, conflicting_sizes
 from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value
 from windlass.config.offload_section import OffloadOptimizer, is_offloaded
+from windlass.config.optimizer_section import ONE_BIT_OPTIMIZERS
 from windlass.config.root_config import Config
 
 ContradictionRule = Callable[[Config], Iterator[tuple[str, str]]]
@@ -136,6 +137,49 @@ def _two_shard_groups(config: Config) -> Iterator[tuple[str, str]]:
             "parallel.dp_replicate",
             f"{config.parallel.dp_replicate} and zero_optimization.zero_hpz_partition_size "
             f"{zero.zero_hpz_partition_size} both choose the ranks over which parameters are all-gathered; delete one",
+        )
+
+
+def _quantized_messages(config: Config) -> Iterator[tuple[str, str]]:
+    zero = config.zero_optimization
+    keys = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    on = [key for key in keys if getattr(zero, key)]
+    if on and zero.stage != 3:
+        yield (
+            f"zero_optimization.{on[0]}",
+            f"true at stage {zero.stage}, and only stage 3 gathers parameters in each use; write stage 3, or false",
+        )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param",
+            "set, but zero_quantized_gradients is false, so no message leaves anything out; write true there, or "
+            "delete it",
+        )
+    if zero.zero_quantized_gradients and not zero.reduce_scatter:
+        yield (
+            "zero_optimization.reduce_scatter",
+            "false, which sends every rank whole sums, and zero_quantized_gradients sends shards; delete it",
+        )
+    if on and not zero.allgather_partitions:
+        yield (
+            "zero_optimization.allgather_partitions",
+            "false, which broadcasts shards one by one, and quantized shards are gathered together; delete it",
+        )
+    if on and config.comm.transport == "shm":
+        yield (
+            "comm.transport",
+            f'"shm", where ranks read memory of each other in place, and {on[0]} sends messages; write "gloo"',
+        )
+
+
+def _one_bit_stage(config: Config) -> Iterator[tuple[str, str]]:
+    optimizer = config.optimizer
+    if optimizer is not None and optimizer.type in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage == 3:
+        yield (
+            "optimizer.type",
+            f'"{optimizer.type}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so '
+            "that one bit for each gradient would save little; write stage 0, 1 or 2, or AdamW with "
+            "zero_quantized_weights and zero_quantized_gradients",
         )
 
 
@@ -303,6 +347,8 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _unmanaged_accumulation,
     _offload,
     _two_shard_groups,
+    _one_bit_stage,
+    _quantized_messages,
     _axis_sizes,
     _ulysses,
     _sequence_parallel_norms,

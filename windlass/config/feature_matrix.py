@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from windlass.config.axis_sizes import axis_size
 from windlass.config.offload_section import is_offloaded
+from windlass.config.optimizer_section import ONE_BIT_OPTIMIZERS
 
 if TYPE_CHECKING:
     from windlass.config.root_config import Config
@@ -59,7 +60,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "whole_parameter": FeatureValue(
             "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
         ),
-        "onebit": FeatureValue("compressed reductions inside the optimizer", "not yet built: 1-bit optimizers"),
+        "onebit": FeatureValue("OneBitAdam: gradients of one bit an element after a warm-up"),
     },
     "precision": {
         "fp32": FeatureValue("everything in fp32"),
@@ -107,6 +108,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "shm": FeatureValue("CPU ranks of one host through shared memory"),
         "gloo": FeatureValue("gloo"),
         "nccl": FeatureValue("NCCL", requirement="gpu"),
+        "mpi": FeatureValue("MPI, through mpi4py", requirement="mpi"),
     },
     "backward": {
         "engine": FeatureValue("engine.backward(loss)"),
@@ -122,6 +124,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
     },
 }
 
+_ONE_DATA_AXIS = "messages are exchanged by one group of data-parallel ranks"
 INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 shards nothing, so there is nothing to shard in groups",
     frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
@@ -139,6 +142,13 @@ INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("state_tier", "device"), ("update", "delayed")}): "only a step on the host can be delayed",
     frozenset({("optimizer", "whole_parameter"), ("update", "delayed")}): "updates of full parameters need other ranks",
     frozenset({("backward", "plain"), ("pp", "many")}): "engine.train_batch runs the backwards of a pipeline",
+    frozenset({("optimizer", "onebit"), ("stage", "3")}): "no rank has whole gradients and parameters to compress",
+    frozenset({("optimizer", "onebit"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("optimizer", "onebit"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
+    frozenset({("optimizer", "onebit"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("optimizer", "onebit"), ("parallel", "mics")}): _ONE_DATA_AXIS,
+    **{frozenset({("optimizer", "onebit"), (axis, "many")}): _ONE_DATA_AXIS for axis in ("pp", "tp", "sp", "ep")},
+    frozenset({("optimizer", "onebit"), ("update", "delayed")}): "the update communicates",
 }
 """Pairs of built features that do not work together. Every pair of built features that is not listed works."""
 
@@ -162,7 +172,6 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
         *("CPUAdam", "CPUAdagrad", "CPULion", "CPUSGD"),
     )
 )
-ONE_BIT_OPTIMIZERS = frozenset(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"))
 
 
 def check_pair(first: FeatureChoice, second: FeatureChoice) -> FeaturePair:

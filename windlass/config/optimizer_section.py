@@ -43,18 +43,31 @@ _ADAM = {
     "fp32_optimizer_states": refused_parameter("bool", True, "not yet built: optimizer states are fp32; write true"),
 }  # fmt: skip
 _ALWAYS_DECOUPLED = refused_parameter("bool", True, 'AdamW decouples its decay; for coupled decay write type "Adam"')
-_ONE_BIT_ONLY = {
-    "freeze_step": ParameterSpec("int", 100_000),
-    "cuda_aware": ParameterSpec("bool", False),
-    "comm_backend_name": ParameterSpec("str", "nccl"),
-    "var_freeze_step": ParameterSpec("int", 100_000),
-    "var_update_scaler": ParameterSpec("int", 16),
-    "local_step_scaler": ParameterSpec("int", 32_678),
-    "local_step_clipper": ParameterSpec("int", 16),
+_MESSAGES = {
+    "cuda_aware": accepted_parameter("bool", False, "messages take the engine's transport"),
+    "comm_backend_name": accepted_parameter("str", "nccl", "messages take the engine's transport"),
+}
+_ONE_BIT_LAMB = {
+    "freeze_step": ParameterSpec("int", 100_000, minimum=1),
+    **_MESSAGES,
     "coeff_beta": ParameterSpec("float", 0.9),
     "factor_max": ParameterSpec("float", 4.0),
     "factor_min": ParameterSpec("float", 0.5),
     "factor_threshold": ParameterSpec("float", 0.1),
+}
+_ZERO_ONE = {
+    "var_freeze_step": ParameterSpec("int", 100_000, minimum=1),
+    "var_update_scaler": ParameterSpec("int", 16, minimum=1),
+    "local_step_scaler": ParameterSpec("int", 32_678, minimum=1),
+    "local_step_clipper": ParameterSpec("int", 16, minimum=1),
+    **_MESSAGES,
+}
+_NO_CLIP = {"max_grad_norm": refused_parameter("float", 0.0, "write gradient_clipping at the top level instead")}
+_ONE_BIT_ADAM = {
+    **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_NO_AMSGRAD, **_NO_CLIP, **_MESSAGES,
+    "freeze_step": ParameterSpec("int", 100_000, minimum=1),
+    "bias_correction": refused_parameter("bool", True, "the steps before freeze_step are torch's AdamW; write true"),
+    "eps_inside_sqrt": refused_parameter("bool", False, "the steps before freeze_step are torch's AdamW; write false"),
 }  # fmt: skip
 _LAMB = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_NO_AMSGRAD,
@@ -72,7 +85,7 @@ _SGD = {
 }  # fmt: skip
 # the optimizer class that updates the groups with width-scaled learning rates
 _MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}
-_ONE_BIT = {**_LAMB, **_GRADS, **_ONE_BIT_ONLY}
+_ONE_BIT = {**_LAMB, **_GRADS, **_ONE_BIT_LAMB, **_ZERO_ONE}
 
 OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
     "Adam": {**_ADAM, "adam_w_mode": ParameterSpec("bool", True)},
@@ -111,7 +124,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "torch_adam": accepted_parameter("bool", False, "AdamW always uses torch's own arithmetic"),
         "adam_w_mode": _ALWAYS_DECOUPLED,
     },
-    "OneBitAdam": _ONE_BIT,
+    "OneBitAdam": _ONE_BIT_ADAM,
     "ZeroOneAdam": _ONE_BIT,
     "OneBitLamb": _ONE_BIT,
     "MuAdam": _ADAM,
@@ -120,7 +133,8 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 }  # fmt: skip
 """Parameters by optimizer, known without importing torch: DeepSpeed's names, and those that every torch version has."""
 
-_ONE_BIT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+_ONE_BIT_TYPES = ("ZeroOneAdam", "OneBitLamb")
 UNSUPPORTED_OPTIMIZERS = {
     **dict.fromkeys(_ONE_BIT_TYPES, "not yet built: 1-bit optimizers; write AdamW or Lamb"),
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",

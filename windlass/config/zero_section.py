@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -29,6 +29,18 @@ class LeafModuleConfig(ConfigSection):
     classes: Names = accepted(list, _LEAF_REASON)
     names: Names = accepted(list, _LEAF_REASON)
     name_suffixes: Names = accepted(list, _LEAF_REASON)
+
+
+CodecName = Literal["int8", "int4", "fp8", "bf16", "identity"]
+
+
+class LocoConfig(ConfigSection):
+    """Error feedback of quantized gradients."""
+
+    err_beta: Annotated[float, Field(ge=0, lt=1), NUMBER] = honoured(0.8)
+    """Weight of the error of before; the rest is the weight of what the last message left out."""
+    reset_T: Positive = honoured(1024)  # noqa: N815 - DeepSpeed's spelling
+    """Reductions of a unit after which its errors return to zero."""
 
 
 class ZeroConfig(ConfigSection):
@@ -117,10 +129,21 @@ class ZeroConfig(ConfigSection):
     load_from_fp32_weights: bool = honoured(True)
     """false: `load_checkpoint` sets the master weights from the 16-bit parameters instead of the saved fp32 weights."""
     legacy_stage1: bool = refused(False, "retired: one path serves all stages; write false")
-    zero_quantized_weights: bool = refused(False, "not yet built: quantized all-gathers; write false")
-    zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized all-gathers; write false")
-    zero_quantized_gradients: bool = refused(False, "not yet built: quantized reductions; write false")
-    zeropp_loco_param: dict[str, Any] | None = refused(None, "not yet built: LoCo error feedback; delete the key")
+    zero_quantized_weights: bool = honoured(False)
+    """All-gather stage-3 parameters in fewer bits (ZeRO++ qwZ)."""
+    zero_quantized_nontrainable_weights: bool = honoured(False)
+    """All-gather frozen stage-3 parameters in fewer bits, as the base weights under LoRA."""
+    zero_quantized_gradients: bool = honoured(False)
+    """Reduce stage-3 gradients in fewer bits, inside a node and then across nodes (ZeRO++ qgZ). A node is
+    zero_hpz_partition_size ranks if that is above 1, else the ranks of a host."""
+    zeropp_loco_param: LocoConfig | None = honoured(None)
+    """Error feedback of quantized gradients (LoCo); null: none."""
+    zero_quantized_weights_codec: CodecName = honoured("int8", windlass_only=True)
+    """Codec of quantized all-gathers."""
+    zero_quantized_gradients_codec: CodecName = honoured("int8", windlass_only=True)
+    """Codec of quantized gradients inside a node."""
+    zero_quantized_gradients_codec_across: CodecName = honoured("int4", windlass_only=True)
+    """Codec of quantized gradients across nodes."""
     cpu_offload: bool | None = honoured(None)
     """Older spelling of `offload_optimizer: {"device": "cpu"}`."""
     cpu_offload_param: bool | None = honoured(None)

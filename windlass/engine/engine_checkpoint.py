@@ -362,6 +362,7 @@ def load_engine(
     if groups_too:
         assert engine.optimizer is not None
         load_hyperparameters(engine.optimizer, matched, plain["groups"])
+        model.choose_gradient_mode()
     elif options.load_optimizer_states and plain["groups"]:
         logger.info("optimizer states were not loaded: this engine has no optimizer")
     if options.load_progress:
@@ -476,12 +477,14 @@ def _load_tensors(
         ranks.run_on_all("preparing to load", lambda: plan_state_loading(model, plain, saved, handle_of, counts))
     states = [shard for handle in handles.values() for shard in handle.shards]
     rank_states = RankStateLoader(model, saved) if with_states else None
+    dropped: tuple[str, ...] = ()
     if rank_states is not None:
         states += rank_states.shards
+        dropped = rank_states.dropped
     apart = average_checkpoint.AverageLoader(model, plain.get("averages", {}) if options.load_progress else None, saved)
     optional = () if options.load_module_strict else ("param/", "buffer/")
     of_states = ("state/", RANK_STATE_PREFIX)
-    left = (average_checkpoint.AVERAGE_PREFIX,) if with_states else (average_checkpoint.AVERAGE_PREFIX, *of_states)
+    left = (average_checkpoint.AVERAGE_PREFIX, *(dropped if with_states else of_states))
     if options.custom_load_fn is not None:
         shards, left = [], (*left, "param/", "buffer/")
         tensors = {}
@@ -504,7 +507,7 @@ def _load_tensors(
     apart.store()
     model.disk_health.check("the loaded state could not be stored", loses=True)
     kept = with_states and not any(handle.converts_states for handle in handles.values())
-    kept = kept and not (rank_states is not None and rank_states.was_relaid)
+    kept = kept and not dropped and not (rank_states is not None and rank_states.was_relaid)
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
     results = ranks.run_on_all("loading", lambda: own)
     names = (*loaded_state.missing, *loaded_state.unexpected)

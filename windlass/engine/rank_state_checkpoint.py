@@ -38,6 +38,7 @@ class RankStateLoader:
     Attributes:
         shards: shards to read.
         was_relaid: rows were saved by another number of ranks, so they are not those of the checkpoint.
+        dropped: saved rows that this model's update does not need.
 
     Raises:
         CheckpointError: the checkpoint holds a state of another shape.
@@ -47,6 +48,11 @@ class RankStateLoader:
         ranks = model.mesh.dense.data.size
         self.shards: list[FlatShard] = []
         self.was_relaid = False
+        keys = {name.rpartition("/")[2] for name in saved if name.startswith(RANK_STATE_PREFIX)}
+        needless = model.update.open_rank_states(keys) if model.update is not None else frozenset()
+        self.dropped = tuple(
+            name for name in saved if name.startswith(RANK_STATE_PREFIX) and name.rpartition("/")[2] in needless
+        )
         for state in _rank_states(model):
             row = _row(model, state)
             stored = saved.get(row.name)

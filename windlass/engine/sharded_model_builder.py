@@ -13,9 +13,11 @@ from torch import nn
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, StorageError
 from windlass.comm.mesh import Mesh
+from windlass.comm.quantized_options import LocoOptions, QuantizedGradients
 from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Config
+from windlass.config.zero_section import ZeroConfig
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
 from windlass.zero.core.sharding_policy import sharding_policy
 from windlass.zero.core.unit_partition import UnitRules
@@ -84,6 +86,7 @@ def build_sharded_model(
             use_reduce_scatter=zero.reduce_scatter,
             use_all_gather=zero.allgather_partitions,
             rotate_peers=zero.round_robin_gradients,
+            **_quantized_options(zero),
         ),
         contiguous_gradients=zero.contiguous_gradients,
         ignore_unused_parameters=zero.ignore_unused_parameters,
@@ -95,6 +98,12 @@ def build_sharded_model(
         timeout=timeout,
         tiers=tiers,
         delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
+        trained_codec=zero.zero_quantized_weights_codec if zero.zero_quantized_weights else None,
+        frozen_codec=(
+            zero.zero_quantized_weights_codec
+            if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+            else None
+        ),
     )
     try:
         return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
@@ -102,6 +111,23 @@ def build_sharded_model(
         if tiers.disk is not None:
             tiers.disk.close()
         raise
+
+
+def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
+    """Return the options of a wire transport that ZeRO++ sets."""
+    if not (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients):
+        return {}
+    hosts = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    node = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else max(1, hosts)
+    gradients = None
+    if zero.zero_quantized_gradients:
+        loco = None
+        if zero.zeropp_loco_param is not None:
+            loco = LocoOptions(zero.zeropp_loco_param.err_beta, zero.zeropp_loco_param.reset_T)
+        gradients = QuantizedGradients(
+            zero.zero_quantized_gradients_codec, zero.zero_quantized_gradients_codec_across, loco
+        )
+    return {"quantizes": True, "node_size": node, "gradients": gradients}
 
 
 def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:

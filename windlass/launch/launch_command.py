@@ -27,7 +27,7 @@ from windlass.launch.launch_plan import LaunchPlan, is_local_host
 from windlass.launch.launcher_backends import LauncherOptions, build_launcher_command, is_installed
 from windlass.launch.launcher_process import run_launcher_command
 from windlass.launch.live_rank_table import LiveRankTable
-from windlass.launch.local_launch import start_local_ranks
+from windlass.launch.local_launch import free_port, start_local_ranks
 from windlass.launch.output_flags import output_routing_from_args
 from windlass.launch.plan_from_flags import (
     DEFAULT_MASTER_PORT,
@@ -114,9 +114,9 @@ def _is_local(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> bool
     if launcher == "slurm" or args.force_multi:
         return False
     if args.launcher and launcher != "ssh" and not getattr(args, "single_is_local", False):
-        if not args.hostfile:
+        if not args.hostfile and launcher == "pdsh":
             raise LaunchError(f"--launcher {args.launcher} starts ranks on other hosts, and no hostfile names any")
-        return False
+        return False  # without a hostfile, MPI starts the ranks of this machine
     return not args.hostfile or getattr(args, "single_is_local", False) or is_local_host(plan.hosts[0].name)
 
 
@@ -208,6 +208,8 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
 def _choose_master_port(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> int:
     """Return the rendezvous port for ranks of another launcher. Slurm jobs on one host need different ones."""
     requested = None if getattr(args, "any_port", False) else plan.master_port
+    if requested is None and not args.hostfile and launcher not in ("slurm", "pdsh"):
+        return free_port()  # ranks of this machine
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
     return requested or (
         port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT

@@ -26,8 +26,14 @@ from windlass.optim import mup
 from windlass.optim.lamb import Lamb
 from windlass.optim.lion import Lion
 from windlass.optim.muon import Muon
+from windlass.optim.one_bit_adam import OneBitAdam
 
-_WINDLASS_CLASSES: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion, "lamb": Lamb, "muon": Muon}
+_WINDLASS_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "lion": Lion,
+    "lamb": Lamb,
+    "muon": Muon,
+    "onebitadam": OneBitAdam,
+}
 _TORCH_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()

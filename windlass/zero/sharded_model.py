@@ -101,7 +101,6 @@ class ShardedModel:
                     "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
                 )
             check_self_reducing(optimizer, settings, mesh)
-        self_reducing = optimizer is not None and update_class(optimizer).reduces_itself
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
         self.callbacks = callbacks
         policy = self.policy = settings.policy
@@ -137,7 +136,7 @@ class ShardedModel:
             reduce_dtype=settings.reduce_dtype,
             lowered_reduce_dtype=settings.lowered_reduce_dtype,
             overlap=settings.overlap_comm,
-            predivide_factor=local_factor if self_reducing else settings.predivide_factor,
+            predivide_factor=settings.predivide_factor,
             postdivide_factor=settings.postdivide_factor,
             contiguous=settings.contiguous_gradients,
             offload=GradientOffload(
@@ -147,7 +146,7 @@ class ShardedModel:
                 lambda slot: tiers.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
                 self._builder.make_slot,
             ),
-            keeps_local_gradients=self_reducing,
+            local_factor=local_factor,
         )
         self.disk_health = DiskHealth(tiers.disk, tiers.staging, mesh.world, device, self._temporary_extents)
         # Stages unshard at different times, so that the ranks of one stage alone exchange the failures of its reads.
@@ -166,8 +165,7 @@ class ShardedModel:
             ),
             hoist_gathers=settings.prefetch_numel > 0,
         )
-        # such updates step each unit at once
-        full = optimizer is not None and (self_reducing or update_class(optimizer).needs_whole_parameters)
+        full = optimizer is not None and update_class(optimizer).steps_whole_units
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
         # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
@@ -191,6 +189,7 @@ class ShardedModel:
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
             delayed=late,
+            separate=optimizer is not None and policy.state and update_class(optimizer).keeps_replicas,
         )
         try:
             self.reserve("initialize cannot start")
@@ -221,6 +220,7 @@ class ShardedModel:
         )
         self._unshards_on_access = True
         self.update: Update | None = None
+        self._replicas_differ = False  # parameters differ from master weights, alike on all ranks
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
@@ -355,8 +355,11 @@ class ShardedModel:
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         enable_fused_step(optimizer)
-        context = UpdateContext(self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once)
+        context = UpdateContext(
+            self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once, self.settings.timeout
+        )
         self.update = update_class(optimizer)(optimizer, context)
+        self.reducer.keep_local_gradients(self.update.takes_local_gradients)
         self._refuse_quantized_states()
 
     def _state_name(self, chunk: UpdateChunk, state_key: nn.Parameter) -> str:
@@ -486,6 +489,7 @@ class ShardedModel:
         else:
             self._publish_update(batches)
         self.drop_gradients()
+        self.choose_gradient_mode()
         self._gradients_consumed = True
         return StepOutcome(norm, applied=True, clip=clip, flags=status.flags)
 
@@ -498,14 +502,16 @@ class ShardedModel:
             self.delayed_update.wait()
 
     def finish_update(self) -> None:
-        """Finish a delayed update: wait for it and publish the new parameters.
+        """Finish a delayed update: wait for it and publish the new parameters. Make replicas equal to master weights.
 
-        Collective if an update is in progress, to be called between a step and the next forward. Otherwise it returns
-        at once.
+        Collective if an update is in progress or replicas differ ([Note: 1-bit phase]), to be called between a step
+        and the next forward. Otherwise it returns at once.
 
         Raises:
             UpdateError: the update failed on some rank.
         """
+        if self._replicas_differ:
+            self._equalize_replicas()
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
         self.scheduler.sync(SyncPoint.DELAYED_UPDATE_END)
@@ -514,6 +520,25 @@ class ShardedModel:
         if self.mesh.world.size > 1:  # also ensures that no peer still computes with the old parameters
             self.mesh.world.all_reduce(failed)
         self._finish_result(trouble, failed.item())
+
+    def _equalize_replicas(self) -> None:
+        """Copy the master weights to the parameters of all ranks. Collective."""
+        self.scheduler.sync(SyncPoint.STATE_CHANGE)
+        units = [slot.unit for slot in self.slots]
+        for unit in units:
+            with self.masters.resident([unit], changes=True):
+                _wait([self.masters.write_back(chunk) for chunk in self.masters.chunks_of(unit)])
+        self._gather_updated(units)
+        for unit in units:
+            torch.autograd.graph.increment_version(unit.parameters)
+        self.masters.remember_versions(units)
+        self._replicas_differ = False
+
+    def choose_gradient_mode(self) -> None:
+        """Let gradients be reduced or stay local as the next step needs them. Between steps, and after a load."""
+        if self.update is not None and self.update.takes_local_gradients != self.reducer.keeps_local_gradients:
+            self.drop_gradients()
+            self.reducer.keep_local_gradients(self.update.takes_local_gradients)
 
     def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the named parameters without gradient hooks: those that were frozen when the model was initialized."""
@@ -760,12 +785,15 @@ class ShardedModel:
         updated: dict[int, Unit] = {}
         written: list[Pending] = []
         failed: Exception | None = None
+        assert self.update is not None
+        publishes = self.update.publishes_itself  # read before the step, which may be the last one before a change
         try:
             for batch in batches:
                 _wait(written)
                 for chunk in batch:
                     updated[chunk.unit.index] = chunk.unit
-                    written.append(self.masters.write_back(chunk, keep=True))
+                    if not publishes:
+                        written.append(self.masters.write_back(chunk, keep=True))
         except Exception as error:
             # The other ranks wait for the new parameters, so take part in the collectives below. The next step
             # exchanges the error.
@@ -785,7 +813,11 @@ class ShardedModel:
             raise
         # All ranks must start the collectives in the same order.
         units = [updated[index] for index in sorted(updated, reverse=True)]
-        self._gather_updated(units)
+        if publishes:
+            self._replicas_differ = True
+            self.update.publish(units)
+        else:
+            self._gather_updated(units)
         _mark_updated(units)
         for unit in units:
             # A backward through a graph from before this update must raise, as after an in-place change.

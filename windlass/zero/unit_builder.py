@@ -11,6 +11,7 @@ from torch import nn
 from windlass.base.device_memory import DeviceMemoryLedger, device_has_own_memory
 from windlass.base.dtypes import is_castable
 from windlass.base.errors import ModelError
+from windlass.comm.codec import get_codec
 from windlass.comm.mesh import Mesh
 from windlass.comm.transport import BufferRequest, TransportBuffer
 from windlass.storage.slot import Slot, Tier
@@ -73,7 +74,12 @@ def make_units(
         alone = dp_group.group.size == 1 < dp_groups[0].group.size and tiers.param is Tier.DEVICE
         released = policy.param and not plan.persistent and not alone
         tier = tiers.param if released else Tier.DEVICE
-        unit = Unit(number, plan, layout, compute, dp_group, callbacks, reshards=released, tier=tier)
+        codec = settings.trained_codec if plan.trainable and trains else settings.frozen_codec
+        if codec is not None and not get_codec(codec).accepts(compute):
+            codec = None
+        unit = Unit(
+            number, plan, layout, compute, dp_group, callbacks, reshards=released, tier=tier, gather_codec=codec
+        )
         unit.extra_reduce_groups, unit.norm_weight = (
             dp_group.extra_reduce_groups(mesh, plan.kind, is_sharded=policy.state),
             norm_weight(mesh, plan.kind),

@@ -71,6 +71,8 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "parallel.dp_replicate",
         {"parallel": {"dp_replicate": 2}, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
     ),
+    ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 3}}),
+    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}),
     ("pipeline.stages", {"parallel": {"pp": 2}, "pipeline": {"stages": 4}}),
     ("tensor_parallel.autotp_size", {"parallel": {"tp": 2}, "tensor_parallel": {"autotp_size": 4}}),
     ("tensor_parallel.autotp_size", {"parallel": {"tp": 1}, "tensor_parallel": {"autotp_size": 4}}),

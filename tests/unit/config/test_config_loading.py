@@ -98,7 +98,7 @@ def test_invalid_bucket_sizes_are_refused(written: Any) -> None:
         {"fp16": {"loss_scale": math.nan}},
         {"fp16": {"loss_scale": True}},
         {"fp16": {"loss_scale_window": 0}},
-        {"comm": {"transport": "mpi"}},
+        {"comm": {"transport": "ucx"}},
     ],
 )
 def test_wrong_configurations_are_errors(bad: dict[str, Any]) -> None:

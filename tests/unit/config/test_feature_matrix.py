@@ -20,9 +20,7 @@ from windlass.config.feature_matrix import (
 )
 
 DISK = {"device": "nvme", "nvme_path": "x"}
-UNBUILT: dict[tuple[str, str], dict[str, Any]] = {
-    ("optimizer", "onebit"): {"optimizer": {"type": "OneBitAdam"}},
-}
+UNBUILT: dict[tuple[str, str], dict[str, Any]] = {}
 BUILT: dict[tuple[str, str], dict[str, Any]] = {
     ("checkpointing", "host"): {"activation_checkpointing": {"cpu_checkpointing": True}},
     ("checkpointing", "nvme"): {"activation_checkpointing": {"nvme_path": "x"}},
@@ -33,6 +31,7 @@ BUILT: dict[tuple[str, str], dict[str, Any]] = {
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}
     },
     **{("stage", str(stage)): {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    ("optimizer", "onebit"): {"optimizer": {"type": "OneBitAdam"}},
     ("optimizer", "elementwise"): {"optimizer": {"type": "sgd"}},
     ("optimizer", "whole_parameter"): {"optimizer": {"type": "lamb"}},
     ("precision", "fp32"): {},

@@ -148,7 +148,7 @@ def test_unsupported_flags_are_refused(words: list[str], message: str) -> None:
         (["--launcher_args", "x"], "--launcher_args applies to other hosts"),
         (["--ssh_port", "22"], "--ssh_port applies to other hosts"),
         (["--node_rank", "1"], "--node_rank 1 of one node"),
-        (["--launcher", "OpenMPI"], "--launcher OpenMPI starts ranks on other hosts, and no hostfile names any"),
+        (["--launcher", "Pdsh"], "--launcher Pdsh starts ranks on other hosts, and no hostfile names any"),
         (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is not a signal of this system"),
         (["--nnodes", "2"], "--node_rank is -1; give each of the 2 hosts its number, 0 to 1"),
         (["--nnodes", "2", "--node_rank", "0", "--max-restarts", "1"], "if each host is started separately"),

@@ -37,6 +37,27 @@ def format_facts(facts: dict[str, Any]) -> Iterator[str]:
     yield from _backend_table(facts)
 
 
+def format_support_table(available: dict[str, dict[str, Any]], table: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Yield the lines of `windlass env --backends`: one for each operation, with a column for each backend and device.
+
+    Args:
+        available: result of `backend_availability`.
+        table: result of `support_by_device`.
+    """
+    columns = list(next(iter(table.values())))
+    yield _table_row("", columns)
+    for row, cells in table.items():
+        yield _table_row(row, [cells[column] for column in columns])
+    yield ""
+    yield (
+        "native: by the back end; staged: through host memory; composed: by windlass.compat.collectives, from "
+        "operations that it has; -: not at all"
+    )
+    for name, facts in available.items():
+        state = facts["version"] or "available"
+        yield f"{name:<6}{state if facts['available'] else 'not available: ' + facts['why']}"
+
+
 def _format_unknown(value: dict[str, str]) -> str:
     return f"unknown ({value[UNKNOWN]})"
 

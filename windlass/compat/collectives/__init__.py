@@ -31,6 +31,7 @@ from windlass.compat.collectives.collective_calls import batch_isend_irecv as ba
 from windlass.compat.collectives.collective_calls import broadcast as broadcast
 from windlass.compat.collectives.collective_calls import broadcast_object_list as broadcast_object_list
 from windlass.compat.collectives.collective_calls import gather as gather
+from windlass.compat.collectives.collective_calls import gatherv as gatherv
 from windlass.compat.collectives.collective_calls import inference_all_reduce as inference_all_reduce
 from windlass.compat.collectives.collective_calls import irecv as irecv
 from windlass.compat.collectives.collective_calls import isend as isend
@@ -40,6 +41,7 @@ from windlass.compat.collectives.collective_calls import reduce_scatter as reduc
 from windlass.compat.collectives.collective_calls import reduce_scatter_fn as reduce_scatter_fn
 from windlass.compat.collectives.collective_calls import reduce_scatter_tensor as reduce_scatter_tensor
 from windlass.compat.collectives.collective_calls import scatter as scatter
+from windlass.compat.collectives.collective_calls import scatterv as scatterv
 from windlass.compat.collectives.collective_calls import send as send
 from windlass.compat.collectives.collective_work import CollectiveWork as CollectiveWork
 from windlass.compat.collectives.comms_logger_calls import configure as configure

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
+from windlass.comm.mpi_library import BACKEND as MPI_BACKEND
 from windlass.compat.collectives.reduce_operators import ReduceOp
 
 _BASIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
@@ -50,6 +51,16 @@ BACKEND_CAPABILITIES: dict[str, BackendCapabilities] = {
         preserves_reduce_inputs=True,
     ),
 }
+BACKEND_CAPABILITIES[MPI_BACKEND] = BackendCapabilities(
+    {
+        **dict.fromkeys(_BASIC, _INTEGERS | _FLOATS | frozenset({torch.int16})),
+        **dict.fromkeys(_BITWISE, _INTEGERS | frozenset({torch.int16})),
+    },
+    has_reduce_scatter=True,
+    has_all_to_all_lists=True,
+    receives_from_any=True,
+    preserves_reduce_inputs=True,
+)
 _DEFAULT_CAPABILITIES = BackendCapabilities(dict.fromkeys(_BASIC, _FLOATS | frozenset({torch.int32, torch.int64})))
 
 

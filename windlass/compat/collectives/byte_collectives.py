@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
-from windlass.compat.collectives.backend_capabilities import capabilities_of, require_rank
+from windlass.compat.collectives.backend_capabilities import capabilities_of, group_or_world, require_rank
 from windlass.compat.collectives.byte_payload import (
     as_bytes,
     combine_callbacks,
@@ -140,6 +140,47 @@ def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: i
     if into.numel() == 0:
         return CollectiveWork(outputs=[tensor])
     return CollectiveWork([dist.scatter(into, sends, src, group=group, async_op=True)], finish, [tensor])
+
+
+def gatherv(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: int, group: Any) -> CollectiveWork:
+    """Start a gather of tensors of different sizes: on rank `dst`, `tensors[i]` receives rank i's `tensor`.
+
+    Only `dst` has the sizes, so the back ends' own gather, which takes equal ones, does not apply.
+    """
+    require_rank("dst", dst, group)
+    if dist.get_rank() != dst:
+        return _transfers([dist.P2POp(dist.isend, as_bytes(tensor), dst, group)], [])
+    index = dist.get_rank(group)
+    _require_one_per_rank("gatherv", "gather_list", tensors, tensor, dist.get_world_size(group))
+    assert tensors is not None
+    _require_same_size("gatherv", tensors[index], tensor)
+    copy_elements(tensor, tensors[index])
+    landings = {i: receive_buffer(one) for i, one in enumerate(tensors) if i != index}
+    ranks = dist.get_process_group_ranks(group_or_world(group))
+    receives = [dist.P2POp(dist.irecv, into, ranks[i], group) for i, (into, _) in landings.items()]
+    return _transfers(receives, [finish for _, finish in landings.values()], tensors)
+
+
+def scatterv(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: int, group: Any) -> CollectiveWork:
+    """Start a scatter of tensors of different sizes: rank i's `tensor` receives `tensors[i]` of rank `src`."""
+    require_rank("src", src, group)
+    if dist.get_rank() != src:
+        into, finish = receive_buffer(tensor)
+        return _transfers([dist.P2POp(dist.irecv, into, src, group)], [finish], [tensor])
+    index = dist.get_rank(group)
+    _require_one_per_rank("scatterv", "scatter_list", tensors, tensor, dist.get_world_size(group))
+    assert tensors is not None
+    _require_same_size("scatterv", tensor, tensors[index])
+    copy_elements(tensors[index], tensor)
+    ranks = dist.get_process_group_ranks(group_or_world(group))
+    parts = [(i, as_bytes(one)) for i, one in enumerate(tensors) if i != index]
+    return _transfers([dist.P2POp(dist.isend, part, ranks[i], group) for i, part in parts], [], [tensor])
+
+
+def _transfers(operations: list[Any], finishes: Sequence[Any], outputs: Sequence[torch.Tensor] = ()) -> CollectiveWork:
+    """Start point-to-point operations together. Empty messages are sent too, since only one side has the sizes."""
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return CollectiveWork(works, combine_callbacks(finishes), outputs)
 
 
 def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any) -> CollectiveWork:

@@ -28,7 +28,9 @@ def require_dense(tensor: torch.Tensor) -> None:
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as `[numel]`, detached: the tensor's own memory if it is contiguous, else a copy."""
     require_dense(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One element of a strided tensor keeps its stride, with which no view of its bytes exists.
+    return flat.as_strided((flat.numel(),), (1,))
 
 
 def is_flat_view(tensor: torch.Tensor) -> bool:

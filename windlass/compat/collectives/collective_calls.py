@@ -85,6 +85,36 @@ def gather(
 
 
 @timed_op
+def scatterv(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "scatterv",
+    debug: Any = None,
+) -> Any:
+    """Scatter like `scatter`, tensors of any sizes. Each rank's `tensor` has the size of its part."""
+    return _start("scatterv", group, async_op, lambda: byte_collectives.scatterv(tensor, scatter_list, src, group))
+
+
+@timed_op
+def gatherv(
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = None,
+    dst: int = 0,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "gatherv",
+    debug: Any = None,
+) -> Any:
+    """Gather like `gather`, tensors of any sizes. `gather_list[i]` has the size of rank i's `tensor`."""
+    return _start("gatherv", group, async_op, lambda: byte_collectives.gatherv(tensor, gather_list, dst, group))
+
+
+@timed_op
 def reduce(
     tensor: Operand,
     dst: int,

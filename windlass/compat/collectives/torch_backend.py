@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from windlass.comm.mpi_library import BACKEND as MPI_BACKEND
 from windlass.compat.collectives import collective_calls, process_group_calls
 from windlass.compat.collectives.monitored_barrier import monitored_barrier
 
@@ -55,7 +56,7 @@ class TorchBackend(Backend):
         )
         self.world_group, self.initialized = dist.group.WORLD, True
         self.world_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.using_mpi = dist.get_backend() == "mpi"
+        self.using_mpi = dist.get_backend() in ("mpi", MPI_BACKEND)
         self.has_all_reduce_coalesced, self.has_coalescing_manager = True, process_group_calls.has_coalescing_manager()
 
     @classmethod

@@ -14,7 +14,11 @@ _ZENFLOW = refused(
     "ZenFlow's delayed updates are not built, see zero_optimization.zenflow; use FusedAdam or DeepSpeedCPUAdam with "
     "delayed_update in the configuration"
 )
-_ONE_BIT = refused("1-bit optimizers are not built: they reduce compressed gradients themselves; use Adam or Lamb")
+_ONE_BIT_ADAM = differs(
+    f"{_STEPS}.one_bit_optimizers:OnebitAdam",
+    "steps before freeze_step are torch's AdamW, with its bias correction; stages 0 to 2",
+)
+_ONE_BIT = refused("this 1-bit optimizer is not built; use OnebitAdam, FusedAdam or FusedLamb")
 _ITERATION = "always orthogonalised by the Newton-Schulz iteration"
 _LAYER = refused("windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model")
 _BUILDERS = (
@@ -54,10 +58,8 @@ TABLE: dict[str, StandInEntry] = {
     **{
         f"deepspeed.runtime.fp16.onebit.{name}": _ONE_BIT
         for name in (
-            "OnebitAdam",
             "OnebitLamb",
             "ZeroOneAdam",
-            "adam.OnebitAdam",
             "lamb.OnebitLamb",
             "zoadam.ZeroOneAdam",
         )
@@ -66,6 +68,8 @@ TABLE: dict[str, StandInEntry] = {
         f"deepspeed.ops.op_builder.{name}": differs(f"windlass.compat.op_builders:{name}", _BUILDER)
         for name in _BUILDERS.split()
     },
+    "deepspeed.runtime.fp16.onebit.OnebitAdam": _ONE_BIT_ADAM,
+    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": _ONE_BIT_ADAM,
     "deepspeed.ops.op_builder.builder.OpBuilder": differs("windlass.compat.op_builders:OpBuilder", _BUILDER),
     "deepspeed.ops.op_builder.OpBuilder": differs("windlass.compat.op_builders:OpBuilder", _BUILDER),
     "deepspeed.ops.op_builder.all_ops.ALL_OPS": works("windlass.compat.op_builders:ALL_OPS"),

@@ -59,6 +59,10 @@ class GradientOffload:
                 self.finish()
                 self._free, self._taken = [], {}  # they are too small now
 
+    def account(self, slot: GradientSlot, numel: int) -> None:
+        """Record the elements of a unit's gradient that lie in device memory."""
+        self._ledger.set_held_bytes(f"gradient of {slot.unit.names[0]}", numel * self._dtype.itemsize)
+
     def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return the output of a reduction, and True if the sum is added to its content.
 

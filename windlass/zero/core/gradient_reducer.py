@@ -26,6 +26,7 @@ from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
 from windlass.base.pending import Pending
 from windlass.comm.transport import BufferRequest, Reduction, TransportBuffer, local_shard
+from windlass.storage.slot import Slot
 from windlass.zero.core.buffer_ring import BufferRing
 from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.dp_group import DataParallelGroup
@@ -82,11 +83,12 @@ class GradientReducer:
         predivide_factor: Factor of a gradient before the sum over ranks.
         postdivide_factor: Factor of the sum over ranks.
         contiguous: Move each gradient to the buffer as it arrives; else all gradients of a unit once it is complete.
-        keeps_local_gradients: Reduce nothing; each rank keeps its own full gradients, see [Note: local gradients].
+        local_factor: Factor of a gradient that is not reduced.
         offload: Moves reduced gradient shards to their tier.
 
     Attributes:
         backward_count: Number of outermost backwards with gradients since the last step.
+        keeps_local_gradients: Reduce nothing; each rank keeps its own full gradients, see [Note: local gradients].
         dropped_names: Parameters whose reduced gradient was dropped since the last step, in order.
         history_hash: Hash of the order of reductions and drops since the last step, without those of experts.
     """
@@ -106,11 +108,13 @@ class GradientReducer:
         postdivide_factor: float,
         contiguous: bool,
         offload: GradientOffload,
-        keeps_local_gradients: bool = False,
+        local_factor: float = 1.0,
     ) -> None:
-        self.keeps_local_gradients = keeps_local_gradients
+        self.keeps_local_gradients, self._local_factor = False, local_factor
+        self._parked: dict[int, Slot | None] = {}  # by unit: storage of the reduced shard, while gradients stay local
         self._contiguous, self._offload = contiguous, offload
         self._shards_gradients, self._keeps_full_gradient = policy.grad, not policy.state
+        self._policy = policy
         self._reduce_dtype, self._lowered_reduce_dtype, self._overlap = (
             reduce_dtype,
             lowered_reduce_dtype or reduce_dtype,
@@ -159,6 +163,37 @@ class GradientReducer:
                 slot.buffer = self._allocated[id(slot.unit.dp_group)].pop(0)
         self._allocated = {}
 
+    def keep_local_gradients(self, keep: bool) -> None:
+        """Begin or end to keep the gradients of this rank unreduced, from the next backward on.
+
+        There must be no gradient. Equal on all ranks. Where gradients are sharded, a rank has a whole one of each unit
+        meanwhile.
+        """
+        if keep == self.keeps_local_gradients:
+            return
+        self.finish()
+        self.keeps_local_gradients = keep
+        if not self._policy.grad:
+            return
+        self._shards_gradients = not keep
+        for slot in self.slots:
+            self._open_local(slot) if keep else self._close_local(slot)
+
+    def _open_local(self, slot: GradientSlot) -> None:
+        """Give a slot whose gradient is sharded memory for a whole one, which no other rank reads."""
+        self._parked[slot.unit.index] = slot.storage
+        slot.storage = slot.shard = None
+        numel = slot.unit.layout.padded
+        self._offload.account(slot, numel)
+        full = torch.zeros(numel, dtype=self._accumulation_dtype, device=slot.unit.full.device)
+        slot.buffer = TransportBuffer(full)
+
+    def _close_local(self, slot: GradientSlot) -> None:
+        slot.buffer, slot.storage = None, self._parked.pop(slot.unit.index, None)
+        self._offload.account(slot, 0)
+        if slot.storage is None:
+            self._offload.prepare(slot)
+
     def number_of(self, unit: Unit) -> int | None:
         """Return the number of a unit among the trainable ones; None if it is not trainable."""
         return self._numbers.get(unit.index)
@@ -171,7 +206,7 @@ class GradientReducer:
 
         With sharded gradients: a larger ring, if needed. Otherwise: one buffer for each unit.
         """
-        if not self._shards_gradients:
+        if not self._policy.grad:
             return [BufferRequest(unit.layout.padded, self._accumulation_dtype) for unit in units]
         largest, ring = max((unit.layout.padded for unit in units), default=0), self._rings.get(id(dp_group))
         return (
@@ -196,7 +231,10 @@ class GradientReducer:
         for number, slot in enumerate(slots):
             self._numbers[slot.unit.index] = len(self.slots)
             self.slots.append(slot)
-            if self._shards_gradients:
+            if self._policy.grad and self.keeps_local_gradients:
+                self._offload.prepare(slot)
+                self._open_local(slot)
+            elif self._shards_gradients:
                 self._offload.prepare(slot)
             else:
                 slot.buffer = buffers[number]
@@ -429,7 +467,8 @@ class GradientReducer:
 
     def _write(self, slot: GradientSlot, index: int, gradient: torch.Tensor) -> None:
         view = slot.unit.parameter_view(self._writable_buffer(slot), index)
-        factor = self._predivide_factor * self._callbacks.gradient_weight()
+        scale = self._local_factor if self.keeps_local_gradients else self._predivide_factor
+        factor = scale * self._callbacks.gradient_weight()
         if index in slot.written:
             view.add_(gradient, alpha=factor)
         elif factor == 1.0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -68,6 +68,7 @@ class Unit:
         shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
         tier: Tier of the parameters while they are sharded.
         state_tier: Tier of master weights and optimizer states.
+        gather_codec: Codec of the all-gathers of `full`, whose values are then rounded; None: they are exact.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Unit:
         reshards: bool,
         tier: Tier = Tier.DEVICE,
         state_tier: Tier = Tier.DEVICE,
+        gather_codec: str | None = None,
     ) -> None:
         self.index, self.names, self.parameters = index, plan.names, plan.parameters
         self._callbacks = callbacks
@@ -98,7 +100,7 @@ class Unit:
         self.users = 0  # blocks between their unshard and their reshard
         self.keep_unsharded = False  # a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
-        self.tier, self.state_tier = tier, state_tier
+        self.tier, self.state_tier, self.gather_codec = tier, state_tier, gather_codec
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
         # By parameter: values when a script read `.data` since the unshard.
@@ -136,7 +138,11 @@ class Unit:
         # Offloaded parameters need `full` only while gathered, so it does not go to memory shared by all ranks.
         offloaded = self.reshards and self.tier is not Tier.DEVICE
         return BufferRequest(
-            self.layout.padded, self.dtype, shared=self.reshards and not offloaded, transient=self.reshards
+            self.layout.padded,
+            self.dtype,
+            shared=self.reshards and not offloaded,
+            transient=self.reshards,
+            codec=self.gather_codec if self.reshards else None,
         )
 
     def bind(
@@ -235,8 +241,10 @@ class Unit:
                 self._account_memory(self.nbytes)
                 self.transport.allocate_memory(self.buffer)
             transport, ready = self._choose_gather(self.shard_slot, here, backward=backward)
+            # The secondary shard has rounded values already.
+            buffer = self.buffer if transport is self.transport else replace(self.buffer, codec=None)
             with WaitScope("gather", self.names):
-                gather = transport.all_gather(self.buffer, elements=self.numel, ready=ready)
+                gather = transport.all_gather(buffer, elements=self.numel, ready=ready)
             self._pending = self._callbacks.enqueue(gather)
         if not here:  # set afterwards: if allocation fails, the state stays as it was
             self.shard_state = ShardState.UNSHARDING

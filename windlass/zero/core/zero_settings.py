@@ -60,6 +60,7 @@ class ZeroSettings:
         sub_group_size: Number of elements that are updated at once.
         prefetch_numel, max_live_numel, max_reuse_distance: See `Prefetcher`.
         tiers: Tiers of the slots.
+        trained_codec, frozen_codec: Codecs of the all-gathers of trained and frozen parameters; None: exact.
         delayed_update: Updates may run during the next forward and backward; see [Note: delayed update].
     """
 
@@ -82,6 +83,8 @@ class ZeroSettings:
     timeout: timedelta
     tiers: Placements = field(default_factory=Placements)
     delayed_update: bool = False
+    trained_codec: str | None = None
+    frozen_codec: str | None = None
     lowered_reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None

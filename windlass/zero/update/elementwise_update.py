@@ -8,7 +8,7 @@ own state, `step` included. So a parameter without a gradient is skipped exactly
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -89,6 +89,8 @@ class ElementwiseUpdate:
 
     needs_whole_parameters: ClassVar[bool] = False
     reduces_itself: ClassVar[bool] = False
+    keeps_replicas: ClassVar[bool] = False
+    steps_whole_units: ClassVar[bool] = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         masters = context.masters
@@ -106,6 +108,24 @@ class ElementwiseUpdate:
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """See `Update.takes_local_gradients`."""
+        return False
+
+    @property
+    def publishes_itself(self) -> bool:
+        """See `Update.publishes_itself`."""
+        return False
+
+    def publish(self, units: list[Unit]) -> None:
+        """See `Update.publish`. Never called."""
+        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Update these chunks, too. They must be in `masters.chunks` already."""

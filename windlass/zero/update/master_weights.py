@@ -34,7 +34,7 @@ class MasterWeights:
     """Weights that the optimizer updates: this rank's state spans of all trainable units, in chunks.
 
     The parameters themselves serve as master weights if they have the same dtype and tier, that tier is not NVMe, and
-    updates are not delayed. Otherwise the master weights are separate memory.
+    updates are not delayed and keep no replicas. Otherwise the master weights are separate memory.
 
     Args:
         slots: gradients of the trainable units.
@@ -46,6 +46,7 @@ class MasterWeights:
         state_bytes, state_name_of: see `StateOffloadCallbacks`.
         dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
         delayed: updates may be delayed; see [Note: delayed update].
+        separate: parameters never serve as master weights.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class MasterWeights:
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         delayed: bool = False,
+        separate: bool = False,
     ) -> None:
         self.chunks: list[UpdateChunk] = []
         self.state_offload = OptimizerStateOffload(
@@ -74,6 +76,7 @@ class MasterWeights:
         )
         self._health = health
         self._device, self._ledger, self._pin, self._staging = device, ledger, tiers.pin, tiers.staging
+        self._separate = separate or delayed
         self._delayed, self._dtype, self._state_dtype = delayed, dtype, state_dtype
         self._limit = limit
         self._of_unit: dict[int, list[UpdateChunk]] = {}
@@ -438,7 +441,7 @@ class MasterWeights:
 
     def _same_memory(self, unit: Unit) -> torch.Tensor | None:
         """Return this rank's state span of the parameters if it serves as master weights, else None."""
-        if self._delayed or unit.dtype != self._dtype_of(unit.dtype) or unit.state_tier is Tier.NVME:
+        if self._separate or unit.dtype != self._dtype_of(unit.dtype) or unit.state_tier is Tier.NVME:
             return None
         tier = unit.shard_slot.tier if unit.shard_slot is not None else Tier.DEVICE
         if tier is not unit.state_tier:

@@ -17,7 +17,7 @@ Master weights and states with one value per element are sharded as with any upd
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,6 +75,8 @@ class SelfReducingUpdate:
 
     needs_whole_parameters: ClassVar[bool] = False
     reduces_itself: ClassVar[bool] = True
+    keeps_replicas: ClassVar[bool] = False
+    steps_whole_units: ClassVar[bool] = True
     rank_state_rules: ClassVar[Mapping[str, RelayRule]] = {}
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
@@ -100,6 +102,24 @@ class SelfReducingUpdate:
         or on none, since the others wait in the next collective.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """See `Update.takes_local_gradients`."""
+        return True
+
+    @property
+    def publishes_itself(self) -> bool:
+        """See `Update.publishes_itself`."""
+        return False
+
+    def publish(self, units: list[Unit]) -> None:
+        """See `Update.publish`. Never called."""
+        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """See `Update.add_chunks`."""

@@ -7,13 +7,16 @@ import torch
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh import Mesh
 from windlass.optim.elementwise_optimizers import is_elementwise
+from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.optim.update_registry import find_registered_update
 from windlass.storage.slot import Tier
 from windlass.zero.core.zero_settings import ZeroSettings
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
+from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.update_protocol import Update
 from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 
+_ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {OneBitAdam: OneBitAdamUpdate}
 _MODEL_AXES = ("pp", "ep", "sp", "tp")
 _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 
@@ -27,7 +30,14 @@ def update_class(optimizer: torch.optim.Optimizer) -> type[Update]:
     registered = find_registered_update(optimizer)
     if registered is not None:
         return registered
+    one_bit = _one_bit_class(optimizer)
+    if one_bit is not None:
+        return one_bit
     return ElementwiseUpdate if is_elementwise(optimizer) else WholeParameterUpdate
+
+
+def _one_bit_class(optimizer: torch.optim.Optimizer) -> type[Update] | None:
+    return next((update for owner, update in _ONE_BIT.items() if isinstance(optimizer, owner)), None)
 
 
 def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings, mesh: Mesh) -> None:
@@ -40,13 +50,15 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
         return
     name, tiers = type(optimizer).__name__, settings.tiers
     why = f"and {name} receives the local gradients of each rank and reduces them itself"
-    if not settings.policy.can_keep_local_gradients:
+    if _one_bit_class(optimizer) is not None:
+        _check_one_bit(name, settings)
+    elif not settings.policy.can_keep_local_gradients:
         raise ConfigError(
             f"zero_optimization.stage is {settings.policy.stage}, which reduces and shards gradients during the "
             f"backward, {why}; set it to 0 or 1, or use another optimizer"
         )
     for key, tier in (("offload_param", tiers.param), ("offload_optimizer", tiers.state)):
-        if tier is not Tier.DEVICE:
+        if tier is not Tier.DEVICE and _one_bit_class(optimizer) is None:
             raise ConfigError(
                 f"zero_optimization.{key}.device is {_DEVICE_KEYS[tier]!r}, {why}, on the device; set it to 'none', or "
                 "use another optimizer"
@@ -61,4 +73,17 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
         raise ConfigError(
             f"states are sharded over {mesh.dense.shard.size} of {mesh.dense.data.size} data-parallel ranks, {why} "
             "over all of them; delete zero_optimization.mics_shard_size, or use another optimizer"
+        )
+
+
+def _check_one_bit(name: str, settings: ZeroSettings) -> None:
+    if settings.policy.stage == 3:
+        raise ConfigError(
+            f"zero_optimization.stage is 3, at which every use of a parameter gathers it in full and no rank has a "
+            f"whole gradient, so the one bit of {name} would save little; set the stage to 0, 1 or 2, or keep stage 3 "
+            "with AdamW and zero_quantized_weights and zero_quantized_gradients"
+        )
+    if settings.delayed_update:
+        raise ConfigError(
+            f"offload_optimizer.delayed_update is true, and {name} communicates during an update; set it to false"
         )

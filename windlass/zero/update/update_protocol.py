@@ -2,12 +2,14 @@
 
 [Note: updates] An update steps the chunks of master weights that this rank keeps ([Note: kinds of states] describes
 their states in a checkpoint). `ShardedModel` makes one, `update_class` chooses its class. The rest of the code reads
-two flags instead of the class:
+flags instead of the class:
 
 - `needs_whole_parameters`: a parameter is stepped in its own shape by one owner rank. Otherwise each rank steps flat
   segments of it, and a state has one value for each element of a segment, or one value for all.
 - `reduces_itself`: the update receives local gradients, which no rank reduced, and communicates by itself
-  ([Note: local gradients]).
+  ([Note: local gradients]), in all steps or in those before which `takes_local_gradients` is True.
+- `keeps_replicas`: master weights are separate from the parameters, because `publish` may move the parameters of all
+  ranks towards them instead of copying them, after steps before which `publishes_itself` is True.
 
 States are of four kinds: one value for each element of a segment, one tensor for a parameter, one number for it, and
 one value for each element on every rank ([Note: per-rank states]).
@@ -15,8 +17,9 @@ one value for each element on every rank ([Note: per-rank states]).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import ClassVar, Protocol
 
 import torch
@@ -42,6 +45,7 @@ class UpdateContext:
         axes: axes of the mesh by name.
         shards_states: False where every rank keeps and steps all states (stage 0).
         sub_group_numel: elements to update at once.
+        timeout: maximum wait for a peer.
     """
 
     masters: MasterWeights
@@ -49,6 +53,7 @@ class UpdateContext:
     axes: Mapping[str, MeshAxis]
     shards_states: bool
     sub_group_numel: int
+    timeout: timedelta
 
 
 class Update(Protocol):
@@ -56,17 +61,34 @@ class Update(Protocol):
 
     Attributes:
         needs_whole_parameters: see [Note: updates]; read before the update is constructed.
-        reduces_itself: see [Note: updates]; read before the update is constructed.
+        reduces_itself, keeps_replicas: see [Note: updates]; read before the update is constructed.
+        steps_whole_units: a chunk is a whole unit's span; read before the update is constructed.
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
         state_offload: the tiers of master weights and states. Its `states` are the states of this update.
     """
 
     needs_whole_parameters: ClassVar[bool]
     reduces_itself: ClassVar[bool]
+    keeps_replicas: ClassVar[bool]
+    steps_whole_units: ClassVar[bool]
     optimizer: torch.optim.Optimizer
     state_offload: OptimizerStateOffload
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None: ...
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """True if the next step receives local gradients. Equal on all ranks; changes only in a step or a load."""
+        ...
+
+    @property
+    def publishes_itself(self) -> bool:
+        """True if `publish` ends the next step, instead of a copy of the master weights to all ranks."""
+        ...
+
+    def publish(self, units: list[Unit]) -> None:
+        """Bring the result of a step to the parameters of these units on all ranks. Collective; in the same order."""
+        ...
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Step these chunks too, after parameters were unfrozen. `masters.chunks` contains them already."""
@@ -82,6 +104,13 @@ class Update(Protocol):
 
     def rank_states(self) -> Iterator[RankState]:
         """Yield the states that differ between data-parallel ranks, in the same order on all of them."""
+        ...
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """Prepare for the load of a checkpoint that has the per-rank states `saved`, given by their names.
+
+        Afterwards `rank_states` yields those to load. Return the names that this update does not need and drops.
+        """
         ...
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:

@@ -13,7 +13,7 @@ saved in the same parts as the parameter. A state of another shape (one value pe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -90,6 +90,8 @@ class WholeParameterUpdate:
 
     needs_whole_parameters: ClassVar[bool] = True
     reduces_itself: ClassVar[bool] = False
+    keeps_replicas: ClassVar[bool] = False
+    steps_whole_units: ClassVar[bool] = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         chunks, state_offload = context.masters.chunks, context.masters.state_offload
@@ -111,6 +113,24 @@ class WholeParameterUpdate:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """See `Update.takes_local_gradients`."""
+        return False
+
+    @property
+    def publishes_itself(self) -> bool:
+        """See `Update.publishes_itself`."""
+        return False
+
+    def publish(self, units: list[Unit]) -> None:
+        """See `Update.publish`. Never called."""
+        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Update these chunks, too, and assign owners to their parameters. All ranks pass the same units."""

@@ -1,0 +1,190 @@
+"""Tests of the back end mpi: the collectives of scripts equal the plain ones, and ranks train as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist import test_collectives as collectives
+from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank
+from tests.dist.harness import run_ranks
+from tests.dist.mpi_ranks import MpiWorld
+from tests.dist.test_gloo_collective_support import what_works
+from tests.oracle import Recipe
+from windlass.observe.environment.backend_support import collective_support, operator_support
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def mpi(request: pytest.FixtureRequest) -> Iterator[MpiWorld]:
+    world = MpiWorld(request.param)
+    yield world
+    world.close()
+
+
+def call_everything() -> int:
+    """Run the tests of all collectives of `windlass.compat.collectives`, on every dtype and shape."""
+    assert dist.get_backend() == "mpi4py"
+    cases = collectives.reduce_everything("gloo", 0 if dist.get_world_size() == 2 else 7)
+    collectives.locate()
+    collectives.move_everything()
+    collectives.exchange_everything()
+    move_uneven()
+    return cases
+
+
+def test_collectives_equal_the_plain_ones(mpi: MpiWorld) -> None:
+    assert mpi.run(call_everything)[0] > 15
+
+
+def move_uneven() -> None:
+    """Gather and scatter tensors of rank + 1 elements, also through strided memory and as works."""
+    from windlass.compat import collectives as comm
+
+    rank, size = comm.get_rank(), comm.get_world_size()
+    for dtype, late in ((torch.float32, False), (torch.bfloat16, True)):
+        parts = [torch.arange(i + 1).to(dtype) + 10 * i for i in range(size)]
+        found = [torch.zeros(2 * (i + 1), dtype=dtype)[::2] for i in range(size)]
+        root = size - 1
+        work = comm.gatherv(parts[rank], found if rank == root else None, root, async_op=late)
+        if late:
+            work.wait()
+        assert all(a.equal(b) for a, b in zip(found, parts, strict=True)) == (rank == root)
+        own = torch.zeros(2 * (rank + 1), dtype=dtype)[::2]
+        work = comm.scatterv(own, parts if rank == 0 else None, 0, async_op=late)
+        if late:
+            work.wait()
+        assert own.equal(parts[rank])
+
+
+def test_uneven_gather_and_scatter_over_gloo() -> None:
+    run_ranks(move_uneven, 3)
+
+
+def call_torch() -> None:
+    """Call `torch.distributed` itself: 16-bit sums, groups, works, futures, DDP and functional collectives."""
+    from torch.distributed import _functional_collectives as functional
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.bfloat16, torch.float16, torch.int16, torch.complex64, torch.bool):
+        own = torch.full((3, 2), rank + 1).to(dtype)
+        work = dist.all_reduce(own.t(), async_op=True)  # not contiguous: staged
+        assert len(work.get_future().wait()) == 1
+        assert work.is_success() and work.exception() is None, dtype
+        assert own.eq(torch.tensor(size * (size + 1) // 2).to(dtype)).all(), dtype
+    average = torch.tensor([rank, -7 * rank])
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    total = size * (size - 1) // 2
+    assert average.tolist() == [total // size, int(-7 * total / size)]
+
+    groups = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+    again = dist.new_group([0, 1])  # a second group of the same ranks has messages of its own
+    own = torch.ones(1)
+    dist.all_reduce(own, group=groups[rank // 2])
+    assert own == 2 and dist.get_backend(groups[rank // 2]) == "mpi4py"
+    if rank < 2:
+        works = [dist.isend(torch.full((1,), float(i)), 1 - rank, group=g) for i, g in ((1, again), (0, groups[0]))]
+        both = torch.zeros(2, 1)
+        dist.recv(both[0], 1 - rank, group=groups[0])
+        assert dist.recv(both[1], None, group=again) == 1 - rank
+        assert both.tolist() == [[0], [1]]
+        for work in works:
+            work.wait()
+
+    uneven = [torch.zeros(i + 1) for i in range(size)]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+    assert [part.tolist() for part in uneven] == [[float(i)] * (i + 1) for i in range(size)]
+    parts = torch.zeros(size)
+    dist.all_to_all_single(parts, torch.arange(size) + 10.0 * rank)
+    assert parts.tolist() == [10.0 * other + rank for other in range(size)]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, {"rank": rank})
+    assert found == [{"rank": other} for other in range(size)]
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    assert model.module.weight.grad.tolist() == [[(size - 1) / 2] * 2]
+    assert functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).tolist() == [size]
+
+
+def test_torch_distributed_over_mpi(mpi: MpiWorld) -> None:
+    mpi.run(call_torch)
+
+
+def train(recipe: Recipe) -> list[Any]:
+    """Train at every stage over MPI."""
+    over_mpi = (("comm", {"backend": "mpi", "transport": "mpi"}),)
+    return [train_rank("tied", recipe, Setting(stage=stage, config=over_mpi)) for stage in (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_train_as_one_process(mpi: MpiWorld, precision: str) -> None:
+    recipe = Recipe(ranks=mpi.world, steps=2, accumulation=2, precision=precision)
+    wanted = expected("tied", recipe)
+    for actual in zip(*mpi.run(train, recipe), strict=True):
+        assert not complaints(list(actual), wanted, recipe)
+
+
+def fail() -> list[str]:
+    """Return the messages of calls that cannot work."""
+    from datetime import timedelta
+
+    from windlass.base.errors import WindlassError
+    from windlass.comm import mpi_library
+    from windlass.comm.choose_transport import choose_transport_name
+    from windlass.comm.rank_group import world_group
+
+    texts = []
+
+    def note(call: Any) -> None:
+        try:
+            call()
+        except WindlassError as error:
+            texts.append(str(error))
+
+    mpi = mpi_library.load_mpi()
+    note(lambda: choose_transport_name("gloo", world_group(), torch.device("cpu")))
+    note(lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND))
+    peer = 1 - dist.get_rank()  # a message of four bytes into three
+    sent = dist.isend(torch.ones(1), peer)
+    note(lambda: dist.recv(torch.ones(3, dtype=torch.int8), peer))
+    sent.wait()
+    note(lambda: mpi_library.check_world(mpi, "torchrun", dist.get_rank(), 7))
+    if dist.get_rank() == 0:
+        note(lambda: dist.irecv(torch.ones(1), 1, tag=9).wait(timedelta(seconds=0.05)))
+    dist.barrier()
+    if dist.get_rank() == 1:  # MPI writes it to the memory of the dropped work
+        dist.send(torch.ones(1), 0, tag=9)
+    dist.barrier()
+    return texts
+
+
+def test_errors_name_the_call_and_the_fix(mpi: MpiWorld) -> None:
+    if mpi.world > 2:
+        return
+    first = mpi.run(fail)[0]
+    for text, words in zip(
+        first,
+        (
+            "comm.transport = 'gloo', but the ranks are connected by MPI",
+            "MPI has no operator ReduceOp.BAND for torch.float32",
+            "recv from rank 1 of the group of rank 0 in a group of 2 over MPI failed: Message truncated",
+            "torchrun started rank 0 of 7, but MPI (MPICH",
+            "recv from rank 1 of the group of rank 0 in a group of 2 over MPI waited 0 s for the other ranks",
+        ),
+        strict=True,
+    ):
+        assert words in text
+
+
+def test_the_table_matches_mpi(mpi: MpiWorld) -> None:
+    if mpi.world > 2:
+        return
+    names = [
+        name for table in (collective_support(), operator_support()) for name, have in table.items() if have["mpi"]
+    ]
+    for works in mpi.run(what_works):
+        assert works == names

@@ -1,0 +1,362 @@
+"""Laws of 1-bit Adam at stages 0 to 2: bitwise AdamW before the freeze, afterwards a simulation of the algorithm in one
+process; exact bytes; resumed runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import windlass
+from tests import oracle
+from tests.dist.equivalence_runs import specimen, start, whole_params
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.quick_rows import in_shares, share
+from tests.models import ROWS, Place, cast
+from tests.oracle import relative_error
+from windlass.comm.codec import get_codec
+from windlass.comm.traffic import set_traffic_observer
+from windlass.zero.core.unit_layout import UnitLayout
+
+LR, BETA1, BETA2, EPS, DECAY = 0.01, 0.8, 0.95, 1e-6, 0.05
+FREEZE = 2
+SIGN = get_codec("sign")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Use one thread, as the ranks do: another order of a sum can flip the sign of an element near zero."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of `steps` steps."""
+
+    stage: int = 0
+    ranks: int = 2
+    accumulation: int = 1
+    clipping: float = 0.0
+    bf16: bool = False
+    nvme: bool = False
+    model: str = "mlp"
+    transport: str = "gloo"
+    optimizer: str = "OneBitAdam"
+    steps: int = 5
+
+    def config(self, folder: str = "") -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.nvme:
+            zero |= {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 100}
+        params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY}
+        if self.optimizer == "OneBitAdam":
+            params["freeze_step"] = FREEZE
+        return {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "optimizer": {"type": self.optimizer, "params": params},
+            "zero_optimization": zero,
+            "comm": {"transport": self.transport},
+            "bf16": {"enabled": self.bf16},
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+
+def train(engine: Any, case: Case, first: int, last: int) -> None:
+    subject, rank = specimen(case.model), dist.get_rank()
+    for step in range(first, last):
+        for micro in range(case.accumulation):
+            subject.train(engine, cast(subject.batch(Place(step, micro, rank)), case.dtype), engine.backward)
+            engine.step()
+
+
+def errors_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {f"{one.name}/{one.key}": one.values.clone() for one in engine._sharded.update.rank_states()}
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """Return the state at the freeze, from which a simulation continues."""
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {
+        "params": whole_params(engine.module),
+        "m": {name: windlass.zero.full_state(p, "exp_avg") for name, p in named},
+        "v": {name: windlass.zero.full_state(p, "exp_avg_sq") for name, p in named},
+        "layouts": [(list(unit.names), unit.layout) for unit in engine._sharded.units if unit.trainable],
+    }
+
+
+def run_case(case: Case, folder: str) -> dict[str, Any]:
+    engine = start(specimen(case.model), case.config(folder))
+    train(engine, case, 0, FREEZE)
+    found = {"frozen": snapshot(engine)}
+    moved: Counter[str] = Counter()
+    set_traffic_observer(lambda operation, nbytes: moved.update({operation: nbytes}))
+    train(engine, case, FREEZE, case.steps)
+    set_traffic_observer(None)
+    found["moved"] = moved
+    found["replicas"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    found["errors"], found["norm"] = errors_of(engine), float(engine.grad_norm())
+    found["params"] = whole_params(engine.module)  # which makes the replicas equal
+    found["equal"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    engine.destroy()
+    return found
+
+
+def run_cases(cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    return [run_case(case, folder) for case in cases]
+
+
+def passed(values: torch.Tensor, ranks: int) -> torch.Tensor:
+    if ranks == 1:
+        return values.clone()
+    encoded = torch.empty(SIGN.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
+    SIGN.encode(values, encoded)
+    out = torch.empty_like(values)
+    SIGN.decode(encoded, out, values.dtype)
+    return out
+
+
+def fragments(layouts: list[tuple[list[str], UnitLayout]], ranks: int) -> dict[str, list[slice]]:
+    """Return by parameter the elements that each owner has: a message has one set of scales for each."""
+    found: dict[str, list[slice]] = {}
+    for names, layout in layouts:
+        for rank in range(ranks):
+            for piece in layout.pieces(*layout.shard_range(rank, ranks)):
+                found.setdefault(names[piece.index], []).append(slice(piece.start, piece.stop))
+    return found
+
+
+class Simulation:
+    """The compressed phase on the data of all ranks in one process, in plain PyTorch, from the state at the freeze."""
+
+    def __init__(self, case: Case, frozen: dict[str, Any]) -> None:
+        self.case, self.subject = case, specimen(case.model)
+        self.model = oracle.build(self.subject).to(case.dtype)
+        self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.pieces = fragments(frozen["layouts"], case.ranks)
+        self.shapes = {name: p.shape for name, p in self.named}
+        self.x = {name: value.reshape(-1).clone() for name, value in frozen["params"].items()}
+        self.m = {name: value.reshape(-1).clone() for name, value in frozen["m"].items()}
+        self.v = {name: value.reshape(-1).clone() for name, value in frozen["v"].items()}
+        self.replicas = {name: value.to(case.dtype) for name, value in self.x.items()}
+        self.worker = [{name: torch.zeros_like(value) for name, value in self.x.items()} for _ in range(case.ranks)]
+        self.server = {name: torch.zeros_like(value) for name, value in self.x.items()}
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            with torch.no_grad():
+                for name, parameter in self.named:
+                    parameter.copy_(self.replicas[name].view(parameter.shape))
+            gradients = [self._local(step, rank) for rank in range(self.case.ranks)]
+            squares = sum(float(g.double().square().sum()) for one in gradients for g in one.values())
+            norm = (squares / self.case.ranks) ** 0.5
+            clip = min(1.0, self.case.clipping / (norm + 1e-6)) if self.case.clipping else 1.0
+            for name in self.x:
+                self._update(name, step + 1, [one[name] for one in gradients], clip)
+
+    def _update(self, name: str, step: int, gradients: list[torch.Tensor], clip: float) -> None:
+        case, ranks = self.case, self.case.ranks
+        total = torch.zeros_like(self.x[name])
+        for rank, gradient in enumerate(gradients):
+            sent = gradient * ((1 - BETA1) / (1 / clip))
+            if case.stage == 0:
+                sent += BETA1 * self.m[name]
+            if ranks > 1:
+                sent += self.worker[rank][name]
+            for part in self.pieces[name]:
+                message = passed(sent[part], ranks)
+                if ranks > 1:
+                    self.worker[rank][name][part] = sent[part] - message
+                total[part] += message
+        mean = total * (1 / ranks)
+        if case.stage == 0:
+            for part in self.pieces[name]:
+                owed = mean[part] + self.server[name][part]
+                mean[part] = passed(owed, ranks)
+                self.server[name][part] = owed - mean[part]
+            self.m[name] = mean
+        else:
+            self.m[name] = self.m[name] * BETA1 + mean
+        change = self.m[name] / ((self.v[name] / (1 - BETA2**FREEZE)).sqrt() + EPS)
+        change[self.v[name] == 0] = 0
+        self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / (1 - BETA1**step))
+        if case.stage == 0 or ranks == 1:
+            self.replicas[name] = self.x[name].to(case.dtype)
+            return
+        for part in self.pieces[name]:
+            move = passed(self.x[name][part] - self.replicas[name][part].float(), ranks)
+            self.replicas[name][part] = (self.replicas[name][part].float() + move).to(case.dtype)
+
+    def _local(self, step: int, rank: int) -> dict[str, torch.Tensor]:
+        """Return the gradient of one rank: the mean over its micro-batches."""
+        sums: dict[str, torch.Tensor] = {}
+        for micro in range(self.case.accumulation):
+            batch = cast(self.subject.batch(Place(step, micro, rank)), self.case.dtype)
+            self.subject.train(self.model, batch, lambda loss, retain_graph=False: loss.backward())
+            for name, parameter in self.named:
+                if parameter.grad is not None:
+                    part = parameter.grad.float().reshape(-1) / self.case.accumulation
+                    sums[name] = sums[name] + part if name in sums else part
+                    parameter.grad = None
+        return sums
+
+
+def require_law(case: Case, by_rank: list[dict[str, Any]], bound: float = 1e-6) -> None:
+    simulation = Simulation(case, by_rank[0]["frozen"])
+    simulation.run(FREEZE, case.steps)
+    shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
+    for rank, found in enumerate(by_rank):
+        error, where = relative_error(found["params"], shaped)
+        assert error <= bound, f"{case} rank {rank}: {where} is off by {error:.2e}"
+        for name, value in found["replicas"].items():
+            assert torch.equal(value, by_rank[0]["replicas"][name]), f"{case}: replicas of {name} differ"
+            assert torch.equal(found["equal"][name], found["params"][name].to(case.dtype)), (case, name)
+        replicas = {name: value.view(simulation.shapes[name]) for name, value in simulation.replicas.items()}
+        error, where = relative_error({n: v.float() for n, v in found["replicas"].items()}, replicas)
+        assert error <= (1e-2 if case.bf16 else bound), f"{case} rank {rank}: replica {where} is off by {error:.2e}"
+        if case.ranks > 1:
+            owed = {name: found["errors"][f"{name}/worker_error"] for name in simulation.x}
+            error, where = relative_error(owed, simulation.worker[rank])
+            assert error <= 1e-4, f"{case} rank {rank}: the error of {where} is off by {error:.2e}"
+        if case.stage and case.ranks > 1 and not case.bf16:
+            assert any(not torch.equal(found["replicas"][name], found["params"][name]) for name in found["params"]), (
+                "the replicas equal the master weights, so that the law would hold of wide messages"
+            )
+    if case.ranks > 1:
+        steps = case.steps - FREEZE
+        for rank, found in enumerate(by_rank):
+            # every rank receives the other ranks' messages to it, and the answers of the other owners
+            own, others = 0, 0
+            for names, layout in by_rank[0]["frozen"]["layouts"]:
+                for owner in range(case.ranks):
+                    for piece in layout.pieces(*layout.shard_range(owner, case.ranks)):
+                        assert names[piece.index] in simulation.x
+                        size = -(-SIGN.encoded_size(piece.numel, torch.float32) // 16) * 16
+                        own, others = own + size * (owner == rank), others + size * (owner != rank)
+            assert found["moved"]["compressed_reduce_scatter"] == steps * own * (case.ranks - 1), case
+            assert found["moved"]["compressed_all_gather"] == steps * others, case
+            wide = sum(n for key, n in found["moved"].items() if not key.startswith("compressed"))
+            assert wide == 0, f"{case}: a phase is wide: {found['moved']}"
+
+
+CASES = [
+    Case(0, transport="shm", accumulation=2),
+    Case(1, clipping=0.1),
+    Case(2, transport="shm", accumulation=2, clipping=0.1),
+    Case(1, transport="shm", bf16=True),
+    Case(2, nvme=True, accumulation=2),
+    Case(0, bf16=True, clipping=0.1),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@in_shares
+def test_the_compressed_phase_equals_its_simulation(ranks: int, every: bool, tmp_path: Path) -> None:
+    shares = {1: (1, 4), 2: (0, 1), 4: (0, 3)}[ranks]
+    cases = [replace(case, ranks=ranks) for case in share(CASES, shares[0], shares[1], every)]
+    by_rank = run_ranks(run_cases, ranks, cases, str(tmp_path), timeout=120.0)
+    for number, case in enumerate(cases):
+        require_law(case, [found[number] for found in by_rank])
+
+
+def both(cases: list[Case], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the state after `FREEZE` steps of each case, with 1-bit Adam and with Adam."""
+    found = []
+    for case in cases:
+        pair = []
+        for name in ("OneBitAdam", "Adam"):
+            engine = start(specimen(case.model), replace(case, optimizer=name).config(folder))
+            train(engine, case, 0, FREEZE)
+            pair.append({**snapshot(engine), "norm": float(engine.grad_norm())})
+            engine.destroy()
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def test_before_the_freeze_it_is_adam_bit_for_bit(tmp_path: Path) -> None:
+    for pairs in run_ranks(both, 2, CASES, str(tmp_path), timeout=120.0):
+        for case, (one, other) in zip(CASES, pairs, strict=True):
+            assert one["norm"] == other["norm"]
+            for key in ("params", "m", "v"):
+                for name, value in one[key].items():
+                    assert torch.equal(value, other[key][name]), (case, key, name)
+
+
+def save(case: Case, folder: str, at: int) -> dict[str, Any]:
+    engine = start(specimen(case.model), case.config())
+    train(engine, case, 0, at)
+    engine.save_checkpoint(folder)
+    train(engine, case, at, at + 3)
+    found = {"params": whole_params(engine.module), "errors": errors_of(engine)}
+    engine.destroy()
+    return found
+
+
+def resume(case: Case, folder: str, at: int) -> dict[str, Any]:
+    engine = start(specimen(case.model), case.config())
+    train(engine, case, 0, 1)
+    engine.load_checkpoint(folder)
+    loaded = errors_of(engine)
+    train(engine, case, at, at + 3)
+    found = {"params": whole_params(engine.module), "errors": errors_of(engine), "loaded": loaded}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "at"), [(0, FREEZE + 2), (2, FREEZE + 2), pytest.param(1, FREEZE - 1, marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_is_exact(stage: int, at: int, tmp_path: Path) -> None:
+    case = Case(stage, clipping=0.1)
+    straight = run_ranks(save, 2, case, str(tmp_path), at)
+    resumed = run_ranks(resume, 2, case, str(tmp_path), at)
+    for here, there in zip(straight, resumed, strict=True):
+        for what in ("params", "errors"):
+            assert here[what].keys() == there[what].keys()
+            assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
+
+
+@pytest.mark.parametrize(("before", "after"), [((0, 2), (1, 3)), ((2, 3), (0, 2))])
+def test_errors_are_converted_for_another_stage_and_number_of_ranks(
+    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
+) -> None:
+    first = Case(before[0], before[1])
+    straight = run_ranks(save, before[1], first, str(tmp_path), FREEZE + 2)
+    resumed = run_ranks(resume, after[1], Case(after[0], after[1]), str(tmp_path), FREEZE + 2)
+    for name in (name for name in resumed[0]["loaded"] if name.endswith("worker_error")):
+        rows = torch.stack([found["loaded"][name] for found in resumed])
+        assert bool((rows == rows[0]).all()), "every rank has the mean of the saved errors"
+    assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
+    assert straight[0]["params"].keys() == resumed[0]["params"].keys()
+
+
+def refused(stage: int, more: dict[str, Any]) -> None:
+    config = Case(stage).config()
+    config["optimizer"]["params"].update(more)
+    start(specimen("mlp"), config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "text"),
+    [
+        (3, {}, r"OneBitAdam.* at zero_optimization.stage 3.*write stage 0, 1 or 2"),
+        (0, {"freeze_step": 0}, "freeze_step"),
+        (0, {"max_grad_norm": 1.0}, "gradient_clipping"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
+    with pytest.raises(RankError, match=f"(?s){text}"):
+        run_ranks(refused, 1, stage, more)

@@ -1,0 +1,187 @@
+"""Laws of ZeRO++ at stage 3: lossless codecs change no bit, lossy ones stay within their bounds, bytes are exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import windlass
+from tests.dist.equivalence_runs import specimen, start, whole_params
+from tests.dist.harness import RankError, run_ranks
+from tests.models import ROWS, Place, cast
+from tests.oracle import relative_error
+from windlass.base.errors import ConfigError
+from windlass.comm.codec import get_codec
+from windlass.config import load_config
+
+LOSSLESS = {
+    "zero_quantized_weights_codec": "identity",
+    "zero_quantized_gradients_codec": "identity",
+    "zero_quantized_gradients_codec_across": "identity",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of three steps at stage 3."""
+
+    zero: dict[str, Any] = field(default_factory=dict)
+    model: str = "mlp"
+    bf16: bool = False
+    node: int = 1  # ranks of a host
+    accumulation: int = 2
+    optimizer: str = "SGD"
+    bad: bool = False  # the last rank's gradient is NaN in the second step
+    steps: int = 3
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": self.accumulation,
+            "optimizer": {"type": self.optimizer, "params": {"lr": 0.05}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero},
+            "bf16": {"enabled": self.bf16},
+            "comm": {"transport": "gloo"},
+        }
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    subject, rank = specimen(case.model), dist.get_rank()
+    with patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(case.node)}):
+        engine = start(subject, case.config)
+    traffic = engine._sharded.transport.traffic
+    moved: Counter[str] = Counter()
+    across: Counter[str] = Counter()
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    losses = []
+    for step in range(case.steps):
+        for micro in range(case.accumulation):
+            bad = case.bad and step == 1 and rank == dist.get_world_size() - 1
+
+            def backward(loss: torch.Tensor, retain_graph: bool = False, bad: bool = bad) -> None:
+                engine.backward(loss * float("nan") if bad else loss, retain_graph=retain_graph)
+
+            losses.append(float(subject.train(engine, cast(subject.batch(Place(step, micro, rank)), dtype), backward)))
+            if micro == case.accumulation - 1:
+                moved, across = moved + traffic.bytes_moved, across + traffic.across_nodes
+            engine.step()
+    shapes = [(unit.layout.padded, unit.dtype, unit.trainable) for unit in engine._sharded.units]
+    found = {"params": whole_params(engine.module), "losses": losses, "moved": moved, "across": across, "units": shapes}
+    parameter = next(iter(engine.module.parameters()))
+    unit = windlass.zero.access.full_values.find(parameter).unit  # type: ignore[attr-defined]
+    with engine._sharded.runtime.unsharded([unit]):
+        found["gathered"] = unit.parameter_view(unit.full, 0).detach().float().clone()
+    with windlass.zero.GatheredParameters([parameter], modifier_rank=0):
+        found["exact"] = parameter.detach().float().clone()
+    engine.destroy()
+    return found
+
+
+def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
+    return [run_case(case) for case in cases]
+
+
+def all_of(*keys: str, **more: Any) -> dict[str, Any]:
+    return {**dict.fromkeys((f"zero_quantized_{key}" for key in keys), True), **more}
+
+
+SUBSETS = [
+    all_of("weights"),
+    all_of("gradients"),
+    all_of("nontrainable_weights", "gradients"),
+    all_of("weights", "gradients", zeropp_loco_param={"err_beta": 0.8, "reset_T": 3}),
+]
+
+
+def test_lossless_codecs_change_no_bit_in_any_subset() -> None:
+    cases = [Case(), *(Case({**zero, **LOSSLESS}) for zero in SUBSETS)]
+    for found in run_ranks(run_cases, 2, cases, timeout=120.0):
+        for case, one in zip(cases[1:], found[1:], strict=True):
+            assert one["losses"] == found[0]["losses"], case
+            assert all(torch.equal(value, found[0]["params"][name]) for name, value in one["params"].items()), case
+
+
+LOSSY = [
+    Case(),
+    Case(all_of("weights", "gradients"), node=2),
+    Case(all_of("weights", "gradients", zero_quantized_weights_codec="int4"), node=1),
+    Case(all_of("gradients", zeropp_loco_param={}), node=1),
+    Case(all_of("nontrainable_weights"), model="frozen"),
+]
+
+
+def test_lossy_codecs_stay_near_exact_arithmetic() -> None:
+    for found in run_ranks(run_cases, 2, LOSSY, timeout=120.0):
+        exact = found[0]
+        for case, one in zip(LOSSY[1:], found[1:], strict=True):
+            if case.model == "mlp":
+                error, where = relative_error(one["params"], exact["params"])
+                assert 0 < error < 0.1, f"{case}: {where} is off by {error:.2e}"
+            codec = case.zero.get("zero_quantized_weights_codec", "int8")
+            rounded = not torch.equal(one["gathered"], one["exact"])
+            if case.zero.get("zero_quantized_weights"):
+                # half a scale of the largest value of any block
+                limit = float(one["exact"].abs().max()) / {"int8": 127, "int4": 7}[codec] * 0.5001
+                assert rounded and float((one["gathered"] - one["exact"]).abs().max()) <= limit, case
+            elif case.model == "mlp":
+                assert not rounded, case
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def test_two_hops_over_nodes_and_their_bytes() -> None:
+    """Four ranks in two nodes of two: hpZ keeps the backward's gathers inside a node, and each byte is counted."""
+    hpz = {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
+    cases = [
+        Case({**all_of("weights", "gradients"), **hpz}, bf16=True, accumulation=1),
+        Case({**all_of("gradients"), **LOSSLESS, **hpz}, accumulation=1),
+        Case(hpz, accumulation=1),
+    ]
+    int8, int4 = get_codec("int8"), get_codec("int4")
+    for found in run_ranks(run_cases, 4, cases, timeout=120.0):
+        one, lossless, exact = found
+        error, where = relative_error(lossless["params"], exact["params"])
+        assert error <= 1e-6, f"{where} is off by {error:.2e}"  # sums of two hops have another order
+        gathers = reduces = within = again = 0
+        for padded, dtype, _ in one["units"]:
+            shard = padded // 4
+            gathers += 2 * int8.encoded_size(shard, dtype)  # from the two ranks of the other node
+            within += int8.encoded_size(shard, dtype)
+            again += padded // 2 * dtype.itemsize  # the secondary shard of the other rank, exact
+            reduces += aligned(int4.encoded_size(shard, torch.float32))
+        assert one["across"]["gather"] == 3 * gathers
+        assert one["across"]["reduce"] == 3 * reduces
+        inside = 2 * sum(aligned(int8.encoded_size(padded // 4, torch.float32)) for padded, _, _ in one["units"])
+        assert one["moved"]["reduce"] == 3 * (reduces + inside)
+        assert one["moved"]["gather"] == 3 * (gathers + within + again)
+
+
+def test_a_gradient_that_is_not_finite_is_named_through_the_codec() -> None:
+    case = Case(all_of("gradients", zeropp_loco_param={}), bad=True)
+    with pytest.raises(RankError, match=r"(?s)LossError.*step 1: the gradient norm is nan, first in '"):
+        run_ranks(run_case, 2, case)
+
+
+@pytest.mark.parametrize(
+    ("zero", "transport", "text"),
+    [
+        (all_of("weights", stage=2), "auto", "only stage 3 gathers"),
+        ({"zeropp_loco_param": {}}, "auto", "zero_quantized_gradients is false"),
+        (all_of("gradients", reduce_scatter=False), "auto", "sends every rank whole sums"),
+        (all_of("gradients"), "shm", "ranks read memory of each other in place"),
+    ],
+)
+def test_contradictions_are_refused(zero: dict[str, Any], transport: str, text: str) -> None:
+    config = Case(zero).config
+    config["comm"]["transport"] = transport
+    with pytest.raises(ConfigError, match=text):
+        load_config(config)

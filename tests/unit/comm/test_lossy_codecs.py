@@ -1,0 +1,114 @@
+"""Laws of lossy codecs on any tensors: the bound of each element's error, exact sizes, error feedback, and refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.base.errors import CodecError
+from windlass.comm.bit_packing import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
+from windlass.comm.codec import Codec, get_codec
+
+NAMES = ("sign", "int8", "int4", "fp8", "topk")
+NUMELS = st.one_of(st.integers(1, 9), st.sampled_from([127, 128, 129, 255, 257, 2047, 2048, 2049, 4099]))
+SEEDS = st.integers(0, 2**20)
+
+
+def drawn(numel: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    """Return values of very different sizes, some of them 0."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * (spread * torch.randn(numel, generator=generator)).exp()
+    return torch.where(torch.rand(numel, generator=generator) < 0.1, torch.zeros(()), values)
+
+
+def through(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+    encoded = torch.empty(codec.encoded_size(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+    codec.encode(tensor, encoded)
+    out = torch.full(tensor.shape, math.nan, dtype=torch.float32)
+    codec.decode(encoded, out, tensor.dtype)
+    return out
+
+
+def by_block(tensor: torch.Tensor, block: int) -> list[torch.Tensor]:
+    return list(tensor.split(block))
+
+
+@settings(max_examples=40, deadline=None)
+@given(NUMELS, SEEDS)
+def test_each_element_is_within_the_stated_bound(numel: int, seed: int) -> None:
+    values = drawn(numel, seed)
+    for name, block, highest in (("int8", 256, 127), ("int4", 128, 7)):
+        decoded = through(get_codec(name), values)
+        for part, got in zip(by_block(values, block), by_block(decoded, block), strict=True):
+            scale = float(part.abs().max()) / highest
+            assert float((part - got).abs().max()) <= scale * 0.50001, name
+    decoded = through(get_codec("fp8"), values)
+    for part, got in zip(by_block(values, 256), by_block(decoded, 256), strict=True):
+        allowed = part.abs() / 16 + 2.0**-10 * part.abs().max() / 448
+        assert bool(((part - got).abs() <= allowed * 1.0001).all())
+    decoded = through(get_codec("sign"), values)
+    for part, got in zip(by_block(values, 2048), by_block(decoded, 2048), strict=True):
+        torch.testing.assert_close(got, torch.where(part >= 0, 1.0, -1.0) * part.abs().mean())
+    decoded = through(get_codec("topk"), values)
+    kept = decoded != 0
+    assert int(kept.sum()) <= -(-numel // 100) and torch.equal(decoded[kept], values[kept])
+    assert float(values.abs().max()) == float(decoded.abs().max())
+
+
+@settings(max_examples=30, deadline=None)
+@given(NUMELS, SEEDS, st.sampled_from(NAMES))
+def test_messages_with_error_feedback_sum_to_the_truth(numel: int, seed: int, name: str) -> None:
+    codec, error = get_codec(name), torch.zeros(numel)
+    sent, truth = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(6):
+        tensor = drawn(numel, seed + step, spread=1.0)
+        truth += tensor
+        corrected = tensor + error
+        message = through(codec, corrected)
+        error = corrected - message
+        sent += message
+    limit = 1e-5 * float(truth.abs().max() + error.abs().max() + 1e-30)
+    assert float((sent + error - truth).abs().max()) <= limit
+    # the error does not grow without bound: no message makes it larger than what it corrected
+    assert float(error.norm()) <= float(corrected.norm()) * 1.00001
+
+
+def test_sizes_are_exact() -> None:
+    sizes = {name: [get_codec(name).encoded_size(n, torch.float32) for n in (0, 1, 8, 257, 1 << 20)] for name in NAMES}
+    assert sizes["sign"] == [0, 5, 5, 37, (1 << 17) + 4 * 512]
+    assert sizes["int8"] == sizes["fp8"] == [0, 5, 12, 265, (1 << 20) + 4 * 4096]
+    assert sizes["int4"] == [0, 5, 8, 141, (1 << 19) + 4 * 8192]
+    assert sizes["topk"] == [0, 8, 8, 24, 8 * 10486]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_named_and_not_sent(name: str, bad: float) -> None:
+    values, codec = drawn(3000, 1), get_codec(name)
+    values[2500] = bad
+    encoded = torch.full((codec.encoded_size(3000, torch.float32),), 77, dtype=torch.uint8)
+    with pytest.raises(CodecError, match=rf"element 2500 of 3000 is {bad}.*codec '{name}'"):
+        codec.encode(values, encoded)
+    assert bool((encoded == 77).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_and_the_least_numbers_stay_finite(name: str) -> None:
+    codec = get_codec(name)
+    assert bool((through(codec, torch.zeros(300)) == 0).all())
+    tiny = torch.full((300,), 1e-44)
+    assert float(through(codec, tiny).abs().max()) <= 1e-37
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_packing_and_unpacking_are_inverse(flags: list[bool]) -> None:
+    bits = torch.tensor(flags)
+    packed = pack_bits(bits)
+    assert packed.numel() == -(-len(flags) // 8) and torch.equal(unpack_bits(packed, len(flags)).bool(), bits)
+    codes = bits.to(torch.uint8) * 11 + 3
+    nibbles = pack_nibbles(codes)
+    assert nibbles.numel() == -(-len(flags) // 2) and torch.equal(unpack_nibbles(nibbles, len(flags)), codes)

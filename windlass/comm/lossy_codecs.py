@@ -1,0 +1,231 @@
+"""Lossy codecs: one bit, 4 and 8 bits and fp8 in blocks with a scale, and the largest elements alone.
+
+A block is a run of elements of the flat tensor; the last one may be shorter. Each has one float32 scale, and the scales
+precede the codes. All round deterministically, so none is unbiased by itself: error feedback of the caller makes the
+sum of all messages equal the sum of all tensors, up to the last error. A tensor with a value that is not finite is
+refused before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.base.errors import CodecError
+from windlass.comm.bit_packing import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
+
+_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LEAST = torch.finfo(torch.float32).tiny  # of a scale, so that its reciprocal is finite
+
+
+def _require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:
+    """Raise CodecError if `sums`, one number for each block, shows that one of `values` is not finite."""
+    if bool(torch.isfinite(sums).all()):
+        return
+    bad = (~torch.isfinite(values)).nonzero()
+    if bad.numel():
+        place = int(bad[0])
+        raise CodecError(
+            f"element {place} of {values.numel()} is {float(values[place])}, and codec {name!r} would spread it over "
+            "its block and its error feedback; skip the step, or find the operation that made it"
+        )
+    raise CodecError(
+        f"a block of the tensor sums to more than float32 holds, so codec {name!r} has no scale for it; scale the "
+        "tensor down"
+    )
+
+
+def _blocks(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide `[n]` into `[blocks, block]` and the rest `[1, remainder]`, or `[0, 1]` if there is none; views."""
+    whole = values.numel() // block * block
+    rest = values[whole:]
+    return values[:whole].view(-1, block), rest.view(1, -1) if rest.numel() else rest.view(0, 1)
+
+
+def _by_block(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+    """Multiply `[n]` in place by the scale of each block."""
+    whole, rest = _blocks(values, block)
+    whole.mul_(scales[: whole.shape[0], None])
+    rest.mul_(scales[whole.shape[0] :, None])
+
+
+class _ScaledCodec:
+    """Codec with one float32 scale for each block, followed by codes."""
+
+    name = ""
+    exact = False
+    block = 1
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in _SOURCES
+
+    def code_bytes(self, numel: int) -> int:
+        """Return the bytes of `numel` codes."""
+        raise NotImplementedError
+
+    def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the scale of each row `[blocks, elements]` of float32."""
+        raise NotImplementedError
+
+    def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write the codes of `[n]` float32 values, which may be changed."""
+        raise NotImplementedError
+
+    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return `[numel]` new float32 values, still without their scales."""
+        raise NotImplementedError
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        return 4 * -(-numel // self.block) + self.code_bytes(numel)
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        self._encode(tensor, encoded, checked=True)
+
+    def encode_unchecked(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Encode as `encode`, but a block with a value that is not finite is decoded as values that are not finite."""
+        self._encode(tensor, encoded, checked=False)
+
+    def _encode(self, tensor: torch.Tensor, encoded: torch.Tensor, *, checked: bool) -> None:
+        head = 4 * -(-tensor.numel() // self.block)
+        values = tensor.float()
+        whole, rest = _blocks(values, self.block)
+        scales = torch.cat([self.scales_of(whole), self.scales_of(rest)]) if rest.numel() else self.scales_of(whole)
+        if checked:
+            _require_finite(self.name, values, scales)
+        encoded[:head].view(torch.float32).copy_(scales)
+        self.write_codes(values.clone() if values is tensor else values, scales, encoded[head:])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        head = 4 * -(-out.numel() // self.block)
+        values = self.read_codes(encoded[head:], out.numel())
+        _by_block(values, encoded[:head].view(torch.float32), self.block)
+        out.copy_(values)
+
+
+class SignCodec(_ScaledCodec):
+    """Codec of one bit for each element, and the mean absolute value of each block of 2048.
+
+    The scale of least squared error, so that a message with error feedback is a contraction (Karimireddy et al., "Error
+    Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as positive. Bytes: n / 8 and 4 for each block.
+    """
+
+    name = "sign"
+    block = 2048
+
+    def code_bytes(self, numel: int) -> int:
+        return -(-numel // 8)
+
+    def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.abs().mean(1)
+
+    def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        codes.copy_(pack_bits(values >= 0))
+
+    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
+        return unpack_bits(codes, numel).float().mul_(2.0).sub_(1.0)
+
+
+class _IntegerCodec(_ScaledCodec):
+    """Codec of integers in [-highest, highest]; the scale is the largest absolute value of a block over `highest`.
+
+    Rounds to nearest, ties to even: the error of an element is at most half the scale of its block.
+    """
+
+    highest = 1
+
+    def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.abs().amax(1).div_(self.highest).clamp_(min=_LEAST)
+
+    def rounded(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        _by_block(values, scales.reciprocal(), self.block)
+        return values.round_().clamp_(-self.highest, self.highest)
+
+
+class Int8Codec(_IntegerCodec):
+    """Codec of 8-bit integers in blocks of 256. Bytes: n, and 4 for each block."""
+
+    name = "int8"
+    block = 256
+    highest = 127
+
+    def code_bytes(self, numel: int) -> int:
+        return numel
+
+    def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        codes.view(torch.int8).copy_(self.rounded(values, scales))
+
+    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
+        return codes.view(torch.int8).float()
+
+
+class Int4Codec(_IntegerCodec):
+    """Codec of 4-bit integers in blocks of 128. Bytes: n / 2, and 4 for each block."""
+
+    name = "int4"
+    block = 128
+    highest = 7
+
+    def code_bytes(self, numel: int) -> int:
+        return -(-numel // 2)
+
+    def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        codes.copy_(pack_nibbles(self.rounded(values, scales).add_(8).to(torch.uint8)))
+
+    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
+        return unpack_nibbles(codes, numel).float().sub_(8)
+
+
+class Fp8Codec(_IntegerCodec):
+    """Codec of float8_e4m3fn values in blocks of 256, scaled so that the largest one is 448. Bytes: as int8.
+
+    The error of an element is at most 1/16 of it, and at most 2**-10 of the scale below the least normal number.
+    """
+
+    name = "fp8"
+    block = 256
+    highest = 448
+
+    def code_bytes(self, numel: int) -> int:
+        return numel
+
+    def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        _by_block(values, scales.reciprocal(), self.block)
+        codes.view(torch.float8_e4m3fn).copy_(values.clamp_(-self.highest, self.highest))
+
+    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
+        return codes.view(torch.float8_e4m3fn).float()
+
+
+class TopKCodec:
+    """Codec of the elements of largest absolute value, exact in float32, with their places; all others become 0.
+
+    Bytes: 8 for each of `ceil(n / divisor)` elements, of at most 2**31 in a tensor.
+    """
+
+    exact = False
+
+    def __init__(self, name: str = "topk", divisor: int = 100) -> None:
+        self.name, self._divisor = name, divisor
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in _SOURCES
+
+    def kept(self, numel: int) -> int:
+        """Return the number of elements that are sent of `numel`."""
+        return -(-numel // self._divisor)
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        return 8 * self.kept(numel)
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        values, count = tensor.float(), self.kept(tensor.numel())
+        chosen = values.abs().topk(count, sorted=False)
+        _require_finite(self.name, values, chosen.values)  # topk ranks NaN and infinity above all numbers
+        places = chosen.indices.sort().values
+        encoded[: 4 * count].view(torch.int32).copy_(places)
+        encoded[4 * count :].view(torch.float32).copy_(values[places])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        count = self.kept(out.numel())
+        places = encoded[: 4 * count].view(torch.int32).long()
+        out.zero_()
+        out[places] = encoded[4 * count :].view(torch.float32).to(out.dtype)

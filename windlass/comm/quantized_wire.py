@@ -1,0 +1,282 @@
+"""All-gathers and reductions of wire transports whose messages pass through a codec: those of ZeRO++.
+
+[Note: quantized messages] Wang et al., "ZeRO++", arXiv:2306.10209. A gathered shard is one message of the transport's
+codec for weights; all ranks, the owner included, use the decoded values, so that they compute with the same weights. A
+gradient is reduced in two hops: each rank receives the parts of the ranks of its node, for its own shard and for those
+of its counterparts on other nodes, and sums them; then it receives the sums of its counterparts for its own shard. Each
+hop has a codec. A rank adds its own part as it is, since no other rank has it. Shards are encoded one by one, and sums
+are in rank order.
+
+Values that are not finite are sent as they are, so that every rank sees them in the norm; error feedback ignores such a
+message.
+
+LoCo (Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", arXiv:2407.04480): a rank adds
+its error to a part before it is sent, and then moves the error towards what the message left out:
+`err_beta * error + (1 - err_beta) * left out`. Errors return to zero after `reset_T` reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.collective_activity import activity
+from windlass.base.pending import FinishingPending, Pending
+from windlass.comm.codec import Codec, get_codec
+from windlass.comm.ordered_sum import sum_of_squares
+from windlass.comm.quantized_options import LocoOptions, QuantizedGradients, ranks_of_node
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.transport import TransportBuffer, local_shard
+
+
+@dataclass
+class LaneErrors:
+    """Error feedback of one lane: for each hop, by index of the shard that a message is for."""
+
+    reductions: int = 0
+    inside: dict[int, torch.Tensor] = field(default_factory=dict)
+    across: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, options: LocoOptions) -> None:
+        """Count a reduction, and drop the errors if it is time."""
+        if self.reductions and self.reductions % options.reset_t == 0:
+            self.inside.clear()
+            self.across.clear()
+        self.reductions += 1
+
+
+Sends = Mapping[int, torch.Tensor]
+
+
+def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) -> list[dist.Work]:
+    """Start to send and receive bytes, by index of the peer. Messages of one tag are matched with each other."""
+    pg = group.process_group
+    if dist.get_backend(pg) == "gloo":
+        works = [dist.irecv(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in receives.items()]
+        works += [dist.isend(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in sends.items()]
+    else:
+        moves = [dist.P2POp(dist.irecv, tensor, group.ranks[peer], pg) for peer, tensor in receives.items()]
+        moves += [dist.P2POp(dist.isend, tensor, group.ranks[peer], pg) for peer, tensor in sends.items()]
+        works = list(dist.batch_isend_irecv(moves)) if moves else []
+    for work in works:
+        assert work is not None
+    return [work for work in works if work is not None]
+
+
+def encode(codec: Codec, values: torch.Tensor, encoded: torch.Tensor) -> None:
+    """Encode values of which some may not be finite; these are decoded as NaN or infinite values of their block."""
+    unchecked: Callable[[torch.Tensor, torch.Tensor], None] = getattr(codec, "encode_unchecked", codec.encode)
+    unchecked(values, encoded)
+
+
+def quantized_gather(group: RankGroup, buffer: TransportBuffer, tag: int) -> Pending:
+    """Start to all-gather the shards of a buffer as messages of its codec. The values of all shards are then decoded.
+
+    Messages of gloo are matched by their tag.
+    """
+    assert buffer.codec is not None
+    flat, codec = buffer.local, get_codec(buffer.codec)
+    own = local_shard(flat, group.index, group.size)
+    nbytes = codec.encoded_size(own.numel(), flat.dtype)
+    messages = {i: torch.empty(nbytes, dtype=torch.uint8, device=flat.device) for i in range(group.size)}
+    encode(codec, own, messages[group.index])
+    receives = {i: message for i, message in messages.items() if i != group.index}
+    works = start_exchange(group, dict.fromkeys(receives, messages[group.index]), receives, tag)
+
+    def finish() -> None:
+        for index, message in messages.items():
+            codec.decode(message, local_shard(flat, index, group.size), flat.dtype)
+        messages.clear()
+
+    return FinishingPending(lambda: all(work.is_completed() for work in works), lambda: _wait(works), finish)
+
+
+class QuantizedReduction:
+    """Reduction of two hops in flight.
+
+    Args:
+        flat: `[numel]`, the gradient of this rank. out: `[numel / size]`, receives the sum, or it is added.
+        errors: error feedback of the lane, if the options have it.
+        tags: tags of both hops. node_size: see `WireOptions.node_size`.
+        eager: start the second hop at once, in the order of the stream, instead of in `wait`.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        add: bool,
+        factor: float,
+        options: QuantizedGradients,
+        errors: LaneErrors | None,
+        tags: tuple[int, int],
+        *,
+        node_size: int,
+        eager: bool,
+    ) -> None:
+        self.squares: torch.Tensor | None = None
+        self._group, self._flat, self._out, self._add, self._factor = group, flat, out, add, factor
+        self._options, self._errors, self._tags = options, errors, tags
+        self._node = ranks_of_node(group, node_size)
+        if errors is not None:
+            assert options.loco is not None
+            errors.begin(options.loco)
+        self._works: list[dist.Work] = []
+        self._kept: list[torch.Tensor] = []  # messages must live until they are sent
+        self._received: dict[tuple[int, int], torch.Tensor] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+        self._second = False
+        self._start_inside()
+        if eager:
+            self._turn()
+        self._step = FinishingPending(self._ready, lambda: None, self._finish)
+
+    def poll(self) -> bool:
+        return self._step.poll()
+
+    def wait(self) -> None:
+        self._step.wait()
+
+    def _ready(self) -> bool:
+        if all(work.is_completed() for work in self._works):
+            if self._second:
+                return True
+            self._turn()
+        return False
+
+    @property
+    def _counterparts(self) -> list[int]:
+        """Ranks at this rank's place in every node, this rank included."""
+        return list(range(self._group.index % self._node, self._group.size, self._node))
+
+    def _start_inside(self) -> None:
+        """Send each rank of this node the parts for its shard and for those of its counterparts."""
+        activity.progress_count += 1
+        group, codec = self._group, get_codec(self._options.inside)
+        first = group.index // self._node * self._node
+        mates = [i for i in range(first, first + self._node) if i != group.index]
+        kept = None if self._errors is None else self._errors.inside
+        sends, receives = {}, {}
+        for mate in mates:
+            shards = list(range(mate % self._node, group.size, self._node))
+            parts = [local_shard(self._flat, shard, group.size) for shard in shards]
+            sends[mate] = self._message(codec, dict(zip(shards, parts, strict=True)), kept)
+            receives[mate] = torch.empty(self._nbytes(codec, len(shards)), dtype=torch.uint8, device=self._flat.device)
+        self._received = {(0, mate): message for mate, message in receives.items()}
+        self._kept = list(sends.values())
+        self._works = start_exchange(group, sends, receives, self._tags[0])
+
+    def _turn(self) -> None:
+        """Sum the parts of this node, and send the counterparts their sums."""
+        _wait(self._works)
+        activity.progress_count += 1
+        group, codec = self._group, get_codec(self._options.inside)
+        first = group.index // self._node * self._node
+        shards = self._counterparts
+        sums = {shard: torch.zeros(self._out.numel(), device=self._flat.device) for shard in shards}
+        for mate in range(first, first + self._node):
+            if mate == group.index:
+                for shard in shards:
+                    sums[shard].add_(local_shard(self._flat, shard, group.size))
+                continue
+            for shard, value in self._decoded(codec, self._received[0, mate], shards).items():
+                sums[shard].add_(value)
+        self._sums, self._second = sums, True
+        codec = get_codec(self._options.across)
+        kept = None if self._errors is None else self._errors.across
+        others = [shard for shard in shards if shard != group.index]
+        sends = {other: self._message(codec, {other: sums[other]}, kept) for other in others}
+        receives = {
+            other: torch.empty(self._nbytes(codec, 1), dtype=torch.uint8, device=self._flat.device) for other in others
+        }
+        self._received = {(1, other): message for other, message in receives.items()}
+        self._kept = list(sends.values())
+        self._works = start_exchange(group, sends, receives, self._tags[1])
+
+    def _finish(self) -> None:
+        if not self._second:
+            self._turn()
+        _wait(self._works)
+        group, codec = self._group, get_codec(self._options.across)
+        total = torch.zeros(self._out.numel(), device=self._flat.device)
+        for rank in self._counterparts:
+            if rank == group.index:
+                total.add_(self._sums[rank])
+            else:
+                total.add_(self._decoded(codec, self._received[1, rank], [rank])[rank])
+        if self._add:
+            self._out.add_(total, alpha=self._factor)
+        else:
+            torch.mul(total, self._factor, out=total)
+            self._out.copy_(total)
+        self.squares = sum_of_squares(self._out)
+        self._works, self._kept, self._received, self._sums = [], [], {}, {}
+
+    def _nbytes(self, codec: Codec, shards: int) -> int:
+        return shards * _aligned(codec.encoded_size(self._out.numel(), torch.float32))
+
+    def _message(
+        self, codec: Codec, parts: Mapping[int, torch.Tensor], errors: dict[int, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Encode parts in float32, by the shard that they are for, and update their errors."""
+        message = torch.empty(self._nbytes(codec, len(parts)), dtype=torch.uint8, device=self._flat.device)
+        size = codec.encoded_size(self._out.numel(), torch.float32)
+        for number, (shard, part) in enumerate(parts.items()):
+            start = number * _aligned(size)
+            values = part.float()
+            if errors is not None and shard in errors:
+                values = values + errors[shard]
+            encode(codec, values.contiguous(), message[start : start + size])
+            if errors is not None:
+                self._update_error(codec, message[start : start + size], values, errors, shard)
+        return message
+
+    def _update_error(
+        self, codec: Codec, message: torch.Tensor, values: torch.Tensor, errors: dict[int, torch.Tensor], shard: int
+    ) -> None:
+        loco = self._options.loco
+        assert loco is not None
+        decoded = torch.empty_like(values)
+        codec.decode(message, decoded, torch.float32)
+        left_out = (values - decoded).mul_(1 - loco.err_beta)
+        if bool(torch.isfinite(left_out).all()):
+            errors[shard] = left_out.add_(errors[shard], alpha=loco.err_beta) if shard in errors else left_out
+
+    def _decoded(self, codec: Codec, message: torch.Tensor, shards: list[int]) -> dict[int, torch.Tensor]:
+        size = codec.encoded_size(self._out.numel(), torch.float32)
+        values = {}
+        for number, shard in enumerate(shards):
+            start = number * _aligned(size)
+            values[shard] = torch.empty(self._out.numel(), device=self._flat.device)
+            codec.decode(message[start : start + size], values[shard], torch.float32)
+        return values
+
+
+def gather_bytes(group: RankGroup, buffer: TransportBuffer, node_size: int) -> tuple[int, int]:
+    """Return the bytes that a rank receives inside its node and across nodes in a quantized all-gather."""
+    assert buffer.codec is not None
+    shard = get_codec(buffer.codec).encoded_size(buffer.local.numel() // group.size, buffer.local.dtype)
+    node = ranks_of_node(group, node_size)
+    return (node - 1) * shard, (group.size - node) * shard
+
+
+def reduction_bytes(group: RankGroup, numel: int, options: QuantizedGradients, node_size: int) -> tuple[int, int]:
+    """Return the bytes that a rank receives inside its node and across nodes in a quantized reduction."""
+    node, shard = ranks_of_node(group, node_size), numel // group.size
+    nodes = group.size // node
+    inside = _aligned(get_codec(options.inside).encoded_size(shard, torch.float32))
+    across = _aligned(get_codec(options.across).encoded_size(shard, torch.float32))
+    return (node - 1) * nodes * inside, (nodes - 1) * across
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,103 @@
+"""1-bit Adam: Adam whose messages have one bit for each element once its variance is frozen."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError
+
+FREEZE_STEP = 100_000
+
+
+class OneBitAdam(torch.optim.AdamW):
+    """Groups and hyper-parameters of 1-bit Adam. An engine steps them (`zero/update/one_bit_adam_update`).
+
+    The first `freeze_step` steps are those of `torch.optim.AdamW`. Afterwards the variance is constant, gradients are
+    no longer reduced in full, and ranks exchange one bit for each element. Outside an engine every step is AdamW's.
+
+    Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
+    arXiv:2102.02888.
+
+    Args:
+        freeze_step: steps before the variance is frozen.
+        bias_correction, eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
+        cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect: messages take the
+            engine's transport.
+
+    Raises:
+        ConfigError: a value is out of range or not supported.
+    """
+
+    same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        freeze_step: int = FREEZE_STEP,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        check_one_bit_options(
+            "OneBitAdam", freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt,
+            bias_correction=bias_correction,
+        )  # fmt: skip
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        for group in self.param_groups:
+            group.setdefault("freeze_step", freeze_step)
+            group.setdefault("applied_steps", 0)
+        self.defaults |= {"freeze_step": freeze_step, "applied_steps": 0}
+
+
+def check_one_bit_options(
+    name: str,
+    freeze_step: int,
+    max_grad_norm: float,
+    amsgrad: bool,
+    *,
+    eps_inside_sqrt: bool = False,
+    bias_correction: bool = True,
+) -> None:
+    """Raise ConfigError for options that no 1-bit optimizer supports."""
+    if freeze_step < 1:
+        raise ConfigError(
+            f"{name}: freeze_step is {freeze_step}, and the variance is measured in the steps before it; write at "
+            "least 1, about 15 % of all steps"
+        )
+    if max_grad_norm:
+        raise ConfigError(f"{name}: max_grad_norm is {max_grad_norm}; set the top-level gradient_clipping instead")
+    if amsgrad:
+        raise ConfigError(f"{name}: amsgrad is true, and a frozen variance has no maximum to keep; delete it")
+    if eps_inside_sqrt or not bias_correction:
+        raise ConfigError(
+            f"{name}: eps_inside_sqrt is {eps_inside_sqrt} and bias_correction is {bias_correction}, and the steps "
+            "before freeze_step are torch's AdamW; write false and true"
+        )
+
+
+def applied_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Return the steps that were applied so far, of any group."""
+    return max((int(group.get("applied_steps", 0)) for group in optimizer.param_groups), default=0)
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Count one applied step in every group."""
+    steps = applied_steps(optimizer) + 1
+    for group in optimizer.param_groups:
+        group["applied_steps"] = steps
+
+
+def is_frozen(optimizer: torch.optim.Optimizer, key: str = "freeze_step") -> bool:
+    """Return True if the next step is one of the compressed phase. One phase for all groups: the last to freeze."""
+    last: Any = max((group[key] for group in optimizer.param_groups), default=0)
+    return applied_steps(optimizer) >= int(last)

@@ -1,0 +1,137 @@
+"""Compressed messages of an update: local gradients to the owners of shards, and their answers.
+
+[Note: owners of elements] Every rank owns the elements of its state span of each unit, at every stage; at stage 0 the
+spans are those of stage 1. A rank sends each owner its part of the local gradient, as one message for some units
+([Note: error feedback]); each parameter in it has its own scales. The owner's answer is compressed too, and every rank,
+the owner included, uses the decoded answer, so that all ranks keep the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from windlass.comm.choose_channel import choose_channel
+from windlass.comm.compressed_lists import CompressedLists
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.traffic import Traffic
+from windlass.zero.core.dp_group import DataParallelGroup
+from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit_layout import LayoutPiece
+
+_BATCH_NUMEL = 1 << 25  # elements of a message's units: bounds the float32 copies of a batch to 128 MiB
+
+
+@dataclass(frozen=True)
+class UnitMessage:
+    """Part of a unit that takes part in an exchange.
+
+    Attributes:
+        flat: `[padded]` in float32: the values to send, and then the answer.
+        chosen: by index of the parameter, True if it takes part; equal on all ranks.
+    """
+
+    unit: Unit
+    flat: torch.Tensor
+    chosen: Sequence[bool]
+
+    def pieces(self, rank: int, ranks: int) -> Iterator[tuple[LayoutPiece, int]]:
+        """Yield the fragments of chosen parameters that a rank owns, with their offset in the unit."""
+        start, stop = self.unit.layout.shard_range(rank, ranks)
+        for piece in self.unit.layout.pieces(start, stop):
+            if self.chosen[piece.index]:
+                yield piece, start + piece.offset
+
+    def views(self, flat: torch.Tensor, rank: int, ranks: int) -> list[torch.Tensor]:
+        """Return the views of a rank's fragments in a flat tensor `[padded]`."""
+        return [flat.narrow(0, offset, piece.numel) for piece, offset in self.pieces(rank, ranks)]
+
+
+class CompressedMessages:
+    """Exchanges over the data-parallel ranks. The first one is collective in more than its messages: it makes the
+    channel.
+
+    Args:
+        codec: registered name of the codec.
+        timeout: maximum wait for a peer in shared memory.
+    """
+
+    def __init__(self, dp_group: DataParallelGroup, codec: str, timeout: timedelta) -> None:
+        self.group: RankGroup = dp_group.mesh.data
+        self.traffic: Traffic = dp_group.transport.traffic
+        self._transport, self._codec, self._timeout = dp_group.transport.name, codec, timeout
+        self._lists: CompressedLists | None = None
+
+    def lists(self, device: torch.device) -> CompressedLists:
+        """Return the collectives for tensors on `device`. Collective at the first call."""
+        if self._lists is None:
+            requested = "auto" if self.group.size == 1 else self._transport
+            channel = choose_channel(
+                requested, self.group, device, timeout=self._timeout, what="the ranks of a compressed update"
+            )
+            self._lists = CompressedLists(channel, self._codec, self.traffic)
+        return self._lists
+
+    def average_to_owners(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> None:
+        """Replace this rank's own fragments of each message by their mean over ranks. Collective.
+
+        Args:
+            errors: for each message the error feedback of this rank, `[padded]` in float32.
+        """
+        if self.group.size == 1 or not messages:
+            return
+        size = self.group.size
+        parts = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
+        owed = [
+            [view for one, error in zip(messages, errors, strict=True) for view in one.views(error, rank, size)]
+            for rank in range(size)
+        ]
+        means = self.lists(messages[0].flat.device).reduce_scatter(parts, owed, factor=1.0 / size)
+        for own, mean in zip(parts[self.group.index], means, strict=True):
+            own.copy_(mean)
+
+    def send_from_owners(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor] | None = None) -> None:
+        """Replace all fragments of each message by what their owners send. Collective.
+
+        Args:
+            errors: for each message the error feedback of the owners, `[padded]`; None: the caller keeps it.
+        """
+        if self.group.size == 1 or not messages:
+            return
+        size, index = self.group.size, self.group.index
+        outs = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
+        owed = None
+        if errors is not None:
+            owed = [view for one, error in zip(messages, errors, strict=True) for view in one.views(error, index, size)]
+        self.lists(messages[0].flat.device).all_gather(outs[index], outs, owed)
+
+
+def batches_of(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Divide units into batches of one message: equal on all ranks, and of bounded size."""
+    batch: list[Unit] = []
+    for unit in units:
+        if batch and sum(one.layout.padded for one in batch) + unit.layout.padded > _BATCH_NUMEL:
+            yield batch
+            batch = []
+        batch.append(unit)
+    if batch:
+        yield batch
+
+
+def owner_rows(unit: Unit, index: int, rows: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Distribute the errors of owners over another number of ranks: each element's goes to its new owner.
+
+    Args:
+        rows: `[saved ranks, n]`, zeros where a rank is not the owner. Returns `[ranks, n]`.
+    """
+    total = rows.sum(0)
+    result = torch.zeros(ranks, total.numel(), dtype=rows.dtype)
+    for rank in range(ranks):
+        start, stop = unit.layout.shard_range(rank, ranks)
+        for piece in unit.layout.pieces(start, stop):
+            if piece.index == index:
+                result[rank, piece.start : piece.stop] = total[piece.start : piece.stop]
+    return result
