@@ -60,7 +60,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "whole_parameter": FeatureValue(
             "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
         ),
-        "onebit": FeatureValue("OneBitAdam: gradients of one bit an element after a warm-up"),
+        "onebit": FeatureValue("OneBitAdam, ZeroOneAdam: gradients of one bit an element after a warm-up"),
     },
     "precision": {
         "fp32": FeatureValue("everything in fp32"),

@@ -189,7 +189,7 @@ class ShardedModel:
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
             delayed=late,
-            separate=optimizer is not None and policy.state and update_class(optimizer).keeps_replicas,
+            separate=optimizer is not None and update_class(optimizer).separates_masters(policy.state),
         )
         try:
             self.reserve("initialize cannot start")
