@@ -388,6 +388,14 @@ class ShardedModel:
                         'rounded once more at each step; set state_dtype to "bf16" or "fp32", or that axis to 1'
                     )
 
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that backwards without a reduction accumulated. Collective.
+
+        A step does this itself.
+        """
+        self.scheduler.sync(SyncPoint.GRADIENT_READ)
+        self.agreement.reduce_remaining()
+
     def step(
         self,
         limit: float,
