@@ -180,14 +180,14 @@ def _compressed_optimizer_stage(config: Config) -> Iterator[tuple[str, str]]:
     if highest == 0:
         yield (
             "optimizer.type",
-            f'"{name}" at zero_optimization.stage {stage}, and every rank needs whole states of its own; write stage 0, '
+            f'"{name}" at zero_optimization.stage {stage}, and every rank needs whole states; write stage 0, '
             'or "OneBitAdam" or "ZeroOneAdam" with stage 1 or 2',
         )
     else:
         yield (
             "optimizer.type",
-            f'"{name}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so that one bit '
-            "for each gradient would save little; write stage 0, 1 or 2, or AdamW with zero_quantized_weights and "
+            f'"{name}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so that '
+            "one bit for each gradient would save little; write stage 0, 1 or 2, or AdamW with zero_quantized_weights and "
             "zero_quantized_gradients",
         )
 
