@@ -50,6 +50,7 @@ class Case:
     clipping: float = 0.0
     bf16: bool = False
     nvme: bool = False
+    host: bool = False
     model: str = "mlp"
     transport: str = "gloo"
     optimizer: str = "OneBitAdam"
@@ -61,6 +62,8 @@ class Case:
         zero: dict[str, Any] = {"stage": self.stage}
         if self.nvme:
             zero |= {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 100}
+        if self.host:
+            zero |= {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100}
         params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY, **dict(self.params)}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
@@ -272,6 +275,13 @@ def test_the_compressed_phase_equals_its_simulation(ranks: int, every: bool, tmp
     by_rank = run_ranks(run_cases, ranks, cases, str(tmp_path), timeout=120.0)
     for number, case in enumerate(cases):
         require_law(case, [found[number] for found in by_rank])
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_states_in_host_memory_change_nothing(stage: int, tmp_path: Path) -> None:
+    case = Case(stage, host=True, accumulation=2, clipping=0.1)
+    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+    require_law(case, run_ranks(run_case, 2, case, str(tmp_path), env=env, timeout=120.0))
 
 
 def both(cases: list[Case], folder: str, plain: str = "Adam") -> list[tuple[dict[str, Any], dict[str, Any]]]:

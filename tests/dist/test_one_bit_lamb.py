@@ -123,5 +123,5 @@ def refused(stage: int) -> None:
 
 
 def test_sharded_states_are_refused() -> None:
-    with pytest.raises(RankError, match=r"stage is 2.*OneBitLamb needs them; set it to 0, or use OneBitAdam"):
+    with pytest.raises(RankError, match=r"OneBitLamb.* at zero_optimization.stage 2.*write stage 0"):
         run_ranks(refused, 2, 2)

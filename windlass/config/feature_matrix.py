@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from windlass.config.axis_sizes import axis_size
 from windlass.config.offload_section import is_offloaded
-from windlass.config.optimizer_section import ONE_BIT_OPTIMIZERS
+from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS
 
 if TYPE_CHECKING:
     from windlass.config.root_config import Config
@@ -255,7 +255,7 @@ def _tier(section: object) -> str:
 def _optimizer_kind(config: Config) -> str:
     if config.optimizer is None or config.optimizer.type.lower() in {name.lower() for name in ELEMENTWISE_OPTIMIZERS}:
         return "elementwise"
-    return "onebit" if config.optimizer.type in ONE_BIT_OPTIMIZERS else "whole_parameter"
+    return "onebit" if config.optimizer.type in COMPRESSED_OPTIMIZERS else "whole_parameter"
 
 
 def _precision(config: Config) -> str:

@@ -122,6 +122,15 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "torch_adam": accepted_parameter("bool", False, "AdamW always uses torch's own arithmetic"),
         "adam_w_mode": _ALWAYS_DECOUPLED,
     },
+    "DiLoCo": {
+        **_LR, **_BETAS, **_EPS,
+        "weight_decay": ParameterSpec("float", 0.01, minimum=0),
+        "inner_steps": ParameterSpec("int", 32, minimum=1),
+        "outer_lr": ParameterSpec("float", 0.7, greater_than=0),
+        "outer_momentum": ParameterSpec("float", 0.9, minimum=0, less_than=1),
+        "fragments": ParameterSpec("int", 1, minimum=1),
+        "codec": ParameterSpec("str", "int8", choices=("identity", "bf16", "fp8", "int8", "int4", "sign")),
+    },
     "OneBitAdam": {**_AS_ADAMW, "freeze_step": ParameterSpec("int", 100_000, minimum=1)},
     "ZeroOneAdam": {**_AS_ADAMW, **_ZERO_ONE},
     "OneBitLamb": {**_LAMB, **_GRADS, **_ONE_BIT_LAMB},
@@ -131,7 +140,8 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 }  # fmt: skip
 """Parameters by optimizer, known without importing torch: DeepSpeed's names, and those that every torch version has."""
 
-ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 0, "DiLoCo": 0}
+"""Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
 UNSUPPORTED_OPTIMIZERS = {
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
@@ -151,7 +161,7 @@ class OptimizerConfig(ConfigSection):
     """Optimizer that the engine constructs if the caller passes none."""
 
     type: str = honoured(...)
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, MuAdam, MuAdamW, MuSGD
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, DiLoCo, MuAdam, MuAdamW, MuSGD
     (case-insensitive), a class of torch.optim, or a name that the script registered with
     windlass.optim.register_update."""
     params: dict[str, Any] = honoured(dict)

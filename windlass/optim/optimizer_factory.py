@@ -23,6 +23,7 @@ from windlass.config.optimizer_section import (
 )
 from windlass.config.registered_optimizers import find_registered_optimizer, registered_optimizers
 from windlass.optim import mup
+from windlass.optim.diloco import DiLoCo
 from windlass.optim.lamb import Lamb
 from windlass.optim.lion import Lion
 from windlass.optim.muon import Muon
@@ -34,6 +35,7 @@ _WINDLASS_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
     "lamb": Lamb,
     "muon": Muon,
+    "diloco": DiLoCo,
     "onebitadam": OneBitAdam,
     "onebitlamb": OneBitLamb,
     "zerooneadam": ZeroOneAdam,

@@ -16,7 +16,7 @@ from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
 CODEC = "sign"
-WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
+WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE = "worker_error", "server_error", "local_change"
 
 Options = dict[int, dict[str, Any]]
 """Hyper-parameters by id of the parameter."""
@@ -30,6 +30,7 @@ class CompressedPhase:
     Args:
         chunks: chunks of the update; chunks that are added later are seen.
         keys: names of the other per-rank states, beside the error feedback.
+        codec: registered name of the codec of messages.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class CompressedPhase:
         context: UpdateContext,
         chunks: list[UpdateChunk],
         keys: tuple[str, ...] = (),
+        codec: str = CODEC,
     ) -> None:
         self._optimizer, self._chunks, self.shards = optimizer, chunks, context.shards_states
-        self._messages = CompressedMessages(context.dp_groups[0], CODEC, context.timeout)
+        self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
         self._keys = (WORKER_ERROR, *(() if self.shards else (SERVER_ERROR,)), *keys)
         self._states: dict[str, dict[int, torch.Tensor]] = {}  # by key and unit: flat [padded]
         self._held: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ import torch
 from windlass.base.log import logger
 from windlass.optim.one_bit_adam import count_step, is_frozen
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_phase import CompressedPhase, Options
+from windlass.zero.update.compressed_phase import CODEC, LOCAL_CHANGE, CompressedPhase, Options
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
@@ -48,10 +48,17 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
         self._shards = context.shards_states
-        self._phase = CompressedPhase(optimizer, context, self.chunks, self.rank_state_keys(self._shards))
+        self._phase = CompressedPhase(
+            optimizer, context, self.chunks, self.rank_state_keys(self._shards), self.codec_of(optimizer)
+        )
         self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
         if self.takes_local_gradients:
             self._phase.begin()
+
+    @classmethod
+    def codec_of(cls, optimizer: torch.optim.Optimizer) -> str:
+        """Return the name of the codec of messages."""
+        return CODEC
 
     @classmethod
     def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
@@ -176,6 +183,32 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def publish(self, units: list[Unit]) -> None:
         """See `Update.publish`. Collective."""
         self._phase.send_changes(units, self._changes)
+
+    # Fragments of units, for updates with local steps at stage 0, where every rank has all of them in memory.
+
+    def _segments_of(self, unit: Unit) -> Iterable[ParameterSegment]:
+        for chunk in self._masters.chunks_of(unit):
+            yield from self._of_chunk[id(chunk)]
+
+    def _view(self, flat: torch.Tensor, segment: ParameterSegment) -> torch.Tensor:
+        """Return a fragment of a flat tensor of its unit."""
+        layout, piece = segment.chunk.unit.layout, segment.piece
+        return flat.narrow(0, layout.offsets[piece.index] + piece.start, piece.numel)
+
+    def _own(self, key: str, segment: ParameterSegment) -> torch.Tensor:
+        return self._view(self._phase.state(key, segment.chunk.unit), segment)
+
+    def _master(self, segment: ParameterSegment) -> torch.Tensor:
+        piece = segment.piece
+        return segment.chunk.values().narrow(0, piece.offset, piece.numel)
+
+    @torch.no_grad()
+    def _publish_local(self, units: list[Unit]) -> None:
+        """Set this rank's parameters to the master weights minus its local change."""
+        for unit in units:
+            for segment in self._segments_of(unit):
+                change = self._own(LOCAL_CHANGE, segment)
+                self._view(unit.full, segment).copy_(self._master(segment).float() - change)
 
     def rank_states(self) -> Iterator[RankState]:
         """See `Update.rank_states`. None before the first compressed step."""

@@ -6,6 +6,7 @@ import torch
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh import Mesh
+from windlass.optim.diloco import DiLoCo
 from windlass.optim.elementwise_optimizers import is_elementwise
 from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.optim.one_bit_lamb import OneBitLamb
@@ -13,6 +14,7 @@ from windlass.optim.update_registry import find_registered_update
 from windlass.optim.zero_one_adam import ZeroOneAdam
 from windlass.storage.slot import Tier
 from windlass.zero.core.zero_settings import ZeroSettings
+from windlass.zero.update.diloco_update import DiLoCoUpdate
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.one_bit_lamb_update import OneBitLambUpdate
@@ -24,6 +26,7 @@ _ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {
     OneBitAdam: OneBitAdamUpdate,
     OneBitLamb: OneBitLambUpdate,
     ZeroOneAdam: ZeroOneAdamUpdate,
+    DiLoCo: DiLoCoUpdate,
 }
 _MODEL_AXES = ("pp", "ep", "sp", "tp")
 _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
@@ -90,6 +93,11 @@ def _check_one_bit(optimizer: torch.optim.Optimizer, settings: ZeroSettings) -> 
         raise ConfigError(
             f"zero_optimization.stage is {settings.policy.stage}, where no rank has the whole of a parameter's states, "
             f"and the factor of {name} needs them; set it to 0, or use OneBitAdam or ZeroOneAdam"
+        )
+    if isinstance(optimizer, DiLoCo) and settings.policy.stage:
+        raise ConfigError(
+            f"zero_optimization.stage is {settings.policy.stage}, and each rank of {name} takes local steps with whole "
+            "parameters and states of its own; set it to 0, or use ZeroOneAdam"
         )
     if settings.policy.stage == 3:
         raise ConfigError(

@@ -18,19 +18,19 @@ of the rank: a resumed run continues from the same values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from windlass.optim.one_bit_adam import applied_steps
 from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_phase import SERVER_ERROR, WORKER_ERROR, Options
+from windlass.zero.update.compressed_phase import LOCAL_CHANGE, SERVER_ERROR, WORKER_ERROR, Options
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.update_chunk import UpdateChunk
 
-SUMMED, LOCAL_CHANGE, LOCAL_MOMENTUM, RATES = "summed", "local_change", "local_momentum", "summed_rates"
+SUMMED, LOCAL_MOMENTUM, RATES = "summed", "local_momentum", "summed_rates"
 _GATHERED = (StepKind.LOCAL, StepKind.SYNC)
 
 
@@ -151,22 +151,6 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
                             self._take_common_step(segment, self._view(message.flat, segment), options)
         yield from self.state_offload.iterate_batches(self._batches)
 
-    def _segments_of(self, unit: Unit) -> Iterable[ParameterSegment]:
-        for chunk in self._masters.chunks_of(unit):
-            yield from self._of_chunk[id(chunk)]
-
-    def _view(self, flat: torch.Tensor, segment: ParameterSegment) -> torch.Tensor:
-        """Return a fragment of a flat tensor of its unit."""
-        layout, piece = segment.chunk.unit.layout, segment.piece
-        return flat.narrow(0, layout.offsets[piece.index] + piece.start, piece.numel)
-
-    def _own(self, key: str, segment: ParameterSegment) -> torch.Tensor:
-        return self._view(self._phase.state(key, segment.chunk.unit), segment)
-
-    def _master(self, segment: ParameterSegment) -> torch.Tensor:
-        piece = segment.piece
-        return segment.chunk.values().narrow(0, piece.offset, piece.numel)
-
     def _take_local_step(
         self, segment: ParameterSegment, gradient: torch.Tensor, options: Options, *, syncs: bool
     ) -> None:
@@ -201,7 +185,4 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if self._shards:
             super().publish(units)
             return
-        for unit in units:
-            for segment in self._segments_of(unit):
-                values = self._view(unit.full, segment)
-                values.copy_(self._master(segment).float() - self._own(LOCAL_CHANGE, segment))
+        self._publish_local(units)
