@@ -32,7 +32,8 @@ _SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
 _OF_CHECKPOINTS = 0.66  # of the total time; the rest is for texts
 FLOOR = 64 << 20  # bytes beyond four times the file
-PATIENCE = 20  # seconds for one case on a loaded machine
+PATIENCE = 20  # seconds of computation for one case
+WAITS = 10  # times as long may pass on the clock, for a process that other processes keep waiting
 
 Reader = Callable[[], Any]
 Mutation = Callable[[random.Random, bytes], bytes]
@@ -186,17 +187,20 @@ class Hang(BaseException):
 
 @contextmanager
 def time_limit(seconds: int = PATIENCE, what: object = "a case") -> Iterator[None]:
-    """Raise Hang if the block takes longer."""
+    """Raise Hang if the block computes longer than that, or waits ten times as long."""
+    start, computed = time.monotonic(), time.process_time()
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"more than {seconds} s for {what}")
+        took, used = time.monotonic() - start, time.process_time() - computed
+        if used >= seconds or took >= WAITS * seconds:
+            raise Hang(f"{took:.0f} s, of which {used:.0f} s of computation, for {what}")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
