@@ -113,8 +113,8 @@ def _before_initialize() -> None:
     assert torch.equal(engine(torch.ones(2, 6)), plain(torch.ones(2, 6)))
     engine.destroy()
     with Init():
-        half = nn.Linear(4, 4)
-        assert half.weight.ds_tensor.dtype == torch.float16
+        layer = nn.Linear(4, 4)
+        assert layer.weight.ds_tensor.dtype == torch.float32
 
 
 def test_parts_of_parameters_under_construction() -> None:
@@ -188,6 +188,9 @@ def _strict() -> None:
         engine.destroy()
         for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other)
+        with Init():
+            layer = nn.Linear(4, 4)
+            assert layer.weight.ds_tensor.dtype == torch.float16
         engine = initialize(model=_net(), config=_config(0))[0]
         engine.backward(engine(x).mean())
         engine.step()
@@ -233,6 +236,13 @@ def _returned() -> None:
     assert net.inner.bias.is_external_param and not net.inner.weight.is_external_param
     assert [parameter is net.inner.bias for _, parameter in net.ds_external_parameters()] == [True]
     assert len(net.inner._forward_hooks) == hooks and torch.equal(engine(x), expected)
+    engine.destroy()
+    compiled = _UsesBias()
+    compiled.inner._compiled_call_impl = (
+        compiled.inner._call_impl
+    )  # as `compile()` sets it; it would compile hooks, too
+    engine = initialize(model=compiled, config=_config(3))[0]
+    assert torch.equal(engine(x), expected) and not compiled.inner.bias.is_external_param
     engine.destroy()
 
 

@@ -226,6 +226,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         """Call the module."""
         if self.zero_optimization_stage() == 3 and not self._has_recorded_returns:
             self._has_recorded_returns = True
+            if _is_compiled(self.module):  # torch.compile would trace the hooks, and keep them
+                return super().forward(*args, **kwargs)
             recorder = ReturnedParameterRecorder(self.module, mark_external)
             try:
                 return super().forward(*args, **kwargs)
@@ -600,6 +602,17 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def is_iterable_style_dataset(obj: Any) -> bool:
         """Return True if a dataset is a torch `IterableDataset`."""
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return True if torch.compile wraps the model, a module of it, or a forward."""
+    # Each of the three keeps the uncompiled one under a name of its own.
+    return any(
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def _config_method(name: str, path: str) -> Any:

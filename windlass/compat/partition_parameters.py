@@ -83,8 +83,8 @@ _INIT_SIGNATURE = signature(zero.Init.__init__)
 class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
     """Context `windlass.zero.Init` that accepts every configuration that `deepspeed.initialize` accepts.
 
-    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and in fp16 without a
-    configuration, as in DeepSpeed. They have DeepSpeed's parameter attributes, on a single rank too. With
+    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and in strict mode in fp16
+    without a configuration. They have DeepSpeed's parameter attributes, on a single rank too. With
     `memory_efficient_linear: true` in the configuration (without one: `mem_efficient_linear=True`), entering the
     context replaces torch's linear function.
     """
@@ -102,7 +102,7 @@ class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
             config = given.get("config_dict_or_path") or given.get("config")
             if config is not None and given.get("dtype") is None and (config.bf16.enabled or config.fp16.enabled):
                 given["dtype"] = parse_dtype(config.dtype_table().param_dtype)
-            elif config is None and given.get("dtype") is None and given.get("module") is None:
+            elif is_strict() and config is None and given.get("dtype") is None and given.get("module") is None:
                 given["dtype"] = torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16
             self._replaces_linear = (
                 requests_linear(config) if config is not None else given.get("mem_efficient_linear", is_strict())

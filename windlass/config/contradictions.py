@@ -186,9 +186,9 @@ def _compressed_optimizer_stage(config: Config) -> Iterator[tuple[str, str]]:
     else:
         yield (
             "optimizer.type",
-            f'"{name}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so that '
-            "one bit for each gradient would save little; write stage 0, 1 or 2, or AdamW with zero_quantized_weights and "
-            "zero_quantized_gradients",
+            f'"{name}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so '
+            "that one bit for each gradient would save little; write stage 0, 1 or 2, or AdamW with "
+            "zero_quantized_weights and zero_quantized_gradients",
         )
 
 
