@@ -106,7 +106,7 @@ def plot(folder: Path) -> None:
     axes.set_ylabel("held-out loss, nats per byte")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(folder / "parameter_server.svg")
+    figure.savefig(folder / "parameter_server.png")
 
 
 if __name__ == "__main__":
