@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.parameter_server.jobs import Job
 from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
+from windlass.parameter_server.job import role_of
 from windlass.parameter_server.parameter_cut import CutParameter, cut_parameters
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
@@ -404,3 +405,35 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
     job.start_servers()
     with pytest.raises(CheckpointError, match="server-0-of-1.pt is no snapshot of a parameter server"):
         job.finish()
+
+
+ENVIRONMENT = {"WINDLASS_SERVERS": "2", "RANK": "3", "WORLD_SIZE": "6", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (False, 1)),
+        ({"RANK": "1"}, (True, 1)),
+        ({"RANK": "0", "WINDLASS_JOINS": "1"}, (False, -1)),
+    ],
+)
+def test_the_first_ranks_are_servers(changes: dict[str, str], expected: tuple[bool, int]) -> None:
+    role = role_of({**ENVIRONMENT, **changes})
+    assert (role.is_server, role.index) == expected and (role.servers, role.workers) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, "the environment has no numbers in WINDLASS_SERVERS, RANK, WORLD_SIZE, MASTER_PORT"),
+        (
+            {**ENVIRONMENT, "WINDLASS_SERVERS": "6"},
+            "WINDLASS_SERVERS = 6 of 6 ranks; at least one server and one worker",
+        ),
+    ],
+)
+def test_an_incomplete_environment_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(CommunicationError) as caught:
+        role_of(environ)
+    assert message in str(caught.value)
