@@ -6,8 +6,9 @@ CHECKOUT is a checkout of DeepSpeed's repository (only its `tests/` is used), PY
 has DeepSpeed and no windlass. The stand-in runs under the interpreter that runs this script. Both environments need
 pytest. Outcomes are appended to DIR as they come, and a second run continues where the first one ended.
 
-The tests run in a copy of `tests/` that lies beside no DeepSpeed. A test counts when DeepSpeed itself passes it. This
-file is also the pytest plugin that records outcomes inside both runs, so it imports the standard library alone.
+The tests run in a copy of `tests/` that lies beside no DeepSpeed, and the stand-in in strict mode (docs/compat.md). A
+test counts when DeepSpeed itself passes it. This file is also the pytest plugin that records outcomes inside both runs,
+so it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ class TestSide:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "DS_UNITTEST_TIMEOUT": "90",
+            "WINDLASS_DEEPSPEED_STRICT": "1",
             "DEEPSPEED_SUITE_RECORD": str(self.file),
             # A folder for this side alone: kernels are rebuilt whenever another environment used the folder in between.
             "TORCH_EXTENSIONS_DIR": str(out / "extensions" / name),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.causal_models import build
+from windlass.cli import compression_choice, compression_stages
 from windlass.cli.compression_figures import choose_method, figure_lines, format_name
 from windlass.cli.main import main
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
@@ -166,8 +167,6 @@ def test_a_pruned_model_is_an_ordinary_directory(
 def test_a_budget_is_met_and_reported(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from windlass.cli import compression_stages
-
     text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure"]
     arguments = [model, tmp_path / "out", "--budget", "size=0.45", *text]
 
@@ -181,7 +180,7 @@ def test_a_budget_is_met_and_reported(
         assert ended.value.code == 130
     capsys.readouterr()
     with monkeypatch.context() as patch:  # the choice of the interrupted run stays
-        patch.setattr(compression_stages, "choose_for_budget", None)
+        patch.setattr(compression_choice, "choose_for_budget", None)
         run(*arguments)
     out = capsys.readouterr().out
     assert "size: asked 0.4500 of the bytes, got 0.4" in out and "model.layers.0.self_attn.q_proj +2" in out
@@ -195,6 +194,34 @@ def test_a_budget_is_met_and_reported(
     assert "size=0.05 cannot be met: the nearest is size=" in message
     assert "--budget) needs a calibration text" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x")
     assert "leave weights" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x", "--weights", "int8", *text)
+
+
+def test_a_loss_that_is_missed_on_held_out_text_leads_to_a_more_careful_choice(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure"]
+    seen: list[tuple[str, bool]] = []
+    bits = {"wide": 2.0, "rounded0": 2.3, "rounded1": 2.15}
+
+    def measured(path: Path, *_: object, **__: object) -> float:
+        seen.append((path.name, (tmp_path / "out").exists()))
+        return bits.get(path.name, 2.05)
+
+    monkeypatch.setattr(compression_stages, "measure_bits", measured)
+    run(model, tmp_path / "out", "--budget", "loss=+0.1", *text)
+    out = capsys.readouterr().out
+    assert seen == [("wide", False), ("rounded0", False), ("rounded1", False), ("rounded2", False)]
+    assert out.count("more than the allowed +0.1000") == 2 and "+0.0500 bits per byte, within the allowed" in out
+    choices = [int(line.split()[1].replace(",", "")) for line in out.splitlines() if line.startswith("  expected: ")]
+    assert choices[0] <= choices[1] <= choices[2], "no fewer bytes with less loss"
+    assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
+    assert not list(tmp_path.glob(".out*"))
+    bits.clear()
+    bits["wide"] = 1.0
+    monkeypatch.setattr(compression_choice, "ATTEMPTS", 2)
+    message = failed(capsys, model, tmp_path / "no", "--budget", "loss=10%", *text)
+    assert "loss=10% is missed on held-out text: reached +1.0500 bits per byte (2 choices were tried)" in message
+    assert not (tmp_path / "no").exists()
 
 
 def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
+from windlass.compress.fake_rounding import rounded_values
 from windlass.compress.quantize_training import SCHEDULE, bit_planner, prepare_quantize_training
 from windlass.compress.redundancy_clean import redundancy_clean
 from windlass.config.compression_section import Eigenvalue
+from windlass.config.config_loading import load_config
 from windlass.config.quantize_training_section import QuantizeTraining
 
 
@@ -107,6 +109,25 @@ def test_without_eigenvalues_bits_follow_the_steps_alone() -> None:
         assert model.layer[0]["up"].compression.weight.bits(step) == bits
 
 
+@pytest.mark.parametrize("rule", [{"quantize-algo": {"q_type": "asymmetric"}}, {"quantize_type": "asymmetric"}])
+def test_the_spellings_of_the_tutorial_are_read(rule: dict[str, Any]) -> None:
+    section = {
+        "enabled": True,
+        "quantize_verbose": True,
+        "quantizer_kernel": True,
+        "quantize_bits": {"start_bits": 8, "target_bits": 8},
+        "quantize_schedule": {"quantize_period": 400, "schedule_offset": 0},
+        "quantize_groups": 8,
+        **rule,
+    }
+    model = Blocks()
+    found = load_config({"train_batch_size": 1, "quantize_training": section}).quantize_training
+    prepare_quantize_training(model, found, Eigenvalue())
+    layer = model.layer[0]["up"]
+    expected = rounded_values(layer.weight, 8, 8, symmetric=False)
+    assert torch.equal(layer.compressed_weight().detach(), expected)
+
+
 def test_bad_sections_name_the_key() -> None:
     def refused(match: str, section: QuantizeTraining, eigenvalue: Eigenvalue = EIGENVALUE, ranks: int = 1) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -116,6 +137,8 @@ def test_bad_sections_name_the_key() -> None:
     refused("quantize_groups is 3, which does not divide the 16 weights of 'layer.0.up'", moq(quantize_groups=3))
     refused("'bert.encoder.layer' and layer_num 0, but the model has 0 blocks", moq(), Eigenvalue(enabled=True))
     refused("layer_num 3, but the model has 2 blocks", moq(), Eigenvalue(enabled=True, layer_name="layer", layer_num=3))
+    both = moq(quantize_type="symmetric", quantize_algo={"q_type": "asymmetric"})
+    refused("quantize_type is 'symmetric' and quantize_algo.q_type 'asymmetric'; delete one", both)
     refused("not over 2 ranks of tp, pp and sp", moq(), ranks=2)
     model = Blocks()
     prepare_quantize_training(model, moq(), EIGENVALUE)

@@ -3,11 +3,13 @@ process; exact bytes; resumed runs."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,18 +50,21 @@ class Case:
     clipping: float = 0.0
     bf16: bool = False
     nvme: bool = False
+    host: bool = False
     model: str = "mlp"
     transport: str = "gloo"
     optimizer: str = "OneBitAdam"
+    params: tuple[tuple[str, Any], ...] = (("freeze_step", FREEZE),)
+    begin: int = FREEZE  # steps before the simulation begins
     steps: int = 5
 
     def config(self, folder: str = "") -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
         if self.nvme:
             zero |= {"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 100}
-        params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY}
-        if self.optimizer == "OneBitAdam":
-            params["freeze_step"] = FREEZE
+        if self.host:
+            zero |= {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100}
+        params = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY, **dict(self.params)}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.accumulation,
@@ -100,11 +105,11 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 def run_case(case: Case, folder: str) -> dict[str, Any]:
     engine = start(specimen(case.model), case.config(folder))
-    train(engine, case, 0, FREEZE)
+    train(engine, case, 0, case.begin)
     found = {"frozen": snapshot(engine)}
     moved: Counter[str] = Counter()
     set_traffic_observer(lambda operation, nbytes: moved.update({operation: nbytes}))
-    train(engine, case, FREEZE, case.steps)
+    train(engine, case, case.begin, case.steps)
     set_traffic_observer(None)
     found["moved"] = moved
     found["replicas"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -272,14 +277,22 @@ def test_the_compressed_phase_equals_its_simulation(ranks: int, every: bool, tmp
         require_law(case, [found[number] for found in by_rank])
 
 
-def both(cases: list[Case], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the state after `FREEZE` steps of each case, with 1-bit Adam and with Adam."""
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_states_in_host_memory_change_nothing(stage: int, tmp_path: Path) -> None:
+    case = Case(stage, host=True, accumulation=2, clipping=0.1)
+    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+    require_law(case, run_ranks(run_case, 2, case, str(tmp_path), env=env, timeout=120.0))
+
+
+def both(cases: list[Case], folder: str, plain: str = "Adam") -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the state after the first steps of each case, with its optimizer and with the plain one."""
     found = []
     for case in cases:
         pair = []
-        for name in ("OneBitAdam", "Adam"):
-            engine = start(specimen(case.model), replace(case, optimizer=name).config(folder))
-            train(engine, case, 0, FREEZE)
+        for name in (case.optimizer, plain):
+            params = case.params if name == case.optimizer else ()
+            engine = start(specimen(case.model), replace(case, optimizer=name, params=params).config(folder))
+            train(engine, case, 0, case.begin)
             pair.append({**snapshot(engine), "norm": float(engine.grad_norm())})
             engine.destroy()
         found.append((pair[0], pair[1]))
@@ -360,3 +373,42 @@ def refused(stage: int, more: dict[str, Any]) -> None:
 def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
     with pytest.raises(RankError, match=f"(?s){text}"):
         run_ranks(refused, 1, stage, more)
+
+
+def warnings_of(total: int) -> list[str]:
+    """Return the warnings of `initialize` for a schedule of `total` steps."""
+    config = Case().config()
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 1}}
+    texts: list[str] = []
+    with patch.object(logging.getLogger("windlass"), "warning", texts.append):
+        start(specimen("mlp"), config).destroy()
+    return [text for text in texts if "freeze_step" in text]
+
+
+def test_a_freeze_after_the_end_of_the_schedule_is_a_warning() -> None:
+    (late,) = run_ranks(warnings_of, 1, FREEZE)
+    assert len(late) == 1 and f"freeze_step is {FREEZE}, and scheduler.params.total_num_steps is {FREEZE}" in late[0]
+    assert run_ranks(warnings_of, 1, 100) == [[]]
+
+
+def received(stages: list[int]) -> list[float]:
+    """Return for each stage the bytes that a rank receives in DDP's all-reduce, over those of a compressed step."""
+    found = []
+    for stage in stages:
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        numel = sum(p.numel() for p in model.parameters())
+        config = replace(Case(stage), params=(("freeze_step", 1),)).config()
+        engine = windlass.initialize(model=model, config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 256)).square().mean())
+            engine.step()
+        moved = engine.report()["bytes_moved"]
+        wide = 2 * 4 * numel * (dist.get_world_size() - 1) / dist.get_world_size()
+        found.append(wide / sum(moved.values()))
+        engine.destroy()
+    return found
+
+
+def test_a_compressed_step_moves_a_thirtieth_of_the_bytes() -> None:
+    for ratios in run_ranks(received, 2, [0, 1, 2]):
+        assert all(30 < ratio < 32 for ratio in ratios), ratios

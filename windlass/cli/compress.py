@@ -1,4 +1,4 @@
-"""Command `windlass compress`: prunes a model, rounds its weights and writes them packed."""
+"""Command `windlass compress`: prunes, distils and rounds a model, and writes it with packed weights."""
 
 from __future__ import annotations
 
@@ -57,8 +57,23 @@ def compress(
         Literal["auto", "sparsegpt", "wanda", "magnitude"],
         typer.Option(help="auto: sparsegpt with --data, else magnitude."),
     ] = "auto",
+    distill: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train the model against this teacher, a directory, after pruning; with a weight format the layers "
+            "round themselves meanwhile. Needs --data and --steps."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of --distill.", min=1)] = None,
+    rows: Annotated[int, typer.Option(help="Sequences of a step of --distill.", min=1)] = 8,
+    rate: Annotated[float, typer.Option(help="Learning rate of --distill.", min=0)] = 1e-4,
+    distill_loss: Annotated[
+        str | None,
+        typer.Option(help="Weights of --distill: logits, task, hidden, attention, and temperature. [logits=1]"),
+    ] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Text to calibrate and measure with: files, directories. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Text to calibrate, train and measure with: files, directories. Repeatable."),
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON and parquet records.")] = "text",
     sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 128,
@@ -74,8 +89,9 @@ def compress(
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
 ) -> None:
-    """Write MODEL pruned and with packed weights to OUT. The same command continues an interrupted run."""
-    from windlass.cli.compression_stages import CompressionRun, CompressionSettings
+    """Write MODEL pruned, trained and with packed weights to OUT. The same command continues an interrupted run."""
+    from windlass.cli.compression_settings import CompressionSettings
+    from windlass.cli.compression_stages import CompressionRun
 
     settings = CompressionSettings(
         source=export_directory_of(model),
@@ -89,6 +105,11 @@ def compress(
         importance=importance,
         sparsity=sparsity,
         sparsity_method=sparsity_method,
+        distill=None if distill is None else export_directory_of(distill),
+        distill_loss=distill_loss,
+        steps=steps,
+        rows=rows,
+        rate=rate,
         data=tuple(data or ()),
         text_field=text_field,
         sequences=sequences,

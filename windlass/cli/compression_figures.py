@@ -110,27 +110,33 @@ def measure_figures(
     measure: bool,
     trust_remote_code: bool,
     speed: float | None = None,
+    bits: float | None = None,
 ) -> ModelFigures:
     """Measure a model's directory.
 
     Args:
-        speed: known already.
+        speed, bits: known already.
     """
     if not measure:
-        return ModelFigures(nbytes, None, speed)
-    from windlass.compress.calibration_text import bits_per_byte
-    from windlass.inference.model_loading import load_model
-
-    bits = None
-    if held_out is not None:
-        model = load_model(path, trust_remote_code=trust_remote_code)
-        _round_inputs_as_served(model, activations)
-        bits = bits_per_byte(model, held_out)
-        del model
-        gc.collect()
+        return ModelFigures(nbytes, bits, speed)
+    if held_out is not None and bits is None:
+        bits = measure_bits(path, held_out, activations, trust_remote_code=trust_remote_code)
     if speed is None:
         speed = measure_speed(path, activations=activations, trust_remote_code=trust_remote_code)
     return ModelFigures(nbytes, bits, speed)
+
+
+def measure_bits(path: Path, held_out: Any, activations: str, *, trust_remote_code: bool = False) -> float:
+    """Return the bits per byte of held-out text, with the inputs that the inference engine would use."""
+    from windlass.compress.calibration_text import bits_per_byte
+    from windlass.inference.model_loading import load_model
+
+    model = load_model(path, trust_remote_code=trust_remote_code)
+    _round_inputs_as_served(model, activations)
+    bits = bits_per_byte(model, held_out)
+    del model
+    gc.collect()
+    return bits
 
 
 def measure_speed(

@@ -56,6 +56,7 @@ COMMANDS = (
     CliCommand("serve", "windlass.cli.serve", "serve", "Serve a model over HTTP with OpenAI's interface."),
     CliCommand("chat", "windlass.cli.chat", "chat", "Talk with a model in the terminal."),
     CliCommand("compress", "windlass.cli.compress", "compress", "Write a model with packed weights."),
+    CliCommand("merge", "windlass.cli.merge", "merge", "Merge models of one architecture into one."),
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),

@@ -107,7 +107,7 @@ def init_distributed(
         _rendezvous_by_mpi(place, backend, timeout)
     else:
         _rendezvous(_with_master(place, port), backend, timeout, report_after)
-    atexit.register(_shutdown)
+    atexit.register(end_distributed)
     if "LOCAL_RANK" not in os.environ and dist.get_world_size() > 1:
         _learn_local_rank()
 
@@ -312,8 +312,8 @@ def _warn_of_an_allocation() -> None:
         )
 
 
-def _shutdown() -> None:
-    """Destroy the default group at exit.
+def end_distributed() -> None:
+    """Destroy the default group, if there is one.
 
     A gloo group that exists at interpreter shutdown occasionally aborts the process.
     """

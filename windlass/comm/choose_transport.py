@@ -35,7 +35,8 @@ def choose_transport(
     """
     name, why = choose_transport_name(requested, group, device)
     if name == "shm" and ways.quantizes:
-        name, why = "gloo", "quantized messages are sent, and shared memory is read in place"
+        over_mpi = dist.get_backend(group.process_group) == MPI_BACKEND
+        name, why = "mpi" if over_mpi else "gloo", "quantized messages are sent, and shared memory is read in place"
     if name == "nccl":
         return NcclTransport(group, ways), why
     if name == "mpi":

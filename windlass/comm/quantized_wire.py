@@ -52,9 +52,9 @@ Sends = Mapping[int, torch.Tensor]
 
 
 def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) -> list[dist.Work]:
-    """Start to send and receive bytes, by index of the peer. Messages of one tag are matched with each other."""
+    """Start to send and receive bytes, by index of the peer. Messages are matched by their tag, but on NCCL."""
     pg = group.process_group
-    if dist.get_backend(pg) == "gloo":
+    if dist.get_backend(pg) != "nccl":
         works = [dist.irecv(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in receives.items()]
         works += [dist.isend(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in sends.items()]
     else:
@@ -75,7 +75,7 @@ def encode(codec: Codec, values: torch.Tensor, encoded: torch.Tensor) -> None:
 def quantized_gather(group: RankGroup, buffer: TransportBuffer, tag: int) -> Pending:
     """Start to all-gather the shards of a buffer as messages of its codec. The values of all shards are then decoded.
 
-    Messages of gloo are matched by their tag.
+    Messages are matched by their tag, but on NCCL.
     """
     assert buffer.codec is not None
     flat, codec = buffer.local, get_codec(buffer.codec)

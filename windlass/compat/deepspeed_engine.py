@@ -7,14 +7,16 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
+from windlass.base.tensor_tree import iterate_tensors
 from windlass.compat.checkpoint_file_names import CheckpointFileNames
 from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
@@ -37,15 +39,20 @@ from windlass.compat.optimizer_group_views import (
     MasterWeightGroups,
     ParameterGroups,
     ParameterPartitions,
+    ParameterRanks,
     TrainedStates,
     gradients_in_fp32,
+    index_of_parameter,
     norms_of_groups,
+    padded_gradients_in_fp32,
 )
 from windlass.compat.parallel_state_queries import ParallelStateQueries
-from windlass.compat.parameter_attributes import enable_state_dict_stubs
+from windlass.compat.parameter_attributes import enable_state_dict_stubs, mark_external
 from windlass.compat.parameter_offload import ParameterOffload
 from windlass.compat.precision import Precision
 from windlass.compat.rank_logging import logger as script_logger
+from windlass.compat.returned_parameters import ReturnedParameterRecorder
+from windlass.compat.strict_mode import VARIABLE, is_strict
 from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
 from windlass.engine.training_engine import Engine
@@ -87,6 +94,10 @@ REFUSED_METHODS = {
 }
 
 
+class DirectBackwardError(ModelError, RuntimeError):
+    """`loss.backward()` at stage 0 in strict mode."""
+
+
 class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts, Precision, Engine):
     """Engine with DeepSpeed's API.
 
@@ -101,6 +112,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     inside_no_sync_ctxt = False
     pipeline_parallelism = False  # True if the model is a PipelineModule or its layers are spread over stages
     _warned_external_gradients = False
+    _has_recorded_returns = False
+    _running_engine_backward = False
     _advances_schedule = True
     scale_wrt_gas = True
     use_ds_comm = False  # collectives are torch.distributed's and windlass's transports
@@ -178,6 +191,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         if not self.zero_optimization():
             optimizer.loss_scale_config = optimizer.loss_scaler
         optimizer.skip_step = False
+        optimizer.micro_step_id = 0  # number of reductions since the last step
         optimizer.optimizer.state = optimizer.state = TrainedStates(optimizer.optimizer.state)
         setattr(optimizer, KIND, kind := optimizer_kind_of(self._config))
         if kind == "basic":
@@ -192,8 +206,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             optimizer.averaged_gradients = GradientGroups(optimizer)
             optimizer._get_norm_groups = lambda: norms_of_groups(optimizer)
             optimizer._global_grad_norm = 0.0
-            optimizer.get_fp32_grad_partitions = lambda: gradients_in_fp32(optimizer)
+            read = padded_gradients_in_fp32 if self.zero_optimization_stage() == 3 else gradients_in_fp32
+            optimizer.get_fp32_grad_partitions = lambda: read(optimizer)
         if self.zero_optimization_stage() in (1, 2):
+            optimizer.get_param_id = partial(index_of_parameter, optimizer)
+            optimizer.param_to_partition_ids = ParameterRanks(optimizer)
             optimizer.bit16_groups_flat = FlatParameters(optimizer)
             optimizer.nccl_start_alignment_factor = NCCL_START_ALIGNMENT_FACTOR
             optimizer.parallel_partitioned_bit16_groups = ParameterPartitions(optimizer, self.dp_world_size)
@@ -204,6 +221,39 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         optimizer.quantize_nontrainable_params = _refused_method(
             "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
         )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if self.zero_optimization_stage() == 3 and not self._has_recorded_returns:
+            self._has_recorded_returns = True
+            if _is_compiled(self.module):  # torch.compile would trace the hooks, and keep them
+                return super().forward(*args, **kwargs)
+            recorder = ReturnedParameterRecorder(self.module, mark_external)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                recorder.close()
+        output = super().forward(*args, **kwargs)
+        if is_strict() and not self.zero_optimization() and torch.is_grad_enabled():
+            for tensor in iterate_tensors(output):
+                if tensor.requires_grad and not torch._C._are_functorch_transforms_active():
+                    tensor.register_hook(self._refuse_direct_backward)
+        return output
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backpropagate the scalar loss like `Engine.backward`."""
+        self._running_engine_backward = True
+        try:
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+        finally:
+            self._running_engine_backward = False
+
+    def _refuse_direct_backward(self, gradient: torch.Tensor) -> None:
+        if not self._running_engine_backward:
+            raise DirectBackwardError(
+                "Direct calls to tensor.backward() are not supported by DeepSpeed at stage 0: call "
+                f"engine.backward(loss), or unset {VARIABLE}, without which this works"
+            )
 
     @property
     def hides_gradients(self) -> bool:  # type: ignore[override]
@@ -253,7 +303,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Accumulate the gradients of all backward passes in the context locally; the next step reduces them once.
+        """Accumulate the gradients of all backward passes in the context locally, and reduce them once at its end.
+
+        Collective. After an exception in the context nothing is reduced.
 
         Raises:
             NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs the backward passes.
@@ -275,6 +327,25 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
         with self._without_reductions():
             yield
+        if self.zero_optimization_stage() == 3:
+            self._flush_coalesced_reduction_zero3(self.optimizer)
+        else:
+            self._flush_coalesced_reduction_zero12(self.optimizer)
+
+    def _flush_coalesced_reduction_zero3(self, optimizer: Any) -> None:
+        """Reduce the gradients that were accumulated locally. Collective."""
+        self._sharded.reduce_accumulated()
+        optimizer.micro_step_id += 1
+
+    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
+        """Reduce the gradients that were accumulated locally. Collective."""
+        self._sharded.reduce_accumulated()
+        optimizer.micro_step_id += 1
+
+    def _end_gradients(self) -> None:
+        super()._end_gradients()
+        if self._optimizer is not None and self._is_syncing():
+            self._optimizer.micro_step_id += 1  # type: ignore[attr-defined]
 
     @contextmanager
     def _without_reductions(self) -> Iterator[None]:
@@ -309,6 +380,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         if acts and not self.zero_optimization():
             self._adopt_gradients()
         super().step(lr_kwargs)
+        if acts and self._optimizer is not None:
+            self._optimizer.micro_step_id = 0  # type: ignore[attr-defined]
         if acts and self.zero_optimization():
             self.optimizer._global_grad_norm = self.get_global_grad_norm()
         self.tput_timer.stop(global_step=acts)
@@ -529,6 +602,17 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def is_iterable_style_dataset(obj: Any) -> bool:
         """Return True if a dataset is a torch `IterableDataset`."""
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return True if torch.compile wraps the model, a module of it, or a forward."""
+    # Each of the three keeps the uncompiled one under a name of its own.
+    return any(
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def _config_method(name: str, path: str) -> Any:

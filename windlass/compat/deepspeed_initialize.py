@@ -17,12 +17,16 @@ from windlass.compat.config_assertions import assert_supported_by_deepspeed
 from windlass.compat.config_sections import DeepSpeedZeroLeafModuleConfig
 from windlass.compat.deepspeed_engine import DeepSpeedEngine
 from windlass.compat.deepspeed_pipeline import DeepSpeedPipelineEngine
-from windlass.compat.rank_logging import log_dist, set_log_level_from_string
+from windlass.compat.moe_layer import exchange_local_experts
+from windlass.compat.partition_parameters import requests_linear
+from windlass.compat.rank_logging import log_dist, logger, set_log_level_from_string
 from windlass.compat.root_names import git_branch, git_hash
+from windlass.compat.script_config import mark_muon_matrices
 from windlass.compat.stand_in_version import VERSION
 from windlass.compat.tolerated_keys import resolve_tolerated_keys
 from windlass.compat.tp_model_init import config_with_tp_arguments, count_batch_by_data_ranks
-from windlass.compat.z3_leaf_modules import apply_zero_leaf_module_config
+from windlass.compat.z3_leaf_modules import apply_zero_leaf_module_config, mark_fine_grained_modules
+from windlass.compat.zero_linear import replace_linear
 from windlass.config.config_source import read_source
 from windlass.engine.initialize_observer import current_observer
 from windlass.engine.pipeline_engine import register_pipeline_engine
@@ -84,8 +88,11 @@ def initialize(
     if isinstance(model, PipelineSequential) and mpu is not None:
         raise ArgumentError("mpu must be None with a PipelineModule, whose topology defines its groups")
     assert_supported_by_deepspeed(given, model, optimizer)
+    if optimizer is None:
+        mark_muon_matrices(given, model)
     asked = config_with_tp_arguments(model, source)
     parameter_attributes.install_parameter_attributes()
+    exchange_local_experts(model, given, _drop_trivial_mpu(mpu), distributed_port)
     # An empty list means the same as None.
     trains_nothing = isinstance(model_parameters, (list, tuple)) and not model_parameters
     engine = build_engine(
@@ -106,12 +113,28 @@ def initialize(
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
     engine.record_arguments(given, mpu, optimizer, lr_scheduler, training_data, collate_fn)
     engine.mesh_device = _make_mesh_device(mesh_param, given)
+    if engine.zero_optimization_stage() in (1, 2) and engine.optimizer is not None:
+        _log_flat_groups(engine)
     if engine.zero_optimization_stage() == 3:
+        if requests_linear(engine._config):
+            replace_linear()
         leaves = (given.get("zero_optimization") or {}).get("leaf_module") or {}
         apply_zero_leaf_module_config(engine.module, DeepSpeedZeroLeafModuleConfig(**leaves))
+        if threshold := engine._config.zero_optimization.stage3_module_granularity_threshold:
+            mark_fine_grained_modules(engine.module, threshold)
     if isinstance(given.get("log_level"), str):
         set_log_level_from_string(given["log_level"])
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _log_flat_groups(engine: DeepSpeedEngine) -> None:
+    """Log where the flat buffers of each parameter group were allocated."""
+    for number, group in enumerate(engine.optimizer.param_groups):
+        numel = sum(parameter.numel() for parameter in group["params"])
+        logger.info(
+            f"Flattening param group {number} on {engine.device} (sufficient memory): "
+            f"{len(group['params'])} parameters, {numel} elements"
+        )
 
 
 def _check_local_rank(args: Any) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from windlass.base.errors import ModelError
-from windlass.parallel.activation_store import HostStore
+from windlass.compat.accelerator import get_accelerator
+from windlass.parallel.activation_store import HostStore, StoredActivation
+from windlass.parallel.device_copies import CompletedCopy, PendingCopy, start_copy_to_device, start_copy_to_host
 from windlass.parallel.saved_tensor_offload import PackedTensor, PassthroughTensor, SavedTensorOffloader
 
 
@@ -49,6 +51,79 @@ class _Held:
         self.restored = False
 
 
+BufferKey = tuple[tuple[int, ...], torch.dtype, torch.layout, bool]
+
+
+class PooledHostStore(HostStore):
+    """Store in host memory that reuses the buffers of tensors that are no longer needed.
+
+    Args:
+        uses_pinned_memory: allocate buffers by `get_accelerator().pin_memory`.
+        max_free_buffers: maximum number of free buffers; further ones are freed.
+    """
+
+    def __init__(self, uses_pinned_memory: bool, max_free_buffers: int) -> None:
+        super().__init__()
+        self._uses_pinned_memory, self._max_free_buffers = uses_pinned_memory, max_free_buffers
+        self._free: dict[BufferKey, list[torch.Tensor]] = {}
+
+    def key_of(self, tensor: torch.Tensor) -> BufferKey:
+        """Return the key of the buffers that fit a tensor. They are contiguous, so its strides do not matter."""
+        return tuple(tensor.shape), tensor.dtype, tensor.layout, self._uses_pinned_memory
+
+    def allocate_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, BufferKey]:
+        """Return a contiguous host buffer of the tensor's shape, free or new, and its key."""
+        key = self.key_of(tensor)
+        if free := self._free.get(key):
+            return free.pop(), key
+        buffer = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+        return get_accelerator().pin_memory(buffer, make_copy=False) if self._uses_pinned_memory else buffer, key
+
+    def release(self, key: BufferKey, buffer: torch.Tensor) -> None:
+        """Keep a buffer that nothing reads or writes any more."""
+        if sum(map(len, self._free.values())) < self._max_free_buffers:
+            self._free.setdefault(key, []).append(buffer)
+
+    def put(self, flat: torch.Tensor) -> StoredActivation:
+        buffer, key = self.allocate_like(flat)
+        if flat.is_cuda and not buffer.is_pinned():
+            buffer.copy_(flat)  # torch copies to pageable memory synchronously
+            return _PooledActivation(self, key, CompletedCopy(buffer), flat.device)
+        return _PooledActivation(self, key, start_copy_to_host(flat, buffer), flat.device)
+
+
+class _PooledActivation:
+    """Tensor in a buffer of the pool, which gets the buffer back when this object is deleted."""
+
+    def __init__(self, store: PooledHostStore, key: BufferKey, copy: PendingCopy, device: torch.device) -> None:
+        self._store, self._key, self._copy, self._device = store, key, copy, device
+        self._fetches: list[ReferenceType[PendingCopy]] = []
+
+    @property
+    def is_source_free(self) -> bool:
+        return self._copy.poll()
+
+    def poll(self) -> bool:
+        return self._copy.poll()
+
+    def wait(self) -> None:
+        self._copy.wait()
+
+    def fetch(self) -> PendingCopy:
+        self._copy.wait()
+        fetched = start_copy_to_device(self._copy.value, self._device)
+        if fetched.value is self._copy.value:  # one memory: the caller may hold the result longer than the buffer
+            return CompletedCopy(fetched.value.clone())
+        self._fetches.append(ref(fetched))
+        return fetched
+
+    def __del__(self) -> None:
+        # A buffer that a copy still uses is freed when that copy ends. Later work waits for deleted copies.
+        fetches = [fetch for reference in self._fetches if (fetch := reference()) is not None]
+        if self._copy.poll() and all(fetch.poll() for fetch in fetches):
+            self._store.release(self._key, self._copy.value)
+
+
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
     """Context manager that offloads tensors saved by autograd to host memory, if they are marked.
 
@@ -58,11 +133,11 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
     the host's memory, nothing is moved.
 
     Args:
-        use_pin_memory: no effect: host memory is always pinned if the device is a CUDA device.
+        use_pin_memory: allocate host memory by `get_accelerator().pin_memory`.
         use_streams: overlap copies with computation; False: wait for each copy.
         min_offload_bytes: smaller tensors stay on the device.
         max_fwd_stash_count: maximum number of copies to the host in flight.
-        max_cpu_buffer_pool_count: no effect: torch's allocator caches pinned memory.
+        max_cpu_buffer_pool_count: maximum number of free host buffers that are kept for later tensors.
         keep_last_count: number of newest marked tensors that stay on the device, because the backward needs them first.
 
     Raises:
@@ -87,7 +162,8 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             if value < 0:
                 raise RangeError(f"{name} = {value} is negative; write 0 or more")
         self.use_pin_memory, self.use_streams, self.keep_last_count = use_pin_memory, use_streams, keep_last_count
-        place = HostStore()
+        place = PooledHostStore(use_pin_memory, max_cpu_buffer_pool_count)
+        self._buffer_key, self._empty_cpu_like = place.key_of, place.allocate_like
         place.max_in_flight = max_fwd_stash_count if use_streams else 0
         self._keeper = SavedTensorOffloader(place, max(min_offload_bytes, 1))
         self._marks: Counter[int] = Counter()

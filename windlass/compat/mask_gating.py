@@ -11,11 +11,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.base.errors import ModelError
+from windlass.compat import collectives as dist
 from windlass.compat.parallel_groups import _current_mpu, bwc_tensor_model_parallel_world_size
 
 TUTEL_INSTALLED = False

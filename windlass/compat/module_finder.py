@@ -46,6 +46,7 @@ class StandInModule(ModuleType):
         # (`z3_leaf_module`), the function must win, because scripts expect it.
         full = f"{self.__name__}.{name}"
         if name in _live(self.__name__):
+            self.__dict__.setdefault("_values_before", {}).setdefault(name, getattr(self, name))
             _live(self.__name__)[name](value)
             return
         if (
@@ -56,6 +57,13 @@ class StandInModule(ModuleType):
         ):
             value = STAND_IN_NAMES[full].resolve(full)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        before = self.__dict__.get("_values_before", {})
+        if name in before:  # pytest's monkeypatch deletes what was not in the module's own dict before
+            _live(self.__name__)[name](before.pop(name))
+            return
+        super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
         return sorted({*self.__dict__, *names_below(self.__name__)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import shutil
 from collections.abc import Sequence
@@ -125,6 +126,24 @@ class AsyncIOBuilder(OpBuilder):
         return SimpleNamespace(aio_handle=aio_handle, aio_read=aio_read, aio_write=aio_write)
 
 
+class PinMemoryBuilder(OpBuilder):
+    """Builder of the allocator of locked host memory."""
+
+    NAME = "pin_memory"
+    TARGET_MODULE = "windlass.compat.locked_memory"
+    UNAVAILABLE_REASON = "this system has no mlock: use get_accelerator().pin_memory, where torch page-locks memory"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return hasattr(ctypes.CDLL(None), "mlock")
+
+
+class QuantizerBuilder(OpBuilder):
+    """Builder of quantization by groups."""
+
+    NAME = "quantizer"
+    TARGET_MODULE = "windlass.compat.group_quantizer"
+
+
 class UtilsBuilder(OpBuilder):
     """Builder of functions that flatten tensors."""
 
@@ -159,7 +178,6 @@ _UNAVAILABLE_BUILDERS = {
         "spatial_inference",
         "diffusion models have no layers to replace: use the model itself",
     ),
-    "QuantizerBuilder": ("quantizer", "quantisation is not built yet: use torchao"),
     "FPQuantizerBuilder": ("fp_quantizer", "quantisation is not built yet: use torchao"),
     "RandomLTDBuilder": ("random_ltd", "random layer-token dropping is not built: train on all tokens"),
     "EvoformerAttnBuilder": ("evoformer_attn", "use torch.nn.functional.scaled_dot_product_attention with a bias"),
@@ -167,7 +185,6 @@ _UNAVAILABLE_BUILDERS = {
     "SparseAttnBuilder": ("sparse_attn", "block-sparse attention is not built: use torch's flex_attention"),
     "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks communicate over gloo or shared memory; windlass chooses"),
     "ShareMemCommBuilder": ("deepspeed_shm_comm", "CPU ranks of a host use shared memory without this op"),
-    "PinMemoryBuilder": ("pin_memory", "torch page-locks memory: use get_accelerator().pin_memory"),
     "DeepCompileBuilder": ("dc", "DeepCompile is not built: use engine.compile or torch.compile"),
 }
 
@@ -192,6 +209,8 @@ _AVAILABLE_BUILDERS: tuple[type[OpBuilder], ...] = (
     CPULionBuilder,
     FusedAdamBuilder,
     NotImplementedBuilder,
+    PinMemoryBuilder,
+    QuantizerBuilder,
     UtilsBuilder,
 )
 ALL_BUILDERS: dict[str, type[OpBuilder]] = {

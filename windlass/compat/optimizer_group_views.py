@@ -9,7 +9,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from windlass.base.errors import ModelError
 from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
+from windlass.compat.parameter_shard import padded_part_of, shard_group
 from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_grad
 from windlass.zero.access import shard_values
 from windlass.zero.core import parameter_registry
@@ -248,3 +250,69 @@ def gradients_in_fp32(optimizer: torch.optim.Optimizer) -> dict[int, dict[int, t
     for number, pieces in GradientGroups(optimizer).items():
         found[number] = {index: piece.float() for index, piece in enumerate(pieces) if piece is not None}
     return found
+
+
+def padded_gradients_in_fp32(optimizer: Any) -> dict[int, dict[int, torch.Tensor]]:
+    """Return this rank's parts of the reduced gradients at stage 3, like `ds_tensor` of the parameters.
+
+    Collective. The parts are in fp32, include the loss scale and are padded with zeros; see [Note: padded parts].
+    Parameters without a gradient are left out.
+    """
+    found: dict[int, dict[int, torch.Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found[number] = {}
+        for index, parameter in enumerate(group["params"]):
+            if (gradient := safe_get_full_grad(parameter)) is not None:
+                scaled = gradient.float() * optimizer.loss_scale
+                found[number][index] = padded_part_of(scaled, shard_group(parameter))
+    return found
+
+
+def index_of_parameter(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> int:
+    """Return the index of a parameter over all groups of an optimizer.
+
+    Raises:
+        ModelError: it is in no group.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    found = next((number for number, one in enumerate(parameters) if one is parameter), None)
+    if found is None:
+        raise ModelError(
+            f"get_param_id: a parameter of shape {tuple(parameter.shape)} is in no group of this optimizer; pass one "
+            "of optimizer.param_groups"
+        )
+    return found
+
+
+class ParameterRanks(Mapping[int, dict[int, list[int]]]):
+    """Indices of the data ranks that own a part of each parameter's states, by group index and parameter index.
+
+    The parameter index counts over all groups, as `index_of_parameter` does. Computed at each access.
+
+    Args:
+        optimizer: optimizer with the parameter groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = ParameterGroups(optimizer)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __getitem__(self, index: int) -> dict[int, list[int]]:
+        if not 0 <= index < len(self):
+            raise KeyError(index)
+        first = sum(len(group) for group in self._groups[:index])
+        return {first + number: _ranks_of(parameter) for number, parameter in enumerate(self._groups[index])}
+
+
+def _ranks_of(parameter: torch.nn.Parameter) -> list[int]:
+    place = parameter_registry.find(parameter)
+    if place is None:
+        return []
+    layout, ranks = place.unit.layout, place.unit.dp_group.group.size
+    owned = ({piece.index for piece in layout.pieces(*layout.shard_range(rank, ranks))} for rank in range(ranks))
+    return [rank for rank, indices in enumerate(owned) if place.index in indices]

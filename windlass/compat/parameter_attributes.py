@@ -3,13 +3,14 @@
 [Note: computed attributes] Nothing is stored on parameters, because stored attributes would break pickling and would
 follow a copy. Instead, `install_parameter_attributes` gives `nn.Parameter` a `__getattr__`, which Python calls only for
 missing attributes. It answers only for parameters that belong to an engine or to `zero.Init`. Stage-3 parameters keep
-their full shape in windlass, sharded or not.
+their full shape in windlass, sharded or not; see [Note: strict mode].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,14 +20,16 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from windlass import zero
-from windlass.base.errors import ShardedParameterError
 from windlass.compat.not_built import NotBuiltError
+from windlass.compat.parameter_shard import padded_numel, padded_shard, read_full_value, shard_group
+from windlass.compat.strict_mode import is_strict
 from windlass.compat.zero_param_status import ZeroParamStatus, ZeroParamType
 from windlass.zero.access.gathered_parameters import GatheredParameters
 from windlass.zero.core import sharded_parameter
-from windlass.zero.core.parameter_registry import find, require
+from windlass.zero.core.parameter_registry import find
 from windlass.zero.core.sharded_parameter import ShardedParameter
 from windlass.zero.sharded_init import initial_shard
+from windlass.zero.sharded_init.context import active_init
 from windlass.zero.sharded_model import ShardedModel
 
 _id_counter = count()
@@ -35,6 +38,7 @@ _sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # ids of p
 _active_by_owner: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
 _external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
 _expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # name of the expert group, by parameter
+_used_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a module returned to another
 _stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` built
 _gathered_contexts: dict[int, GatheredParameters] = {}  # by id of a parameter that all_gather unsharded
 
@@ -45,7 +49,8 @@ def install_parameter_attributes() -> None:
         nn.Parameter.__getattr__ = _get_attribute  # type: ignore[attr-defined]
         nn.Module.ds_external_parameters = _iterate_external  # type: ignore[attr-defined]
         sharded_parameter.allows_stub = _allows_stub
-        sharded_parameter.read_full_value = _read_full_value
+        sharded_parameter.read_full_value = read_full_value
+        sharded_parameter.shape_substitute = _substitute_released
 
 
 def enable_state_dict_stubs(model: ShardedModel) -> None:
@@ -81,12 +86,44 @@ def _allows_stub(parameter: nn.Parameter) -> bool:
     return place.model in _stub_models and not place.unit.gather_parameter(parameter, [parameter])
 
 
+def _shard_under_construction(parameter: nn.Parameter) -> None:
+    """Shard the parameters of the running `zero.Init` if `parameter` is not sharded yet. Collective.
+
+    DeepSpeed shards the parameters of a layer at the end of its constructor, and scripts then read `ds_tensor`.
+    """
+    init = active_init()
+    if init is not None and init.provides_stubs and not is_stage_3_parameter(parameter):
+        init.shard_parameters()
+
+
+def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Tensor | None:
+    """Return an empty tensor for a released parameter in strict mode, unless torch or windlass reads its shape."""
+    if not is_strict() or frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "windlass"):
+        return None
+    place, init_shard = find(parameter), initial_shard.find(parameter)
+    if place is not None:
+        released = place.model in _stub_models and not place.model.runtime.is_running
+    else:
+        released = init_shard is not None and init_shard.allows_stub and not initial_shard.is_building()
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device) if released else None
+
+
+def mark_external(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Record that `module` uses a parameter that another module returned."""
+    known = external_parameters_of(module)
+    if is_stage_3_parameter(parameter) and all(other is not parameter for other in known.values()):
+        known[f"external_{len(known)}"] = parameter
+        _used_elsewhere[parameter] = True
+
+
 def _iterate_external(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(external_parameters_of(self).items())
 
 
 def _get_attribute(self: nn.Parameter, name: str) -> Any:
     answer = _STAGE_3_ATTRIBUTES.get(name)
+    if name == "ds_tensor":
+        _shard_under_construction(self)
     if answer is not None and is_stage_3_parameter(self):
         return answer(self)
     answer = _HP_ATTRIBUTES.get(name)
@@ -96,37 +133,6 @@ def _get_attribute(self: nn.Parameter, name: str) -> Any:
     if name in ("allreduce", "group_name") and self in _expert_group_names:
         return False if name == "allreduce" else _expert_group_names[self]
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _read_full_value(parameter: nn.Parameter) -> torch.Tensor:
-    _require_same_parameter(parameter)
-    return zero.full_param(parameter).detach().to(parameter.dtype)
-
-
-def _require_same_parameter(parameter: nn.Parameter) -> None:
-    """Raise unless all ranks read the same parameter; reading different ones would mix their shards. Collective.
-
-    transformers iterates over sets of names, whose order differs between processes.
-
-    Raises:
-        ShardedParameterError: ranks read different parameters. Raised on all of them.
-    """
-    place, init_shard = find(parameter), initial_shard.find(parameter)
-    if init_shard is not None:
-        group, name = init_shard.group, f"{init_shard.label} (number {init_shard.number})"
-    elif place is not None:
-        group, name = place.unit.dp_group.group, place.name
-    else:
-        return
-    names: list[Any] = [name] * group.size
-    if group.size > 1:
-        dist.all_gather_object(names, name, group=group.cpu_group)
-    if len(set(names)) > 1:
-        read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, names, strict=True))
-        raise ShardedParameterError(
-            f"ranks read different parameters from a state_dict() at stage 3, where all must read the same one "
-            f"({read}); save with engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
-        )
 
 
 # Attributes at stage 3.
@@ -155,61 +161,6 @@ def _active_modules(parameter: nn.Parameter) -> set[int]:
 def _owner_of(parameter: nn.Parameter) -> Any:
     place = find(parameter)
     return place.model if place is not None else initial_shard.find(parameter)
-
-
-def _shard_group(parameter: nn.Parameter) -> Any:
-    place = find(parameter)
-    if place is not None:
-        return place.unit.dp_group.group
-    init_shard = initial_shard.find(parameter)
-    assert init_shard is not None
-    return init_shard.group
-
-
-class LocalShard(torch.Tensor):
-    """This rank's elements of a parameter, flat, as a view. Operations on it return plain tensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    ds_numel: int
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The elements as a plain tensor. Assignment is refused: it would leave the parameter as it is."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        raise NotBuiltError(
-            f"parameter.ds_tensor.data of {self.numel()} elements: assigned values would not reach the parameter, "
-            "whose shard is a part of a larger buffer; use deepspeed.utils.safe_set_local_fp32_param on all ranks"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)
-
-
-def _ds_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's elements in the parameter's dtype. Like DeepSpeed's, they have the attribute `ds_numel`."""
-    init_shard = initial_shard.find(parameter)
-    piece = (init_shard.shard if init_shard is not None else _piece_of_shard(parameter)).detach().view(-1)
-    shown = torch.Tensor._make_subclass(LocalShard, piece)
-    shown.ds_numel = shown.numel()
-    return shown
-
-
-def _piece_of_shard(parameter: nn.Parameter) -> torch.Tensor:
-    place = require(parameter)
-    unit, group = place.unit, place.unit.transport.group
-    shard = unit.read_local_shard()
-    for piece in unit.layout.pieces(*unit.layout.shard_range(group.index, group.size)):
-        if piece.index == place.index:
-            return shard.narrow(0, piece.offset, piece.numel)
-    return shard.narrow(0, 0, 0)
-
-
-def _padded_shard_numel(parameter: nn.Parameter) -> int:
-    return -(-parameter.numel() // int(_shard_group(parameter).size))
 
 
 class GatherHandle:
@@ -286,7 +237,7 @@ def _summary(parameter: nn.Parameter) -> Callable[..., dict[str, Any]]:
             "grad_shape": None,
             "persist": _is_persistent(parameter),
             "active_sub_modules": _active_modules(parameter),
-            "ds_tensor.shape": (_padded_shard_numel(parameter),),
+            "ds_tensor.shape": (padded_numel(parameter),),
         }
 
     return ds_summary
@@ -312,26 +263,26 @@ _STAGE_3_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_id": _ds_id,
     "ds_shape": lambda p: p.shape,
     "ds_numel": lambda p: p.numel(),
-    "ds_numel_aligned": lambda p: _padded_shard_numel(p) * _shard_group(p).size,
+    "ds_numel_aligned": lambda p: padded_numel(p) * shard_group(p).size,
     "ds_status": _ds_status,
-    "ds_tensor": _ds_tensor,
+    "ds_tensor": padded_shard,
     "ds_persist": _is_persistent,
     "ds_param_type": _ds_param_type,
-    "ds_process_group": lambda p: _shard_group(p).process_group or dist.group.WORLD,
+    "ds_process_group": lambda p: shard_group(p).process_group or dist.group.WORLD,
     "ds_active_sub_modules": _active_modules,
     "ds_secondary_tensor": lambda p: None,
     "ds_zero_param_process_group": lambda p: None,
-    "ds_zero_partition_rank": lambda p: _shard_group(p).index,
-    "ds_zero_partition_world_size": lambda p: _shard_group(p).size,
+    "ds_zero_partition_rank": lambda p: shard_group(p).index,
+    "ds_zero_partition_world_size": lambda p: shard_group(p).size,
     "ds_enable_sanity_checks": lambda p: False,
     "nvme_swapper": lambda p: None,
-    "is_external_param": lambda p: False,
+    "is_external_param": lambda p: p in _used_elsewhere,
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
-    "partition_numel": lambda p: lambda: _padded_shard_numel(p),
-    "aligned_size": lambda p: lambda: _padded_shard_numel(p) * _shard_group(p).size,
-    "padding_size": lambda p: lambda: _padded_shard_numel(p) * _shard_group(p).size - p.numel(),
+    "partition_numel": lambda p: lambda: padded_numel(p),
+    "aligned_size": lambda p: lambda: padded_numel(p) * shard_group(p).size,
+    "padding_size": lambda p: lambda: padded_numel(p) * shard_group(p).size - p.numel(),
     "convert_to_zero_parameters": lambda p: lambda param_list: None,
     "ds_summary": _summary,
     "partition_gradients": _refused_method("partition_gradients"),

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from windlass import zero
 from windlass.base.dtypes import parse_dtype
 from windlass.compat import parameter_attributes
+from windlass.compat.accelerator import get_accelerator
+from windlass.compat.strict_mode import is_strict
 from windlass.compat.tolerated_keys import resolve_tolerated_keys
+from windlass.compat.zero_linear import InsertPostInitMethodToModuleSubClasses, replace_linear
 from windlass.config import Config, load_config
 
 _orig_torch_arange = torch.arange
@@ -28,7 +31,7 @@ _orig_torch_randn = torch.randn
 zero_init_context: list[Any] = []
 
 partitioned_param_data_shape = [0]
-"""Shape of a sharded parameter's data in DeepSpeed. In windlass a sharded parameter keeps its full shape."""
+"""Shape of a sharded parameter's data in DeepSpeed, and in strict mode. Else a sharded parameter keeps its shape."""
 
 
 class MultipleAllGatherHandles:
@@ -77,11 +80,13 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 _INIT_SIGNATURE = signature(zero.Init.__init__)
 
 
-class Init(zero.Init):
+class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
     """Context `windlass.zero.Init` that accepts every configuration that `deepspeed.initialize` accepts.
 
-    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and have DeepSpeed's
-    parameter attributes, on a single rank too.
+    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and in strict mode in fp16
+    without a configuration. They have DeepSpeed's parameter attributes, on a single rank too. With
+    `memory_efficient_linear: true` in the configuration (without one: `mem_efficient_linear=True`), entering the
+    context replaces torch's linear function.
     """
 
     shards_alone = shards_nested = True
@@ -97,7 +102,28 @@ class Init(zero.Init):
             config = given.get("config_dict_or_path") or given.get("config")
             if config is not None and given.get("dtype") is None and (config.bf16.enabled or config.fp16.enabled):
                 given["dtype"] = parse_dtype(config.dtype_table().param_dtype)
+            elif is_strict() and config is None and given.get("dtype") is None and given.get("module") is None:
+                given["dtype"] = torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16
+            self._replaces_linear = (
+                requests_linear(config) if config is not None else given.get("mem_efficient_linear", is_strict())
+            )
         super().__init__(**{name: value for name, value in given.items() if name != "self"})
+
+    def __enter__(self) -> Init:
+        if self.enabled and self._replaces_linear:
+            replace_linear()
+        super().__enter__()
+        return self
+
+
+def requests_linear(config: Config) -> bool:
+    """Return True if a configuration has `memory_efficient_linear: true`, which differs from leaving the key out.
+
+    In strict mode leaving it out means the same.
+    """
+    section = config.zero_optimization
+    written = "memory_efficient_linear" in section.model_fields_set or is_strict()
+    return written and section.memory_efficient_linear
 
 
 Init.__init__.__signature__ = _INIT_SIGNATURE  # type: ignore[attr-defined]

@@ -102,6 +102,33 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
     return list({id(module): module for module in [*found, *by_name, *by_suffix]}.values())
 
 
+def mark_fine_grained_modules(model: nn.Module, threshold: int) -> list[nn.Module]:
+    """Mark the outermost modules that have at most `threshold` parameter elements per module inside, and return them.
+
+    This is the meaning of `stage3_module_granularity_threshold`. Modules without parameters do not count, and neither
+    layers without children nor containers such as `nn.ModuleList` are marked.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        inside = [one for one in module.modules() if next(one.parameters(), None) is not None and not _contains(one)]
+        if not inside:
+            return
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if any(True for _ in module.children()) and not _contains(module) and numel // len(inside) <= threshold:
+            found.append(module)
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return _mark(found, True)
+
+
+def _contains(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
 def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, strict: bool) -> list[nn.Module]:
     wrong = [entry for entry in classes if not isinstance(entry, type | str)]
     assert not wrong, f"leaf_module_classes holds {wrong[0]!r}; use classes, or their names"

@@ -1,14 +1,16 @@
 """Module `deepspeed.runtime.zero.linear`: the linear function that DeepSpeed substitutes for torch's at stage 3.
 
-windlass does not replace `torch.nn.functional.linear`, because autograd never saves a sharded weight there. The
-function exists for scripts that call it.
+windlass does not need it, because autograd never saves a sharded weight. It replaces `torch.nn.functional.linear` only
+if the configuration has `memory_efficient_linear: true`; DeepSpeed does so by default. As in DeepSpeed, the function
+stays replaced for the rest of the process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +40,8 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product."""
-        return F.linear(input, weight, bias)
+        product: Tensor = torch._C._nn.linear(input, weight, bias)  # `F.linear` may be `zero3_linear_wrap`
+        return product
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -66,6 +69,25 @@ def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     """Return `input @ weight.T + bias`, computed by `LinearFunctionForZeroStage3`."""
     output: Tensor = LinearFunctionForZeroStage3.apply(input, weight, bias)
     return output
+
+
+class InsertPostInitMethodToModuleSubClasses:
+    """Base class of `zero.Init`.
+
+    Attributes:
+        linear_bk: the function that `zero3_linear_wrap` has replaced; absent before.
+    """
+
+    linear_bk: ClassVar[Callable[..., Tensor]]
+
+
+def replace_linear() -> None:
+    """Replace `torch.nn.functional.linear` by `zero3_linear_wrap`, unless a script has replaced it."""
+    kept = InsertPostInitMethodToModuleSubClasses
+    if not hasattr(kept, "linear_bk"):
+        kept.linear_bk = F.linear
+    if F.linear is kept.linear_bk:
+        F.linear = zero3_linear_wrap
 
 
 class LinearModuleForZeroStage3(nn.Module):

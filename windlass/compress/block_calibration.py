@@ -140,26 +140,29 @@ class CalibratedBlock:
             groups.append((input, LayerGroup([name], source)))
         return [group for _, group in groups]
 
-    def statistics(self, names: Sequence[str], *, stops: bool = True) -> dict[str, InputStatistics]:
+    def statistics(self, names: Sequence[str], *, tokens: int | None = None) -> dict[str, InputStatistics]:
         """Return the sums over the inputs of layers.
 
         Args:
-            names: layers of different inputs, in the order of their calls.
-            stops: end each forward at the last of them.
+            names: layers of different inputs, in the order of their calls. Each forward ends at the last of them.
+            tokens: of the first batches of all ranks, about; None: all.
         """
+        ranks = 1 if self.group is None else self.group.size
+        rows = self.hidden[0].shape[:-1].numel() * ranks
+        count = len(self.hidden) if tokens is None else min(max(-(-tokens // rows), 1), len(self.hidden))
         found = {name: InputStatistics.of(self.linear(name).in_features) for name in names}
 
         def called(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 found[name].add(inputs[0])
-                if stops and name == names[-1]:
+                if name == names[-1]:
                     raise _Stopped
 
             return hook
 
         handles = [self.linear(name).register_forward_pre_hook(called(name)) for name in names]
         try:
-            for hidden in self.hidden:
+            for hidden in self.hidden[:count]:
                 with contextlib.suppress(_Stopped):
                     self.run(hidden)
         finally:

@@ -96,9 +96,10 @@ def choose_for_budget(
     bits_per_nat: float,
     formats: Sequence[str] = BUDGET_FORMATS,
     head: bool = False,
-    seconds: float = 45.0,
+    seconds: float = 40.0,
     times: TokenTimes | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    losses: Callable[[Callable[[], list[dict[str, float]]]], list[dict[str, float]]] = lambda compute: compute(),
 ) -> BudgetChoice:
     """Choose a format for every layer of a model; see [Note: checked budget].
 
@@ -108,6 +109,8 @@ def choose_for_budget(
         bits_per_nat: bits per byte that one nat a token is.
         seconds: for the measurements of the losses, about.
         times: of a token, which limits of speed and latency need.
+        losses: returns those that the function it is given measures, in nats a token, of each group in each format; it
+            may have kept them.
 
     Raises:
         ConfigError: the budget cannot be met. The message has the nearest one that can.
@@ -141,7 +144,8 @@ def choose_for_budget(
     ]
     solver = _Solver(meter, groups, options, budget, fixed, before, bits_before, bits_per_nat, products)
     solver.check_bytes_and_time()  # before the losses are measured, which takes the most time
-    for one, found in zip(options, meter.sensitivities(formats, progress), strict=True):
+    measured = losses(lambda: meter.sensitivities(formats, progress))
+    for one, found in zip(options, measured, strict=True):
         one[1:] = [replace(option, loss=found[str(option.name)]) for option in one[1:]]
     chosen, nats, uniform = solver.solve()
     choices = [

@@ -55,6 +55,12 @@ class CompressionWorkspace:
             write_json(self.path / name, found)
         return found
 
+    def kept(self, name: str) -> Path:
+        """Return a folder for a stage's own files, which stay when it is interrupted."""
+        self._create()
+        make_directory(self.path / name)
+        return self.path / name
+
     def remove(self) -> None:
         """Remove the directory."""
         if self.path.exists():

@@ -7,7 +7,7 @@ import time
 import torch
 
 from windlass.kernels.coded_formats import CodedWeightFormat
-from windlass.kernels.packed_gemm import PackedPanels, pack_weight, packed_linear
+from windlass.kernels.packed_gemm import pack_panels, packed_linear
 from windlass.kernels.weight_format import get_weight_format
 
 _COLD_BYTES = 48 << 20  # copies of a matrix that are multiplied in turn, so that none stays in a cache
@@ -22,10 +22,10 @@ def measure_product(rows: int, columns: int, name: str) -> float:
     quantizes = name == "int8" or isinstance(form, CodedWeightFormat) and form.bits < 8
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator) * 0.02
-    first = pack_weight(weight, form, quantize_inputs=quantizes)
-    copies: list[PackedPanels] = [first]
+    packed = form.pack(weight)  # once: it takes far longer than a copy
+    first = pack_panels(packed, form, quantize_inputs=quantizes)
     count = min(max(_COLD_BYTES // max(first.nbytes, 1), 1), _MOST_COPIES)
-    copies += [pack_weight(weight, form, quantize_inputs=quantizes) for _ in range(count - 1)]
+    copies = [first, *(pack_panels(packed, form, quantize_inputs=quantizes) for _ in range(count - 1))]
     x = torch.randn(1, columns, generator=generator)
     best = float("inf")
     for _ in range(_ROUNDS):

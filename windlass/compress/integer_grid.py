@@ -81,26 +81,66 @@ def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -
     Raises:
         WeightFormatError: the codes of the format are no integers.
     """
-    rows, columns = weight.shape
-    if isinstance(form, Int8WeightFormat):
-        scale = weight.abs().amax(1, keepdim=True) / 127 * clip
-        return IntegerGrid(form, -127, 127, max(columns, 1), scale, torch.zeros_like(scale))
-    if not isinstance(form, IntegerWeightFormat):
-        raise WeightFormatError(
-            f"format {form.name!r} has no grid of integers; choose int8, int4, int3, int2 or a group of them"
-        )
-    groups, _ = form.group_weights(weight)
-    top, size = 2**form.bits - 1, groups.shape[2]
-    if form.has_zeros:
-        low, high = groups.amin(2).clamp(max=0) * clip, groups.amax(2).clamp(min=0) * clip
-        scale = ((high - low) / top).to(SCALE_DTYPE).float()
-        zero = (-low / _divisor(scale)).round_().clamp_(0, top)
-    else:
-        scale = (groups.abs().amax(2) / (top / 2) * clip).to(SCALE_DTYPE).float()
-        zero = torch.full_like(scale, form.zero)
-    if not bool(torch.isfinite(scale).all()):
-        raise WeightFormatError(f"format {form.name!r} has a scale outside of the range of {SCALE_DTYPE}")
-    return IntegerGrid(form, 0, top, size, scale, zero)
+    return _Ranges(form, weight).grid(clip)
+
+
+class _Ranges:
+    """Smallest and largest weight of each group of a matrix, from which grids of a format follow."""
+
+    def __init__(self, form: WeightFormat, weight: Tensor) -> None:
+        self.form, self.columns = form, weight.shape[1]
+        if isinstance(form, Int8WeightFormat):
+            self.groups = weight.unsqueeze(1)
+            self._high = weight.abs().amax(1, keepdim=True)
+            return
+        if not isinstance(form, IntegerWeightFormat):
+            raise WeightFormatError(
+                f"format {form.name!r} has no grid of integers; choose int8, int4, int3, int2 or a group of them"
+            )
+        self.groups, _ = form.group_weights(weight)  # [rows, groups, features]
+        if form.has_zeros:
+            self._low, self._high = self.groups.amin(2).clamp(max=0), self.groups.amax(2).clamp(min=0)
+        else:
+            low, high = self.groups.aminmax(dim=2)
+            self._high = torch.maximum(-low, high)
+
+    def grid(self, clip: Tensor | float) -> IntegerGrid:
+        """Return the grid for a part of each range."""
+        form = self.form
+        if isinstance(form, Int8WeightFormat):
+            scale = self._high / 127 * clip
+            return IntegerGrid(form, -127, 127, max(self.columns, 1), scale, torch.zeros_like(scale))
+        assert isinstance(form, IntegerWeightFormat)
+        top, size = 2**form.bits - 1, self.groups.shape[2]
+        if form.has_zeros:
+            low, high = self._low * clip, self._high * clip
+            scale = ((high - low) / top).to(SCALE_DTYPE).float()
+            zero = (-low / _divisor(scale)).round_().clamp_(0, top)
+        else:
+            scale = (self._high / (top / 2) * clip).to(SCALE_DTYPE).float()
+            zero = torch.full_like(scale, form.zero)
+        if not bool(torch.isfinite(scale).all()):
+            raise WeightFormatError(f"format {form.name!r} has a scale outside of the range of {SCALE_DTYPE}")
+        return IntegerGrid(form, 0, top, size, scale, zero)
+
+    def errors(self, grid: IntegerGrid, importance: Tensor | None, memory: Tensor) -> Tensor:
+        """Return the squared error of each group, without memory of its own: a search has many grids.
+
+        Args:
+            importance: of each feature of a group, `[1, groups, features]`.
+            memory: as large as the groups.
+        """
+        scale = grid.scale.unsqueeze(2)
+        torch.div(self.groups, _divisor(scale), out=memory)
+        memory.round_()
+        if isinstance(self.form, IntegerWeightFormat) and self.form.has_zeros:
+            zero = grid.zero.unsqueeze(2)
+            memory.clamp_(grid.low - zero, grid.high - zero)
+        else:
+            middle = self.form.zero if isinstance(self.form, IntegerWeightFormat) else 0.0
+            memory.clamp_(grid.low - middle, grid.high - middle)
+        squares = memory.mul_(scale).sub_(self.groups).square_()
+        return (squares if importance is None else squares.mul_(importance)).sum(2)
 
 
 def clipped_grid(
@@ -115,15 +155,19 @@ def clipped_grid(
         importance: of each column, e.g. the diagonal of `H`; None: all columns alike. See [Note: layer error].
         stride: try every so many candidates.
     """
-    best = plain_grid(form, weight)
-    least = _group_errors(best, weight, importance)
+    ranges = _Ranges(form, weight)
+    memory = torch.empty_like(ranges.groups)
+    if importance is not None:
+        groups, size = ranges.groups.shape[1:]
+        importance = torch.nn.functional.pad(importance, (0, groups * size - len(importance))).view(1, groups, size)
+    least = ranges.errors(ranges.grid(1.0), importance, memory)
     clip = torch.ones_like(least)
     for step in range(stride, CLIP_STEPS, stride):
         part = 1 - step * (1 - _LEAST_CLIP) / (CLIP_STEPS - 1)
-        errors = _group_errors(plain_grid(form, weight, part), weight, importance)
+        errors = ranges.errors(ranges.grid(part), importance, memory)
         better = errors < least
         least, clip = torch.where(better, errors, least), torch.where(better, part, clip)
-    return plain_grid(form, weight, clip)
+    return ranges.grid(clip)
 
 
 def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) -> IntegerGrid:
@@ -170,11 +214,6 @@ _NORM = 0.7
 
 def _group_losses(grid: IntegerGrid, weight: Tensor) -> Tensor:
     return _group_sums(grid, (weight - grid.values(grid.codes(weight))).abs().pow(_NORM))
-
-
-def _group_errors(grid: IntegerGrid, weight: Tensor, importance: Tensor | None) -> Tensor:
-    squares = (weight - grid.values(grid.codes(weight))).square_()
-    return _group_sums(grid, squares if importance is None else squares.mul_(importance))
 
 
 def _group_sums(grid: IntegerGrid, values: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.compress.integer_grid import clipped_grid, is_integer_format
+from windlass.compress.integer_grid import IntegerGrid, clipped_grid, is_integer_format
 from windlass.compress.layer_importance import find_layer_list
 from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
+_LIMIT_ROUNDS = 3
+_PASS_SHARE = 0.8  # of a whole forward: the time of a measurement, half of the blocks and the divergence
 _MOST_BYTES = 512 << 20  # of the log-probabilities of the wide model
 _CLIP_STRIDE = 5  # a coarse search: the measurement compares formats, and the rounding that is written searches again
 
@@ -38,13 +40,22 @@ class InputGroup:
     block: int
 
 
-def rounded_weight(weight: Tensor, name: str) -> Tensor:
-    """Return a weight rounded to nearest with a searched clip, nearly as `rtn` packs it."""
+def rounded_weight(weight: Tensor, name: str, grid: IntegerGrid | None = None) -> Tensor:
+    """Return a weight rounded to nearest with a searched clip, nearly as `rtn` packs it.
+
+    Args:
+        grid: of an earlier search; None: search.
+    """
     form = get_weight_format(name)
     if not is_integer_format(form):
         return form.unpack(form.pack(weight)).float()
-    grid = clipped_grid(form, weight.float(), stride=_CLIP_STRIDE)
+    if grid is None:
+        grid = _searched_grid(weight, name)
     return grid.values(grid.codes(weight.float()))
+
+
+def _searched_grid(weight: Tensor, name: str) -> IntegerGrid:
+    return clipped_grid(get_weight_format(name), weight.float(), stride=_CLIP_STRIDE)
 
 
 def sample_tokens(model: Any, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -90,6 +101,7 @@ class SensitivityMeter:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and (module is not output or head)
         }
+        self._grids: dict[tuple[str, str], IntegerGrid] = {}  # of a layer in a format, some percent of its weight
         self._hidden: list[list[Tensor]] = []
         self._returns_tuple = False
         self.groups = self._find_groups()
@@ -103,11 +115,13 @@ class SensitivityMeter:
 
     def limit_time(self, formats: int, seconds: float) -> None:
         """Keep so few tokens that all groups are measured in this time, in `formats` formats each."""
-        needed = 0.55 * self.seconds * formats * len(self.groups)
-        if needed <= seconds:
-            return
-        self._batches = _first_tokens(self._batches, max(int(self.tokens * seconds / needed), _LEAST_TOKENS))
-        self._prepare()
+        for _ in range(_LIMIT_ROUNDS):  # a forward of few tokens takes longer than its share
+            needed = _PASS_SHARE * self.seconds * formats * len(self.groups)
+            tokens = max(int(self.tokens * seconds / max(needed, 1e-9)), _LEAST_TOKENS)
+            if tokens >= self.tokens:
+                return
+            self._batches = _first_tokens(self._batches, tokens)
+            self._prepare()
 
     def _find_groups(self) -> list[InputGroup]:
         calls: list[tuple[str, Tensor]] = []
@@ -208,13 +222,21 @@ class SensitivityMeter:
             found.append(losses)
         return found
 
+    def _rounded_weight(self, layer: str, weight: Tensor, name: str) -> Tensor:
+        grid = None
+        if is_integer_format(name):
+            grid = self._grids.get((layer, name))
+            if grid is None:
+                grid = self._grids[layer, name] = _searched_grid(weight, name)
+        return rounded_weight(weight, name, grid)
+
     @contextmanager
     def _rounded(self, formats: Mapping[str, str | None]) -> Iterator[None]:
         before = {name: self._linear[name].weight.data for name, form in formats.items() if form is not None}
         try:
             for name, form in formats.items():
                 if form is not None:
-                    self._linear[name].weight.data = rounded_weight(before[name], form)
+                    self._linear[name].weight.data = self._rounded_weight(name, before[name], form)
             yield
         finally:
             for name, weight in before.items():

@@ -106,52 +106,58 @@ def merge_models(
         ModelError: a parameter is missing, or has another shape in one of the models.
     """
     states = [model.state_dict() for model in models]
-    _check(models, method, weights, base, density)
-    values = _values(method, len(states), weights)
+    check_merge(len(models), method, weights, base is not None, density)
+    values = list(weights) if weights is not None else [1.0] * len(states)
     base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
     merged = {}
     for name, first in states[0].items():
         tensors = [_get(state, name, first) for state in states]
-        if not first.is_floating_point():
-            merged[name] = first.clone()
-            continue
-        if method == "linear":
-            found = linear_merge(tensors, values)
-        elif method == "slerp":
-            found = spherical_merge(tensors[0], tensors[1], values[1] / sum(values))
-        else:
-            start = _get(base_state, name, first)
-            if method == "ties":
-                found = ties_merge(start, tensors, values, density)
-            else:
-                found = dare_merge(start, tensors, values, density, seed ^ zlib.crc32(name.encode()))
-        merged[name] = found.to(first.dtype)
+        start = _get(base_state, name, first) if base is not None else None
+        merged[name] = merge_tensors(name, tensors, method, values, start, density, seed)
     return merged
 
 
-def _values(method: str, count: int, weights: Sequence[float] | None) -> list[float]:
-    if weights is not None:
-        return list(weights)
-    return [1.0] * count
-
-
-def _check(
-    models: Sequence[nn.Module],
+def merge_tensors(
+    name: str,
+    tensors: Sequence[Tensor],
     method: str,
-    weights: Sequence[float] | None,
-    base: nn.Module | None,
+    weights: Sequence[float],
+    base: Tensor | None,
     density: float,
-) -> None:
+    seed: int,
+) -> Tensor:
+    """Return one merged tensor, in the dtype of the first; see `merge_models`. Tensors that are no floats are the
+    first's."""
+    first = tensors[0]
+    if not first.is_floating_point():
+        return first.clone()
+    if method == "linear":
+        found = linear_merge(tensors, weights)
+    elif method == "slerp":
+        found = spherical_merge(tensors[0], tensors[1], weights[1] / sum(weights))
+    else:
+        assert base is not None
+        if method == "ties":
+            found = ties_merge(base, tensors, weights, density)
+        else:
+            found = dare_merge(base, tensors, weights, density, seed ^ zlib.crc32(name.encode()))
+    return found.to(first.dtype)
+
+
+def check_merge(count: int, method: str, weights: Sequence[float] | None, has_base: bool, density: float) -> None:
+    """Check the options of a merge of `count` models.
+
+    Raises:
+        ConfigError: the method is unknown, lacks its base, or the numbers of models and weights do not fit.
+    """
     if method not in MERGE_METHODS:
         raise ConfigError(f"merging method is {method!r}; it is one of {', '.join(MERGE_METHODS)}")
-    if len(models) < (1 if method in ("ties", "dare") else 2) or method == "slerp" and len(models) != 2:
+    if count < (1 if method in ("ties", "dare") else 2) or method == "slerp" and count != 2:
         raise ConfigError(f"merging by {method} takes {'two models' if method == 'slerp' else 'several models'}, not "
-                          f"{len(models)}")  # fmt: skip
-    if weights is not None and (len(weights) != len(models) or sum(weights) == 0):
-        raise ConfigError(
-            f"weights are {list(weights)} for {len(models)} models; give one each, with a sum other than 0"
-        )
-    if method in ("ties", "dare") and base is None:
+                          f"{count}")  # fmt: skip
+    if weights is not None and (len(weights) != count or sum(weights) == 0):
+        raise ConfigError(f"weights are {list(weights)} for {count} models; give one each, with a sum other than 0")
+    if method in ("ties", "dare") and not has_base:
         raise ConfigError(f"merging by {method} needs base, the model from which all were trained")
     if not 0 < density <= 1:
         raise ConfigError(f"density is {density}; write a share above 0 and at most 1")

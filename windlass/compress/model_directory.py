@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from windlass.base.atomic_file import write_atomically
@@ -18,18 +18,26 @@ from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
 from windlass.compress.pruned_config import PRUNING_ENTRY, apply_widths
+from windlass.kernels.mapped_bytes import MappedBytes, map_bytes
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
 
+_MAPPED_BYTES = 1 << 14
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """File, dtype and shape of a tensor of a directory."""
+    """File, dtype and shape of a tensor of a directory, and the offset of its bytes in the file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ModelDirectory:
@@ -62,13 +70,30 @@ class ModelDirectory:
         """
         if name not in self.places:
             raise ModelError(f"{self.path} has no tensor {name!r}; copy the model again")
-        path = self.places[name].path
+        place = self.places[name]
+        memory = torch.empty(place.nbytes, dtype=torch.uint8)  # a mapping would be in memory beside every copy of it
         try:
-            with safe_open(path, framework="pt") as file:
-                found: torch.Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"tensor {name!r} of {path} cannot be read: {error}; copy the file again") from error
-        return found
+            with open(place.path, "rb", buffering=0) as file:
+                file.seek(place.offset)
+                left = memoryview(memory.numpy())
+                while len(left):
+                    count = file.readinto(left)
+                    if not count:
+                        raise OSError("the file ends before")
+                    left = left[count:]
+        except OSError as error:
+            raise ModelError(f"tensor {name!r} of {place.path} cannot be read: {error}; copy the file again") from error
+        return memory.view(place.dtype).view(place.shape)
+
+    def map(self, name: str) -> tuple[torch.Tensor, MappedBytes]:
+        """Return a tensor whose memory is the file, and its mapping; see [Note: dropped pages].
+
+        Raises:
+            ModelError: it cannot be mapped.
+        """
+        place = self.places[name]
+        content, pages = map_bytes(place.path, place.offset, place.nbytes)
+        return content.view(place.dtype).view(place.shape), pages
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX
@@ -92,7 +117,8 @@ class ModelDirectory:
         for name, entry in header.entries.items():
             if entry.dtype not in DTYPES:
                 raise ModelError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which torch does not have")
-            self.places[name] = TensorPlace(path, DTYPES[entry.dtype], entry.shape)
+            offset = header.data_offset + entry.begin
+            self.places[name] = TensorPlace(path, DTYPES[entry.dtype], entry.shape, offset)
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -102,6 +128,11 @@ class ModelDirectory:
         if not isinstance(found, dict):
             raise ModelError(f"{path} is not a JSON object; copy the file again")
         return found
+
+
+def can_map(place: TensorPlace) -> bool:
+    """Return True if a tensor is better mapped than copied: it is large, and its elements are aligned in the file."""
+    return place.nbytes >= _MAPPED_BYTES and place.offset % place.dtype.itemsize == 0
 
 
 def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_remote_code: bool = False) -> Any:

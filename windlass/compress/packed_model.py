@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
-from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.model_directory import ModelDirectory, build_empty, can_map
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
+from windlass.kernels.mapped_bytes import MappedBytes, set_pages
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
@@ -63,29 +66,29 @@ def load_packed_model(
         )
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
     used: set[str] = set()
-    packed: dict[str, tuple[str, PackedWeight]] = {}
+    packed: dict[str, tuple[str, _ReadParts]] = {}  # one layer is in memory twice, not all
     if entry is None:
         layers = []
     elif entry.get("quant_method") in ("gptq", "awq"):
         for layer in find_packed_layers(directory):
             name, tensors, read = read_packed_layer(directory, layer, entry)
-            packed[layer] = name, tensors
+            packed[layer] = name, partial(_in_memory, tensors)
             used |= read
     else:
         layers = sorted({name.rpartition(".")[0] for name in directory.places if name.endswith(".weight_scale")})
         for layer, name in read_formats(entry, layers).items():
-            read = {f"{layer}.{part}" for part in get_weight_format(name).file_form(1, 1)}
-            packed[layer] = name, {part.rpartition(".")[2]: directory.read(part) for part in sorted(read)}
-            used |= read | {f"{layer}.{part}" for part in _UNUSED}
+            packed[layer] = name, partial(_read_parts, directory, layer, name)
+            used |= {f"{layer}.{part}" for part in (*get_weight_format(name).file_form(1, 1), *_UNUSED)}
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
     unpacked: dict[str, torch.Tensor] = {}
     inputs = entry is not None and rounds_inputs(entry)
     for layer in list(packed):
-        name, tensors = packed.pop(layer)  # one layer is in memory twice, not all
+        name, read_parts = packed.pop(layer)
+        tensors, pages = read_parts()
         module = names.module_of(layer)
         if module is not None:
-            _place(model, directory, layer, module, name, tensors, dtype, inputs)
+            _place(model, directory, layer, module, name, tensors, pages, dtype, inputs)
             used |= {f"{layer}.weight", f"{layer}.bias"}
         else:  # e.g. one expert of a matrix of all
             unpacked[f"{layer}.weight"] = get_weight_format(name).unpack(_as_formed(tensors, name, layer))
@@ -108,6 +111,7 @@ def _place(
     module: str,
     name: str,
     tensors: PackedWeight,
+    pages: Mapping[str, MappedBytes],
     dtype: torch.dtype | None,
     inputs: bool,
 ) -> None:
@@ -121,11 +125,33 @@ def _place(
     form = get_weight_format(name)
     has_bias = linear.bias is not None
     packed = PackedLinear(linear.in_features, linear.out_features, has_bias, weight_format=form)
-    packed.set_packed(_as_formed(tensors, name, layer))
+    formed = _as_formed(tensors, name, layer)
+    kept = [part for part in pages if formed[part] is tensors[part]]  # others were converted
+    packed.set_packed(formed, {part: (formed[part].view(-1).view(torch.uint8), pages[part]) for part in kept})
     packed.rounds_inputs = inputs and form.name.startswith("int8")
     if has_bias:
         packed.bias = nn.Parameter(_cast(directory.read(f"{layer}.bias"), dtype), requires_grad=False)
     model.set_submodule(module, packed)
+
+
+_ReadParts = Callable[[], tuple[PackedWeight, dict[str, MappedBytes]]]
+
+
+def _in_memory(tensors: PackedWeight) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    return tensors, {}
+
+
+def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the packed tensors of a layer, and the mappings of large ones, which are not read."""
+    tensors: PackedWeight = {}
+    pages: dict[str, MappedBytes] = {}
+    for part in get_weight_format(name).file_form(1, 1):
+        place = directory.places.get(f"{layer}.{part}")
+        if place is None or not can_map(place):
+            tensors[part] = directory.read(f"{layer}.{part}")
+        else:
+            tensors[part], pages[part] = directory.map(f"{layer}.{part}")
+    return tensors, pages
 
 
 def _as_formed(tensors: PackedWeight, name: str, layer: str) -> PackedWeight:
@@ -168,10 +194,19 @@ def _load_rest(
     packed = {id(p) for module in model.modules() if isinstance(module, PackedLinear) for p in module.parameters()}
     open_names = {name for name, parameter in model.named_parameters() if id(parameter) not in packed}
     buffers = dict(model.named_buffers())
+    mapped: dict[str, MappedBytes] = {}
 
     def read(source: str) -> torch.Tensor:
         found = unpacked.pop(source, None)
         return directory.read(source) if found is None else found
+
+    def open_tensor(source: str) -> torch.Tensor:
+        place = directory.places.get(source)
+        if source in unpacked or place is None or dtype not in (None, place.dtype) or not can_map(place):
+            return read(source)
+        tensor, pages = directory.map(source)
+        mapped[source] = pages
+        return tensor
 
     def fill(name: str, tensor: torch.Tensor, source: str) -> None:
         if name in buffers:
@@ -185,12 +220,14 @@ def _load_rest(
             )
         owner, _, leaf = name.rpartition(".")
         value = nn.Parameter(_cast(tensor, dtype), requires_grad=False)
+        if source in mapped:
+            set_pages(value, mapped.pop(source))
         model.get_submodule(owner).register_parameter(leaf, value)
         open_names.discard(name)
 
     for source, name in names.renamed.items():
         if source in unpacked or source not in used:
-            fill(name, read(source), source)
+            fill(name, open_tensor(source), source)
     for entry in names.converted.values():
         for name, tensor in names.convert(entry, read).items():
             fill(name, tensor, entry.sources[0])
@@ -206,4 +243,4 @@ def _load_rest(
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.clone()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -29,6 +29,7 @@ from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weigh
 Method = Literal["rtn", "gptq", "awq", "hqq"]
 METHODS = ("rtn", "gptq", "awq", "hqq")
 NEEDS_TEXT = ("gptq", "awq")
+_FOLD_TOKENS = 8192  # by which scales of inputs are searched
 _PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
 
 # Linear layers whose outputs scale the inputs of another layer of the same parent, feature by feature.
@@ -211,14 +212,16 @@ class PostTraining:
     def _fold(
         self, block: CalibratedBlock, groups: Sequence[LayerGroup], layers: Mapping[str, str], *, smooth: bool
     ) -> None:
-        """Fold scales of the inputs into the modules before, where the block's function stays the same."""
+        """Fold scales of the inputs into the modules before, where the block's function stays the same: so one forward
+        measures the inputs of all groups."""
+        measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
         for group in groups:
             producer = _producer(block.module, group)
             consumers = [block.linear(name) for name in group.names]
             forms = [get_weight_format(layers[layer]) for layer in map(block.layer, group.names) if layer in layers]
             if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
-            statistics = block.statistics(group.names[:1])[group.names[0]]
+            statistics = measured[group.names[0]]
             weights = [consumer.weight.detach() for consumer in consumers]
             if smooth:
                 scales = smoothing_scales(statistics.largest, weights)

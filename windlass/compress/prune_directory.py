@@ -38,6 +38,12 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
     return model.eval()
 
 
+def common_dtype(directory: ModelDirectory) -> torch.dtype:
+    """Return the floating-point dtype of most tensors of a directory."""
+    dtypes = [place.dtype for place in directory.places.values() if place.dtype.is_floating_point]
+    return max(set(dtypes), key=dtypes.count)
+
+
 def prune_directory(
     source: str | Path,
     target: str | Path,
@@ -58,8 +64,7 @@ def prune_directory(
     directory = ModelDirectory(source)
     model = load_wide_model(directory, trust_remote_code=trust_remote_code)
     report = prune_model(model, shares, importance=importance, batches=batches)
-    dtypes = [place.dtype for place in directory.places.values() if place.dtype.is_floating_point]
-    model.to(max(set(dtypes), key=dtypes.count))
+    model.to(common_dtype(directory))
     model.save_pretrained(target)  # type: ignore[operator]
     for path in companion_files(directory.path):
         shutil.copyfile(path, Path(target) / path.name)

@@ -59,6 +59,16 @@ def prepare_quantize_training(
             f"quantize_training.quantize_bits has start_bits {bits.start_bits} and target_bits {bits.target_bits}; "
             "write 16 at most, and no fewer bits at the start"
         )
+    symmetric = (section.quantize_type or algorithm.q_type) == "symmetric"
+    if (
+        section.quantize_type is not None
+        and "q_type" in algorithm.model_fields_set
+        and symmetric != (algorithm.q_type == "symmetric")
+    ):
+        raise ConfigError(
+            f"quantize_training.quantize_type is {section.quantize_type!r} and quantize_algo.q_type "
+            f"{algorithm.q_type!r}; delete one"
+        )
     mixed = section.fp16_mixed_quantize
     clock = compression_clock(model) or CompressionClock()
     model.__dict__[CLOCK] = clock
@@ -67,7 +77,7 @@ def prepare_quantize_training(
         bits.target_bits,
         schedule.quantize_period,
         section.quantize_groups,
-        algorithm.q_type == "symmetric",
+        symmetric,
         algorithm.rounding == "stochastic",
         schedule.schedule_offset,
         mixed.quantize_change_ratio if mixed.enabled else 0.0,

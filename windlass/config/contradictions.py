@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from windlass.config.axis_sizes import axis_size, conflicting_sizes
 from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value
 from windlass.config.offload_section import OffloadOptimizer, is_offloaded
-from windlass.config.optimizer_section import ONE_BIT_OPTIMIZERS
+from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS
 from windlass.config.root_config import Config
 
 ContradictionRule = Callable[[Config], Iterator[tuple[str, str]]]
@@ -172,12 +172,21 @@ def _quantized_messages(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _one_bit_stage(config: Config) -> Iterator[tuple[str, str]]:
-    optimizer = config.optimizer
-    if optimizer is not None and optimizer.type in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage == 3:
+def _compressed_optimizer_stage(config: Config) -> Iterator[tuple[str, str]]:
+    stage, name = config.zero_optimization.stage, config.optimizer.type if config.optimizer is not None else ""
+    highest = COMPRESSED_OPTIMIZERS.get(name, 3)
+    if stage <= highest:
+        return
+    if highest == 0:
         yield (
             "optimizer.type",
-            f'"{optimizer.type}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so '
+            f'"{name}" at zero_optimization.stage {stage}, and every rank needs whole states; write stage 0, '
+            'or "OneBitAdam" or "ZeroOneAdam" with stage 1 or 2',
+        )
+    else:
+        yield (
+            "optimizer.type",
+            f'"{name}" at zero_optimization.stage 3, where every use of a parameter gathers it in full, so '
             "that one bit for each gradient would save little; write stage 0, 1 or 2, or AdamW with "
             "zero_quantized_weights and zero_quantized_gradients",
         )
@@ -347,7 +356,7 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _unmanaged_accumulation,
     _offload,
     _two_shard_groups,
-    _one_bit_stage,
+    _compressed_optimizer_stage,
     _quantized_messages,
     _axis_sizes,
     _ulysses,

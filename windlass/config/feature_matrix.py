@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from windlass.config.axis_sizes import axis_size
 from windlass.config.offload_section import is_offloaded
-from windlass.config.optimizer_section import ONE_BIT_OPTIMIZERS
+from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS
 
 if TYPE_CHECKING:
     from windlass.config.root_config import Config
@@ -60,7 +60,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "whole_parameter": FeatureValue(
             "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
         ),
-        "onebit": FeatureValue("OneBitAdam: gradients of one bit an element after a warm-up"),
+        "onebit": FeatureValue("OneBitAdam, ZeroOneAdam: gradients of one bit an element after a warm-up"),
     },
     "precision": {
         "fp32": FeatureValue("everything in fp32"),
@@ -255,7 +255,7 @@ def _tier(section: object) -> str:
 def _optimizer_kind(config: Config) -> str:
     if config.optimizer is None or config.optimizer.type.lower() in {name.lower() for name in ELEMENTWISE_OPTIMIZERS}:
         return "elementwise"
-    return "onebit" if config.optimizer.type in ONE_BIT_OPTIMIZERS else "whole_parameter"
+    return "onebit" if config.optimizer.type in COMPRESSED_OPTIMIZERS else "whole_parameter"
 
 
 def _precision(config: Config) -> str:

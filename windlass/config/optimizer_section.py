@@ -50,10 +50,10 @@ _MESSAGES = {
 _ONE_BIT_LAMB = {
     "freeze_step": ParameterSpec("int", 100_000, minimum=1),
     **_MESSAGES,
-    "coeff_beta": ParameterSpec("float", 0.9),
-    "factor_max": ParameterSpec("float", 4.0),
-    "factor_min": ParameterSpec("float", 0.5),
-    "factor_threshold": ParameterSpec("float", 0.1),
+    "coeff_beta": ParameterSpec("float", 0.9, minimum=0, less_than=1),
+    "factor_max": ParameterSpec("float", 4.0, greater_than=0),
+    "factor_min": ParameterSpec("float", 0.5, greater_than=0),
+    "factor_threshold": ParameterSpec("float", 0.1, greater_than=0),
 }
 _ZERO_ONE = {
     "var_freeze_step": ParameterSpec("int", 100_000, minimum=1),
@@ -63,11 +63,10 @@ _ZERO_ONE = {
     **_MESSAGES,
 }
 _NO_CLIP = {"max_grad_norm": refused_parameter("float", 0.0, "write gradient_clipping at the top level instead")}
-_ONE_BIT_ADAM = {
+_AS_ADAMW = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_NO_AMSGRAD, **_NO_CLIP, **_MESSAGES,
-    "freeze_step": ParameterSpec("int", 100_000, minimum=1),
-    "bias_correction": refused_parameter("bool", True, "the steps before freeze_step are torch's AdamW; write true"),
-    "eps_inside_sqrt": refused_parameter("bool", False, "the steps before freeze_step are torch's AdamW; write false"),
+    "bias_correction": refused_parameter("bool", True, "the first steps are torch's AdamW; write true"),
+    "eps_inside_sqrt": refused_parameter("bool", False, "the first steps are torch's AdamW; write false"),
 }  # fmt: skip
 _LAMB = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_NO_AMSGRAD,
@@ -85,7 +84,6 @@ _SGD = {
 }  # fmt: skip
 # the optimizer class that updates the groups with width-scaled learning rates
 _MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}
-_ONE_BIT = {**_LAMB, **_GRADS, **_ONE_BIT_LAMB, **_ZERO_ONE}
 
 OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
     "Adam": {**_ADAM, "adam_w_mode": ParameterSpec("bool", True)},
@@ -124,19 +122,27 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "torch_adam": accepted_parameter("bool", False, "AdamW always uses torch's own arithmetic"),
         "adam_w_mode": _ALWAYS_DECOUPLED,
     },
-    "OneBitAdam": _ONE_BIT_ADAM,
-    "ZeroOneAdam": _ONE_BIT,
-    "OneBitLamb": _ONE_BIT,
+    "DiLoCo": {
+        **_LR, **_BETAS, **_EPS,
+        "weight_decay": ParameterSpec("float", 0.01, minimum=0),
+        "inner_steps": ParameterSpec("int", 32, minimum=1),
+        "outer_lr": ParameterSpec("float", 0.7, greater_than=0),
+        "outer_momentum": ParameterSpec("float", 0.9, minimum=0, less_than=1),
+        "fragments": ParameterSpec("int", 1, minimum=1),
+        "codec": ParameterSpec("str", "int8", choices=("identity", "bf16", "fp8", "int8", "int4", "sign")),
+    },
+    "OneBitAdam": {**_AS_ADAMW, "freeze_step": ParameterSpec("int", 100_000, minimum=1)},
+    "ZeroOneAdam": {**_AS_ADAMW, **_ZERO_ONE},
+    "OneBitLamb": {**_LAMB, **_GRADS, **_ONE_BIT_LAMB},
     "MuAdam": _ADAM,
     "MuAdamW": _ADAM,
     "MuSGD": _SGD,
 }  # fmt: skip
 """Parameters by optimizer, known without importing torch: DeepSpeed's names, and those that every torch version has."""
 
-ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
-_ONE_BIT_TYPES = ("ZeroOneAdam", "OneBitLamb")
+COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 0, "DiLoCo": 0}
+"""Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
 UNSUPPORTED_OPTIMIZERS = {
-    **dict.fromkeys(_ONE_BIT_TYPES, "not yet built: 1-bit optimizers; write AdamW or Lamb"),
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
 }
@@ -155,8 +161,9 @@ class OptimizerConfig(ConfigSection):
     """Optimizer that the engine constructs if the caller passes none."""
 
     type: str = honoured(...)
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (case-insensitive), a class of
-    torch.optim, or a name that the script registered with windlass.optim.register_update."""
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, DiLoCo, MuAdam, MuAdamW, MuSGD
+    (case-insensitive), a class of torch.optim, or a name that the script registered with
+    windlass.optim.register_update."""
     params: dict[str, Any] = honoured(dict)
     """Parameters of the optimizer. Absent ones have torch's default."""
     legacy_fusion: bool = accepted(False, "chooses among DeepSpeed's fp16 wrappers; there is one path here")
@@ -226,7 +233,7 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
     if kind == "SGD" and value("nesterov") and None not in (momentum, dampening) and (momentum <= 0 or dampening != 0):
         yield "nesterov", "true needs a momentum above 0 and a dampening of 0; write those, or false"
     least, most = value("min_coeff"), value("max_coeff")
-    if kind == "Lamb" and None not in (least, most) and least > most:
+    if kind in ("Lamb", "OneBitLamb") and None not in (least, most) and least > most:
         yield "min_coeff", f"{least} is more than max_coeff {most}; exchange them"
     if kind in _FROM_TORCH and value("fused") and value("foreach"):
         yield "foreach", "true, and so is fused: they are two implementations of one step; write one true"

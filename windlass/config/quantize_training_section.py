@@ -47,8 +47,10 @@ class QuantizeTraining(ConfigSection):
     """Steps at which the bits fall."""
     quantize_groups: Positive = honoured(1)
     """Slices of a flattened weight with a scale each."""
-    quantize_algo: QuantizeAlgorithm = honoured(QuantizeAlgorithm)
+    quantize_algo: QuantizeAlgorithm = honoured(QuantizeAlgorithm, aliases=("quantize-algo",))
     """Rule of rounding."""
+    quantize_type: Literal["symmetric", "asymmetric"] | None = honoured(None)
+    """As `quantize_algo.q_type`, in the spelling of DeepSpeed's tutorial."""
     fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
     """Gradual change from wide to rounded weights."""
     quantize_verbose: bool = accepted(False, "nothing is logged for each layer")

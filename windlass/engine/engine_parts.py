@@ -89,6 +89,10 @@ class EngineParts:
         """Clear the state of one backward."""
         raise NotImplementedError
 
+    def _end_gradients(self) -> None:
+        """Handle the end of an outermost backward that reached parameters."""
+        raise NotImplementedError
+
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of a forward."""
         raise NotImplementedError

@@ -60,6 +60,7 @@ class EngineReporter:
         self._logged_keys: set[str] = set()
         self._last_payload: dict[str, int] = {}
         self._last_bytes_moved: dict[str, int] = {}
+        self._last_bytes_across: dict[str, int] = {}
         if config.dump_state:
             logger.info(f"configuration: {config.model_dump(mode='json', exclude_defaults=True)}")
 
@@ -99,6 +100,7 @@ class EngineReporter:
             logger.info(f"step {step} | fingerprint {engine.fingerprint()}")
         self._loss_sum, self._losses = None, 0
         self._last_payload, self._last_bytes_moved = dict(traffic.payload), dict(traffic.bytes_moved)
+        self._last_bytes_across = dict(traffic.across_nodes)
         traffic.reset()
 
     def _write_metrics(self, step: int, log_line: bool) -> None:
@@ -131,6 +133,7 @@ class EngineReporter:
         found["payload"] = dict(self._last_payload)
         found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_bytes_moved)
+        found["bytes_across_nodes"] = dict(self._last_bytes_across)
         lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {tier}" for (slot, tier), size in found["slots"].items()]
         gathered = found["gathered_elements"]
         logger.info("on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
@@ -147,9 +150,10 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
 
     Returns:
         `disk`: `IoRates` of the NVMe tier since the engine was built, all zero without one; `slots`: bytes by (slot,
-            tier). Slots are `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...), and with delayed
-            updates `grad in update` and `next param`; `payload_elements`: parameter elements that entered
-            collectives in the last step, an all-reduce counted twice, `payload`: the same by operation; `transit`:
+            tier). Slots are `param`, `grad`, `master`, the optimizer's states (`exp_avg`, ...), those of one rank too
+            (`worker_error`), and with delayed updates `grad in update` and `next param`; `payload_elements`: parameter
+            elements that entered collectives in the last step, an all-reduce counted twice, `payload`: the same by
+            operation; `transit`:
             bytes of the reduction buffers; `units`: names, elements, and bytes by slot of each unit;
             `gathered_elements` and `gathered`: units that are unsharded now and could be resharded; `padding_elements`;
             `delayed_update`: `seconds` is the duration of the last finished update in the background, `waited` the part
@@ -184,6 +188,8 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
             count(slot.unit, "grad in update", slot.spare_storage.tier, slot.spare_storage.nbytes)
     for chunk, key, size in model.masters.state_offload.inventory(model.masters.chunks):
         count(chunk.unit, key, chunk.tier, size)
+    for state in model.update.rank_states() if model.update is not None else ():
+        count(state.unit, state.key, Tier.DEVICE, state.values.numel() * state.values.element_size())
     for chunk in model.masters.chunks if model.delayed_update is not None else ():
         if chunk.lowered_params is not None:
             count(chunk.unit, "next param", Tier.HOST, chunk.lowered_params.nbytes)

@@ -19,6 +19,7 @@ from windlass.base.log import logger
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.mapped_bytes import drop_pages
 from windlass.kernels.packed_gemm import (
     PackedPanels,
     can_quantize_inputs,
@@ -160,6 +161,9 @@ def pack_modules(
             replaced.
     """
     groups = []
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.free_panels()  # of an earlier forward, so that the probe keeps none
     for modules in find_groups(model, probe):
         groups.append(pack_group(modules, weight_format, activations))
         if frees_weights:
@@ -186,6 +190,8 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
     sizes = [_matrix_kind(module)[0] for module in modules]
     packed = [module for module in modules if isinstance(module, PackedLinear)]
     if packed:
+        for one in packed:
+            one.free_panels()  # of the probe
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
         stated = all(module.rounds_inputs for module in packed)
@@ -195,6 +201,8 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
         panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations))
+        for module in modules:
+            drop_pages(module.get_parameter("weight"))  # of a head that shares the embedding
     return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
 
 

@@ -24,10 +24,11 @@ from windlass.base.errors import ModelError, WeightFormatError
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.low_bit_panels import LowBitFormat, LowBitPanels, has_native_codes
+from windlass.kernels.packed_tensors import check_matrix
 from windlass.kernels.panel_memory import take_panels
 from windlass.kernels.reference.quantized_input import quantize_groups
+from windlass.kernels.weight_format import CastWeightFormat, WeightFormat, get_weight_format
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
-from windlass.kernels.weight_format import WeightFormat, get_weight_format
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 # Weight formats that native code multiplies. Others take the format's own product.
@@ -259,7 +260,14 @@ def pack_weight(
         ConfigError: the path is not available.
     """
     chosen = get_weight_format(format) if isinstance(format, str) else format
-    return PackedPanels(chosen, chosen.pack(weight), get_inference_path(path), quantize_inputs)
+    found = get_inference_path(path)
+    casts = isinstance(chosen, CastWeightFormat) and chosen.name in _PANEL_CODES and chosen.dtype == weight.dtype
+    if casts and found.module is not None:
+        check_matrix(weight, chosen.name)
+        tensors: FormatTensors = {"weight": weight.detach()}  # panels are a copy already
+    else:
+        tensors = chosen.pack(weight)
+    return PackedPanels(chosen, tensors, found, quantize_inputs)
 
 
 def pack_panels(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import WeightFormatError
+from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.panel_cache import PanelCache
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
@@ -111,8 +112,15 @@ class PackedLinear(nn.Module):
             )
         self.set_packed(self.format.pack(weight))
 
-    def set_packed(self, packed: Mapping[str, torch.Tensor]) -> None:
-        """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer."""
+    def set_packed(
+        self, packed: Mapping[str, torch.Tensor], mapped: Mapping[str, tuple[torch.Tensor, MappedBytes]] | None = None
+    ) -> None:
+        """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer.
+
+        Args:
+            mapped: bytes in a file of some of them, and their mappings, which are used and not copied; see [Note:
+                dropped pages].
+        """
         expected = {name: (form.dtype, form.shape) for name, form in self._form.items()}
         given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
         if given != expected:
@@ -123,12 +131,22 @@ class PackedLinear(nn.Module):
         with torch.no_grad():
             for name, tensor in packed.items():
                 stored = self.get_parameter(self._parameter_name(name))
-                stored.copy_(tensor.reshape(-1).contiguous().view(torch.uint8).view(stored.shape))
+                if mapped is None or name not in mapped:
+                    stored.copy_(tensor.reshape(-1).contiguous().view(torch.uint8).view(stored.shape))
+                    continue
+                content, pages = mapped[name]
+                parameter = nn.Parameter(content.view(stored.shape), requires_grad=False)
+                self.register_parameter(self._parameter_name(name), parameter)
+                self._panels.pages[content.data_ptr()] = pages
 
     def packed(self) -> PackedWeight:
         """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
         of small ones that are not aligned in a shared buffer."""
         return {name: self._typed(name, form.dtype) for name, form in self._form.items()}
+
+    def free_panels(self) -> None:
+        """Free the panels that products of this module have kept; the next ones make them again."""
+        self._panels.clear()
 
     def unpack(self) -> torch.Tensor:
         """Return the weight `[out_features, in_features]` in the format's own precision."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -11,8 +11,18 @@ from torch.nn import functional as F
 BLOCK_NUMEL = 1 << 22  # elements that are unpacked at once: 16 MiB of float32
 
 UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
-Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Computes `input @ weight.T + bias` of a packed weight without gradients."""
+
+
+class Product(Protocol):
+    """Product of an input and its own form of a packed weight."""
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `input @ weight.T + bias` without gradients."""
+        ...
+
+    def end_backward(self) -> None:
+        """Free what a backward has left of the packed weight."""
+        ...
 
 
 def packed_matmul(
@@ -50,7 +60,7 @@ class _PackedMatmul(torch.autograd.Function):
         *packed: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(*packed)
-        ctx.unpack_rows, ctx.has_bias = unpack_rows, bias is not None
+        ctx.unpack_rows, ctx.product, ctx.has_bias = unpack_rows, product, bias is not None
         if product is not None:
             return product(input, bias)
         blocks = list(_blocks(packed, input.shape[-1]))
@@ -69,6 +79,8 @@ class _PackedMatmul(torch.autograd.Function):
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_input = _grad_input(grad, ctx.unpack_rows, packed)
+            if ctx.product is not None:
+                ctx.product.end_backward()
         if ctx.has_bias and ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_input, grad_bias, None, None, *[None] * len(packed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,25 @@ import torch
 from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.low_bit_panels import has_native_codes
+from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.packed_gemm import ACTIVATION_DTYPES, PackedPanels, pack_panels, packed_linear
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
+
+
+class PanelProduct:
+    """Product with panels, without gradients."""
+
+    def __init__(self, panels: PackedPanels, pages: Sequence[MappedBytes]) -> None:
+        self._panels, self._pages = panels, pages
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        with torch.no_grad():
+            return packed_linear(input.detach(), self._panels, bias)
+
+    def end_backward(self) -> None:
+        """Drop the pages that a backward has read."""
+        for one in self._pages:
+            one.drop()
 
 
 class PanelCache:
@@ -19,18 +36,23 @@ class PanelCache:
 
     [Note: kept panels] Panels are kept from the second product on, while address and version of every parameter are
     the same, and only for parameters that own their memory: the flat buffer of an engine is filled without a change of
-    versions, so panels of its views are made for each product. They take as much memory as the packed weight. A copy or
-    pickle of the layer has no panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
+    versions, so panels of its views are made for each product. They take as much memory as the packed weight, whose own
+    pages are dropped where they are those of a file ([Note: dropped pages]). A copy or pickle of the layer has no
+    panels. Changes through `.data` keep the version: use `PackedLinear.set_packed`.
+
+    Attributes:
+        pages: mappings of the parameters, by the address of each.
     """
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._panels: PackedPanels | None = None
+        self.pages: dict[int, MappedBytes] = {}
 
     def product(
         self, weight_format: WeightFormat, packed: PackedWeight, parameters: Mapping[str, torch.Tensor], input: Any
-    ) -> Any:
-        """Return a function `(input, bias) -> output` on native kernels, or None where they do not apply."""
+    ) -> PanelProduct | None:
+        """Return the product on native kernels, or None where they do not apply."""
         if not _is_native(weight_format, input):
             self._key = self._panels = None
             return None
@@ -43,15 +65,17 @@ class PanelCache:
             return None  # a cast to float is cheaper than panels for one product
         again = owned and self._key == key
         panels = self._panels if again else None
+        pages = [self.pages[one.data_ptr()] for one in parameters.values() if one.data_ptr() in self.pages]
         if panels is None:
             panels = pack_panels(packed, weight_format)
+            for one in pages:
+                one.drop()
         self._key, self._panels = key, panels if again else None
+        return PanelProduct(panels, pages)
 
-        def multiply(input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            with torch.no_grad():
-                return packed_linear(input.detach(), panels, bias)
-
-        return multiply
+    def clear(self) -> None:
+        """Free the panels."""
+        self._key = self._panels = None
 
     def __reduce__(self) -> tuple[type[PanelCache], tuple[()]]:
         return PanelCache, ()

@@ -67,15 +67,15 @@ class CastWeightFormat:
     """Format that stores a matrix in one floating-point dtype, rounded to nearest, ties to even."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self._dtype = name, dtype
+        self.name, self.dtype = name, dtype
 
     def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
-        return {"weight": PackedTensorForm(self._dtype, (out_features, in_features))}
+        return {"weight": PackedTensorForm(self.dtype, (out_features, in_features))}
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         check_matrix(weight, self.name)
-        packed = weight.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        check_finite(packed, self.name, f"is outside of the range of {self._dtype}")
+        packed = weight.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        check_finite(packed, self.name, f"is outside of the range of {self.dtype}")
         return {"weight": packed}
 
     def unpack(self, packed: PackedWeight) -> torch.Tensor:

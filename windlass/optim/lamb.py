@@ -93,8 +93,11 @@ class Lamb(PerParameterOptimizer):
         if group["bias_correction"]:
             t = state["step"].item()
             size *= (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-        ratio = trust_ratio(parameter, update, group["min_coeff"], group["max_coeff"])
+        ratio = self._ratio(parameter, update, group)
         parameter.sub_(update.mul_(ratio * size))
+
+    def _ratio(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return trust_ratio(parameter, update, group["min_coeff"], group["max_coeff"])
 
 
 def trust_ratio(weight: torch.Tensor, update: torch.Tensor, least: float, most: float) -> torch.Tensor:

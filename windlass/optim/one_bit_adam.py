@@ -67,11 +67,12 @@ def check_one_bit_options(
     *,
     eps_inside_sqrt: bool = False,
     bias_correction: bool = True,
+    key: str = "freeze_step",
 ) -> None:
     """Raise ConfigError for options that no 1-bit optimizer supports."""
     if freeze_step < 1:
         raise ConfigError(
-            f"{name}: freeze_step is {freeze_step}, and the variance is measured in the steps before it; write at "
+            f"{name}: {key} is {freeze_step}, and the variance is measured in the steps before it; write at "
             "least 1, about 15 % of all steps"
         )
     if max_grad_norm:
@@ -80,8 +81,8 @@ def check_one_bit_options(
         raise ConfigError(f"{name}: amsgrad is true, and a frozen variance has no maximum to keep; delete it")
     if eps_inside_sqrt or not bias_correction:
         raise ConfigError(
-            f"{name}: eps_inside_sqrt is {eps_inside_sqrt} and bias_correction is {bias_correction}, and the steps "
-            "before freeze_step are torch's AdamW; write false and true"
+            f"{name}: eps_inside_sqrt is {eps_inside_sqrt} and bias_correction is {bias_correction}, and its first "
+            "steps are torch's AdamW; write false and true"
         )
 
 

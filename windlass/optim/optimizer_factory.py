@@ -23,16 +23,22 @@ from windlass.config.optimizer_section import (
 )
 from windlass.config.registered_optimizers import find_registered_optimizer, registered_optimizers
 from windlass.optim import mup
+from windlass.optim.diloco import DiLoCo
 from windlass.optim.lamb import Lamb
 from windlass.optim.lion import Lion
 from windlass.optim.muon import Muon
 from windlass.optim.one_bit_adam import OneBitAdam
+from windlass.optim.one_bit_lamb import OneBitLamb
+from windlass.optim.zero_one_adam import ZeroOneAdam
 
 _WINDLASS_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
     "lamb": Lamb,
     "muon": Muon,
+    "diloco": DiLoCo,
     "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
 }
 _TORCH_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls

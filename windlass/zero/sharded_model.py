@@ -189,7 +189,7 @@ class ShardedModel:
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
             delayed=late,
-            separate=optimizer is not None and policy.state and update_class(optimizer).keeps_replicas,
+            separate=optimizer is not None and update_class(optimizer).separates_masters(policy.state),
         )
         try:
             self.reserve("initialize cannot start")
@@ -387,6 +387,14 @@ class ShardedModel:
                         f"{name!r} is sharded over {', '.join(sorted(placement.sharded_axes))}: its states would be "
                         'rounded once more at each step; set state_dtype to "bf16" or "fp32", or that axis to 1'
                     )
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that backwards without a reduction accumulated. Collective.
+
+        A step does this itself.
+        """
+        self.scheduler.sync(SyncPoint.GRADIENT_READ)
+        self.agreement.reduce_remaining()
 
     def step(
         self,

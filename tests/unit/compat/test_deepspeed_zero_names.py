@@ -23,9 +23,12 @@ from windlass.compat.memory_estimates import (
 )
 from windlass.compat.optimizers.deepspeed_muon import Muon, MuonWithAuxAdam
 from windlass.compat.parameter_offload import ZeROOrderedDict, ensure_zero_ordered_dict
-from windlass.compat.partition_parameters import Init
+from windlass.compat.partition_parameters import Init, requests_linear
 from windlass.compat.precision import Precision
+from windlass.compat.z3_leaf_modules import get_z3_leaf_modules, mark_fine_grained_modules
 from windlass.compat.zero_functions import apply_to_tensors_only
+from windlass.compat.zero_linear import InsertPostInitMethodToModuleSubClasses, replace_linear, zero3_linear_wrap
+from windlass.config import load_config
 from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -233,3 +236,40 @@ def test_combinations_that_deepspeed_asserts_against(given: dict[str, Any], text
         assert_supported_by_deepspeed({"gradient_allreduce_op": "SUM", "zero_optimization": {"stage": 3}}, model, None)
     assert_supported_by_deepspeed({"zero_optimization": {"stage": 2}}, model, optimizer)
     assert_supported_by_deepspeed(given, model, torch.optim.Adam(model.parameters())) if "SGD" in text else None
+
+
+def test_memory_efficient_linear_replaces_the_function_if_it_is_written() -> None:
+    """The replaced function computes what torch's does, with the same gradients, and stays."""
+    original = torch.nn.functional.linear
+    config: dict[str, Any] = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    assert not requests_linear(load_config(config))
+    config["zero_optimization"]["memory_efficient_linear"] = True
+    assert requests_linear(load_config(config))
+    try:
+        replace_linear()
+        assert torch.nn.functional.linear is zero3_linear_wrap
+        assert InsertPostInitMethodToModuleSubClasses.linear_bk is original
+        torch.nn.functional.linear = original  # a second model installs it again
+        replace_linear()
+        layer, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+        given = [x, *layer.parameters()]
+        ours = torch.autograd.grad(layer(x).square().sum(), given)
+        theirs = torch.autograd.grad(original(x, layer.weight, layer.bias).square().sum(), given)
+        assert all(map(torch.allclose, ours, theirs))
+        torch.nn.functional.linear = mine = lambda *given: original(*given)  # a script's function stays
+        replace_linear()
+        assert torch.nn.functional.linear is mine
+    finally:
+        torch.nn.functional.linear = original
+        del InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def test_module_granularity_threshold_marks_the_outermost_fine_modules() -> None:
+    block = nn.Module()
+    block.first, block.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    net = nn.Module()
+    net.blocks, net.head = nn.ModuleList([block, copy.deepcopy(block)]), nn.Linear(4, 100, bias=False)
+    # A block has 32 elements in 3 modules, the model 464 in 8 (lists do not count).
+    assert mark_fine_grained_modules(net, 9) == []
+    assert mark_fine_grained_modules(net, 10) == list(net.blocks) == get_z3_leaf_modules(net)
+    assert mark_fine_grained_modules(net, 58) == [net]

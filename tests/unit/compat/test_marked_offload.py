@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from windlass.base.errors import ModelError
+from windlass.compat.accelerator import get_accelerator
 from windlass.compat.marked_offload import CheckpointHiddenStatesOffload
 from windlass.parallel import activation_store
 
@@ -97,3 +98,38 @@ def test_layers_of_transformers_are_marked_while_a_context_is_active() -> None:
 def test_negative_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="keep_last_count = -1 is negative"):
         CheckpointHiddenStatesOffload(keep_last_count=-1)
+
+
+@pytest.mark.usefixtures("_apart")
+@pytest.mark.parametrize("pins", [True, False])
+def test_host_buffers_are_reused_and_pinned_by_the_accelerator(monkeypatch: pytest.MonkeyPatch, pins: bool) -> None:
+    pinned = []
+    monkeypatch.setattr(
+        get_accelerator(),
+        "pin_memory",
+        lambda tensor, make_copy: pinned.append(tensor.shape) or torch.empty_like(tensor),
+    )
+    context = CheckpointHiddenStatesOffload(use_pin_memory=pins, min_offload_bytes=0, keep_last_count=0)
+    expected = _trained(None)
+    for _ in range(3):
+        with context:
+            actual = _trained(context)
+        assert torch.equal(actual[0], expected[0]) and all(map(torch.equal, actual[1], expected[1]))
+    # Four buffers serve all 12 tensors. A strided tensor fits the buffer of a dense one.
+    assert len(pinned) == (4 if pins else 0)
+    flat, key = context._empty_cpu_like(torch.zeros(4 * SIZE))
+    assert flat.shape == (4 * SIZE,) and len(pinned) == (4 if pins else 0)
+    assert key == context._buffer_key(torch.zeros(2 * 4 * SIZE)[::2])
+    assert context._empty_cpu_like(torch.zeros(8, 6)[:, ::2])[0].is_contiguous()
+
+
+@pytest.mark.usefixtures("_apart")
+def test_pool_keeps_at_most_the_configured_number_of_buffers() -> None:
+    context = CheckpointHiddenStatesOffload(
+        use_pin_memory=False, min_offload_bytes=0, keep_last_count=0, max_cpu_buffer_pool_count=1
+    )
+    with context:
+        _trained(context)
+    _, key = context._empty_cpu_like(torch.zeros(1))
+    store = context._empty_cpu_like.__self__
+    assert key not in store._free and [len(free) for free in store._free.values()] == [1]

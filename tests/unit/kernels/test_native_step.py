@@ -70,6 +70,39 @@ def test_attention_reads_queries_keys_and_values_of_one_product(path: str) -> No
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_threads_of_a_step_share_its_products_and_outlive_an_error(is_bf16: bool) -> None:
+    found = get_inference_path(NATIVE[0]) if NATIVE else pytest.skip("there are no native kernels")
+    assert found.module is not None
+    tokens, features, outputs, kv_heads, dim = 13, 130, 700, 2, 16
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    first = pack_weight(torch.randn(outputs, features), "bf16" if is_bf16 else "fp32", path=found.name)
+    second = pack_weight(torch.randn(features, outputs), path=found.name)
+    x, middle = torch.randn(tokens, features).to(dtype), torch.empty(tokens, outputs, dtype=dtype)
+    out, heads_out = torch.empty(tokens, features, dtype=dtype), torch.empty(tokens, kv_heads, dim, dtype=dtype)
+    cache = make_kv_cache(2, 16, kv_heads, dim, dim, dtype, path=found.name)
+    slots, starts = torch.arange(tokens), torch.tensor([0, tokens], dtype=torch.int32)
+    table, lengths = torch.tensor([[0]], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    program = found.module.StepProgram(found.number)
+    program.add_linear(*_fixed(first), x.data_ptr(), middle.data_ptr(), (1, 0), is_bf16, False)
+    places = (middle.data_ptr(), outputs) * 3
+    pointers = (slots.data_ptr(), table.data_ptr(), 1, starts.data_ptr(), lengths.data_ptr())
+    program.add_attention(
+        cache.handle, *places, heads_out.data_ptr(), is_bf16, kv_heads, *pointers, dim**-0.5, 0.0, 0, 0, 0
+    )
+    program.add_linear(*_fixed(second), middle.data_ptr(), out.data_ptr(), (1, 0), is_bf16, False)
+    expected = packed_linear(packed_linear(x, first), second)
+    for threads in (1, 2, 5):
+        slots[-1] = 32
+        with pytest.raises(ValueError, match="slot 32 of token 12 is beyond a cache of 2 blocks"):
+            program.run(tokens, 0, 1, threads)
+        slots[-1] = tokens - 1
+        for _ in range(20):
+            out.fill_(-1)
+            program.run(tokens, 0, 1, threads)
+            assert torch.equal(out, expected)
+
+
 def _fixed(panels: object) -> tuple[int, ...]:
     fixed = panels.native_weight(None)  # type: ignore[attr-defined]
     assert fixed is not None

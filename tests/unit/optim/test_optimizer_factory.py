@@ -13,8 +13,7 @@ from windlass.base.errors import ConfigError
 from windlass.optim import Lamb, Lion, Muon, mup, optimizer_factory
 from windlass.optim.elementwise_optimizers import enable_fused_step, is_elementwise
 
-REFUSED = {"LBFGS": "closure", "SparseAdam": "sparse", "ZeroOneAdam": "not yet built",
-           "OneBitLamb": "not yet built"}  # fmt: skip
+REFUSED = {"LBFGS": "closure", "SparseAdam": "sparse"}
 
 
 def parameters() -> list[torch.Tensor]:
@@ -76,7 +75,7 @@ def test_every_name_builds_and_steps_in_any_case(name: str, spell: Any) -> None:
 def test_names_are_all_of_torch_and_windlass() -> None:
     of_torch = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
     assert set(optimizer_factory.list_optimizer_names()) == (
-        of_torch | {"Lion", "Lamb", "Muon", "OneBitAdam", *mup.OPTIMIZER_NAMES}
+        of_torch | {"Lion", "Lamb", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "DiLoCo", *mup.OPTIMIZER_NAMES}
     ) - {
         "Optimizer",
         "LBFGS",

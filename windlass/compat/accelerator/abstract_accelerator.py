@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from windlass.compat.locked_memory import get_active_native_pinned_memory
 from windlass.compat.op_builders import OpBuilder, find_builder
 
 
@@ -222,10 +223,13 @@ class DeepSpeedAccelerator(ABC):
         return self._communication_backend_name
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Copy `tensor` to page-locked memory where the device supports it.
+        """Copy `tensor` to page-locked memory where the device supports it; see `locked_memory` for the other kind.
 
         Without `make_copy`, only allocate such memory.
         """
+        native = get_active_native_pinned_memory()
+        if native is not None:
+            return native.pin(tensor, make_copy, match_shape)
         if make_copy:
             return self._torch_pin_memory(tensor)
         return self.pin_empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype)
@@ -239,7 +243,9 @@ class DeepSpeedAccelerator(ABC):
         if torch.device(device).type != "cpu":
             raise ValueError(f"pin_empty takes host memory; device is {device!r}, write 'cpu'")
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
-        return self._torch_pin_memory(torch.empty(shape, dtype=dtype))
+        empty = torch.empty(shape, dtype=dtype)
+        native = get_active_native_pinned_memory()
+        return self._torch_pin_memory(empty) if native is None else native.pin(empty, make_copy=False)
 
     def pin_empty_like(
         self, tensor: torch.Tensor, device: str = "cpu", dtype: torch.dtype | None = None
@@ -248,11 +254,13 @@ class DeepSpeedAccelerator(ABC):
         return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_pinned()
+        native = get_active_native_pinned_memory()
+        return tensor.is_pinned() if native is None else native.is_pinned(tensor)
 
-    def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Do nothing: the memory is freed with its tensor."""
-        return
+    def unpin_memory(self, tensor: torch.Tensor) -> bool | None:
+        """Unlock memory of `DS_PIN_MEMORY_BACKEND=native`. Otherwise do nothing: it is freed with its tensor."""
+        native = get_active_native_pinned_memory()
+        return None if native is None else native.unpin(tensor)
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
         """Return False: only torch page-locks memory, when it allocates it."""

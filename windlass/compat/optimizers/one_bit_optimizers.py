@@ -1,4 +1,7 @@
-"""Class OnebitAdam: windlass's 1-bit Adam with DeepSpeed's arguments."""
+"""Classes OnebitAdam, OnebitLamb and ZeroOneAdam: windlass's optimizers with DeepSpeed's arguments.
+
+`deepspeed`, the engine in DeepSpeed's signatures, is not needed.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,29 @@ from typing import Any
 
 from torch.optim.optimizer import ParamsT
 
-from windlass.optim.one_bit_adam import OneBitAdam
+from windlass import optim
 
 
-class OnebitAdam(OneBitAdam):
-    """Optimizer `windlass.optim.OneBitAdam`; `deepspeed`, the engine in DeepSpeed's signature, is not needed."""
+class OnebitAdam(optim.OneBitAdam):
+    """Optimizer `windlass.optim.OneBitAdam`."""
 
-    same_rule_as = OneBitAdam.same_rule_as
+    same_rule_as = optim.OneBitAdam.same_rule_as
+
+    def __init__(self, params: ParamsT, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr=lr, **options)
+
+
+class ZeroOneAdam(optim.ZeroOneAdam):
+    """Optimizer `windlass.optim.ZeroOneAdam`."""
+
+    same_rule_as = optim.ZeroOneAdam.same_rule_as
+
+    def __init__(self, params: ParamsT, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr=lr, **options)
+
+
+class OnebitLamb(optim.OneBitLamb):
+    """Optimizer `windlass.optim.OneBitLamb`."""
 
     def __init__(self, params: ParamsT, deepspeed: Any = None, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(params, lr=lr, **options)

@@ -53,7 +53,7 @@ _LINEARS = (
     "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap autocast_custom_fwd autocast_custom_bwd "
     "noop_decorator"
 )
-_LINEAR = "torch's linear is not replaced at stage 3; this one runs only if a script calls it"
+_LINEAR = "replaces torch's linear only if the configuration has memory_efficient_linear: true; DeepSpeed's default"
 
 TABLE: dict[str, StandInEntry] = {
     **{
@@ -61,11 +61,19 @@ TABLE: dict[str, StandInEntry] = {
         for name in _LINEARS.split()
     },
     f"{_PARTITION}.zero3_linear_wrap": differs("windlass.compat.zero_linear:zero3_linear_wrap", _LINEAR),
+    f"{_PARTITION}.CUDAQuantizer": differs(
+        "windlass.compat.group_quantizer:CUDAQuantizer",
+        "works on every device; for scripts: quantized gathers use a codec of their own",
+    ),
+    f"{_PARTITION}.InsertPostInitMethodToModuleSubClasses": differs(
+        "windlass.compat.zero_linear:InsertPostInitMethodToModuleSubClasses",
+        "base class of Init that only has `linear_bk`: parameters are sharded without replaced constructors",
+    ),
     f"{_PARTITION}.MultipleAllGatherHandles": works("windlass.compat.partition_parameters:MultipleAllGatherHandles"),
     f"{_PARTITION}.print_rank_0": works("windlass.compat.partition_parameters:print_rank_0"),
     f"{_PARTITION}.partitioned_param_data_shape": differs(
         "windlass.compat.partition_parameters:partitioned_param_data_shape",
-        "a sharded parameter keeps its full shape; read ds_status",
+        "the shape of a sharded parameter in strict mode; otherwise it keeps its full shape: read ds_status",
     ),
     f"{_PARTITION}._contradicting_single_rank_pg_error": works(
         "windlass.compat.partition_parameters:_contradicting_single_rank_pg_error"
@@ -118,7 +126,7 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.compat.activation_names"),
     **{
         f"deepspeed.runtime.activation_checkpointing.offload_activations.{name}": differs(
-            f"windlass.compat.marked_offload:{name}", "host memory is always pinned on CUDA"
+            f"windlass.compat.marked_offload:{name}", "on a device that shares the host's memory nothing is moved"
         )
         for name in (
             "CheckpointActivationOffloadStats",

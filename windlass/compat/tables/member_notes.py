@@ -41,7 +41,8 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     ),
     "engine.coalesce_grad_reduction": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.coalesce_grad_reduction",
-        "refused where DeepSpeed refuses it; `no_sync` of the engine of `windlass.initialize` does the same everywhere",
+        "refused where DeepSpeed refuses it; with `no_sync` of the engine of `windlass.initialize`, which works "
+        "everywhere, the next step reduces",
     ),
     "engine.step": differs(
         "",
@@ -92,10 +93,23 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     "parameter.data": differs(
         "", "at stage 3 it has the full shape, not an empty one; reading it outside a gather raises"
     ),
+    "parameter.shape": differs(
+        "",
+        "at stage 3 a released parameter keeps the shape of the whole, as `ds_shape` has it; in strict mode it is "
+        "(0,), outside of a forward, a backward and a gather",
+    ),
+    "optimizer.get_fp32_grad_partitions": differs(
+        "windlass.compat.optimizer_group_views:padded_gradients_in_fp32",
+        "collective at stage 3: all ranks gather the gradients one by one",
+    ),
+    "optimizer.param_to_partition_ids": differs(
+        "windlass.compat.optimizer_group_views:ParameterRanks",
+        "computed at each access from windlass's own shards, which follow the units of its model",
+    ),
     "parameter.ds_tensor": differs(
-        "windlass.compat.parameter_attributes:LocalShard",
-        "the elements of the parameter in this rank's shard of its unit, flat and without padding; assigning to its "
-        "`data` is refused, because the parameter would not change",
+        "windlass.compat.parameter_shard:PaddedShard",
+        "reading or writing its values is collective after `initialize`, because units are sharded otherwise: all "
+        "ranks access the same parameter. A write also sets the master weights, which DeepSpeed's leaves as they were",
     ),
     "parameter.grad": differs(
         "",
@@ -113,6 +127,8 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     "parameter.partition_gradients": refused("windlass reduces gradients itself; use windlass.zero.full_grad"),
     "parameter.reduce_gradients_at_owner": refused("windlass reduces gradients itself; use windlass.zero.full_grad"),
     "module.ds_external_parameters": differs(
-        "", "has only parameters passed to register_external_parameter; windlass does not need it"
+        "",
+        "has parameters passed to register_external_parameter, and those that a module returned in the first forward; "
+        "windlass does not need it",
     ),
 }

@@ -23,7 +23,7 @@ _TUNING = "autotuning is not built yet; use windlass check, which validates and 
 _PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
 _INSIDE = "this is internal to DeepSpeed's optimizers, which are not built; use safe_get_full_* and the engine"
-_QUANTIZED = "quantized gathers and reductions are not built; remove zero_quantized_*"
+_QUANTIZED = "the engine quantizes its reductions itself; set zero_quantized_gradients"
 _ROUTES = "routing is done by TopKGate, which returns experts and weights instead of a dense mask; use MoE"
 _CHUNKS = "attention in chunks offloaded to the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
 _READER = "DeepSpeed's checkpoint reader is not built; load_checkpoint and zero_to_fp32 read its files"
@@ -138,13 +138,12 @@ TABLE: dict[str, StandInEntry] = {
     **_refused_names(
         _INSIDE,
         "runtime.zero.stage_1_and_2.IPGBucket "
-        "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses "
         "runtime.zero.partition_parameters.get_allgather_dtype runtime.zero.offload_states.get_state_devices "
         "runtime.engine._checkpoint_parallel_metadata",
     ),
     **_refused_names(
         _QUANTIZED,
-        "runtime.zero.partition_parameters.CUDAQuantizer runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
+        "runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
     ),
     **_refused_names(_ROUTES, "moe.sharded_moe._AllToAll"),
     **_refused_names(

@@ -18,7 +18,10 @@ _ONE_BIT_ADAM = differs(
     f"{_STEPS}.one_bit_optimizers:OnebitAdam",
     "steps before freeze_step are torch's AdamW, with its bias correction; stages 0 to 2",
 )
-_ONE_BIT = refused("this 1-bit optimizer is not built; use OnebitAdam, FusedAdam or FusedLamb")
+_ZERO_ONE_ADAM = differs(
+    f"{_STEPS}.one_bit_optimizers:ZeroOneAdam", "the first steps are torch's AdamW, with its bias correction"
+)
+_ONE_BIT_LAMB = differs(f"{_STEPS}.one_bit_optimizers:OnebitLamb", "max_grad_norm is refused; stage 0 alone")
 _ITERATION = "always orthogonalised by the Newton-Schulz iteration"
 _LAYER = refused("windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model")
 _BUILDERS = (
@@ -55,15 +58,10 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": differs(
         f"{_STEPS}.deepspeed_muon:MuonWithAuxAdam", f"{_ITERATION}; AdamW's arguments are set in the groups"
     ),
-    **{
-        f"deepspeed.runtime.fp16.onebit.{name}": _ONE_BIT
-        for name in (
-            "OnebitLamb",
-            "ZeroOneAdam",
-            "lamb.OnebitLamb",
-            "zoadam.ZeroOneAdam",
-        )
-    },
+    "deepspeed.runtime.fp16.onebit.OnebitLamb": _ONE_BIT_LAMB,
+    "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb": _ONE_BIT_LAMB,
+    "deepspeed.runtime.fp16.onebit.ZeroOneAdam": _ZERO_ONE_ADAM,
+    "deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam": _ZERO_ONE_ADAM,
     **{
         f"deepspeed.ops.op_builder.{name}": differs(f"windlass.compat.op_builders:{name}", _BUILDER)
         for name in _BUILDERS.split()

@@ -6,8 +6,8 @@ _EXPERTS = "windlass.compat.expert_parameters"
 _MOE = {
     "deepspeed.moe.layer.MoE": differs(
         "windlass.compat.moe_layer:MoE",
-        "built with all experts, of which initialize keeps each rank's own; with top2_2nd_expert_sampling the second "
-        "expert is sampled in training only; use_tutel has no effect",
+        "built with all experts, of which initialize keeps each rank's own; loads a state dict of one rank's experts "
+        "too; with top2_2nd_expert_sampling the second expert is sampled in training only; use_tutel has no effect",
     ),
     "deepspeed.moe.experts.Experts": differs(
         "windlass.parallel.experts.expert_list:Experts",
@@ -24,7 +24,7 @@ _MOE = {
         )
         for name in ("top1gating", "top2gating", "topkgating", "_route_slots", "_sparse_encode", "_sparse_decode")
     },
-    "deepspeed.moe.sharded_moe.dist": works("torch.distributed"),
+    "deepspeed.moe.sharded_moe.dist": works("windlass.compat.mask_gating:dist"),
     "deepspeed.moe.sharded_moe.TUTEL_INSTALLED": works("windlass.compat.mask_gating:TUTEL_INSTALLED"),
     "deepspeed.moe.sharded_moe.MOELayer": refused(
         "MoE combines gate and experts; use deepspeed.moe.layer.MoE, whose deepspeed_moe has both"

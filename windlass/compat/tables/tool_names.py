@@ -105,6 +105,9 @@ _UTILS: dict[str, StandInEntry] = {
     "deepspeed.utils.pin_memory_tracker._PinnedMemoryTracker": works(f"{_PINNED}:PinnedMemoryTracker"),
     "deepspeed.utils.pin_memory_tracker._tracker": works(f"{_PINNED}:tracker"),
     "deepspeed.utils.pin_memory_tracker._fmt_bytes": works(f"{_PINNED}:format_bytes"),
+    "deepspeed.utils.pin_memory": differs(
+        "windlass.compat.locked_memory", "memory that was unlocked stays usable until its tensor is freed"
+    ),
     "deepspeed.utils.get_accelerator": works("windlass.compat.accelerator.real_accelerator:get_accelerator"),
 }
 

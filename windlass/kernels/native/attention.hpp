@@ -210,6 +210,22 @@ struct TileOfCache {
     }
 };
 
+// Requests the lines of a tile, which lie in other pages for each 16 keys: no prefetcher of the processor finds the next.
+inline void request_tile(const AttentionJob& job, const TileOfCache& tile) {
+    constexpr std::int64_t kLine = 64;
+    const CacheOfLayer& cache = job.cache;
+    const std::int64_t bytes = windlass::bytes_of(cache.code), feature_bytes = cache.block_size * bytes;
+    const std::int64_t line_features = feature_bytes < kLine ? kLine / feature_bytes : 1;
+    for (std::int64_t group = tile.first_group(); group < tile.last_group(); ++group) {
+        for (std::int64_t feature = 0; feature < cache.key_dim; feature += line_features) {
+            __builtin_prefetch(tile.keys[group] + feature * feature_bytes, 0, 2);
+        }
+        for (std::int64_t at = 0; at < 16 * cache.value_row() * bytes; at += kLine) {
+            __builtin_prefetch(tile.values[group] + at, 0, 2);
+        }
+    }
+}
+
 WINDLASS_INLINE I lane_numbers() {
     I lanes;
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
@@ -352,10 +368,17 @@ void attend(const AttentionJob& job, const AttentionPart& part, char* memory) {
         const std::int64_t count = part.count - first < kMostRows ? part.count - first : kMostRows;
         pack_query(job, part, first, count, padded_rows(count), scratch.query + first * job.cache.key_dim);
     }
-    for (std::int64_t start = lowest / kTileKeys * kTileKeys; start <= highest; start += kTileKeys) {
+    const auto tile_at = [&](std::int64_t start) {
         const std::int64_t begin = lowest > start ? lowest - start : 0;
         const std::int64_t end = highest + 1 - start < kTileKeys ? highest + 1 - start : kTileKeys;
-        const TileOfCache tile(job, part, start, begin, end);
+        return TileOfCache(job, part, start, begin, end);
+    };
+    const std::int64_t beginning = lowest / kTileKeys * kTileKeys;
+    const bool is_decode = part.count <= kMostRows;  // more rows compute on a tile for longer than it takes to arrive
+    if (is_decode) request_tile(job, tile_at(beginning));
+    for (std::int64_t start = beginning; start <= highest; start += kTileKeys) {
+        const TileOfCache tile = tile_at(start);
+        if (is_decode && start + kTileKeys <= highest) request_tile(job, tile_at(start + kTileKeys));
         for (std::int64_t first = 0; first < part.count; first += kMostRows) {
             const std::int64_t count = part.count - first < kMostRows ? part.count - first : kMostRows;
             if (visible_keys(job, part, first + count - 1).highest < start) continue;  // none of its rows sees the tile

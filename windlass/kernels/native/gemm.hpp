@@ -101,21 +101,25 @@ struct CodedStep {
 
 constexpr int kUnroll = 4;  // steps between which a loop computes no addresses, since those compete with products
 
-// Requests weights ahead in each panel, and at its end in the panels that the next call takes: kPanels further.
-template <int kRows, int kPanels>
+// Requests weights ahead in each panel, and at its end in the panels that the next call takes: kPanels further. The loop
+// of one row that widens weights is too long for the processor to begin loads of many lines: it requests lines into the
+// first-level cache, where they do not wait twice.
+template <class Step, int kRows, int kPanels>
 struct FetchAhead {
+    static constexpr bool kIntoFirst = kRows == 1 && Step::kInputs > 1;
+    static constexpr std::int64_t kAhead = kIntoFirst ? 16 : ahead_for(kRows);
     std::int64_t panel_bytes, turn;
     std::int64_t ahead = 0;
 
     FetchAhead(std::int64_t panel_bytes, std::int64_t steps)
-        : panel_bytes(panel_bytes), turn(steps > ahead_for(kRows) ? steps - ahead_for(kRows) : 0) {}
+        : panel_bytes(panel_bytes), turn(steps > kAhead ? steps - kAhead : 0) {}
 
     WINDLASS_INLINE void begin(std::int64_t step) {
-        ahead = ahead_for(kRows) * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
+        ahead = kAhead * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
     }
 
     WINDLASS_INLINE void line(const char* panel, std::int64_t offset, int step) const {
-        __builtin_prefetch(panel + (offset + ahead) + step * kStepBytes, 0, 2);
+        __builtin_prefetch(panel + (offset + ahead) + step * kStepBytes, 0, kIntoFirst ? 3 : 2);
         if constexpr (kRows > 4) __builtin_prefetch(panel + offset + (step + kNear) * kStepBytes);
     }
 };
@@ -278,7 +282,7 @@ void multiply_block(const GemmJob& job, const RowBlock& block, const char* packe
                     std::int64_t end) {
     alignas(64) float tile[kRows * kPanels * kPanel];
     const std::int64_t steps = job.steps(), panel_bytes = steps * kStepBytes;
-    FetchAhead<kRows, kPanels> fetch(panel_bytes, steps);
+    FetchAhead<Step, kRows, kPanels> fetch(panel_bytes, steps);
     std::int64_t panel = begin;
     for (; panel + kPanels <= end; panel += kPanels) {
         add_to_tile<Step, kRows, kPanels>(job.panels + panel * panel_bytes, panel_bytes, packed + block.offset, 0,
@@ -433,6 +437,47 @@ std::int64_t divide_rows(const GemmJob& job, RowBlock* blocks, std::int64_t* byt
     return number;
 }
 
+// Transposes a square of words of 32 bits: to[i * width + row] = from[row * stride + i] for 4 rows and 4 words.
+#if defined(__x86_64__)
+WINDLASS_INLINE void transpose_square(__m128 a, __m128 b, __m128 c, __m128 d, float* to, std::int64_t width) {
+    const __m128 ab_low = _mm_unpacklo_ps(a, b), ab_high = _mm_unpackhi_ps(a, b);
+    const __m128 cd_low = _mm_unpacklo_ps(c, d), cd_high = _mm_unpackhi_ps(c, d);
+    _mm_storeu_ps(to, _mm_movelh_ps(ab_low, cd_low));
+    _mm_storeu_ps(to + width, _mm_movehl_ps(cd_low, ab_low));
+    _mm_storeu_ps(to + 2 * width, _mm_movelh_ps(ab_high, cd_high));
+    _mm_storeu_ps(to + 3 * width, _mm_movehl_ps(cd_high, ab_high));
+}
+
+WINDLASS_INLINE __m128 four_words(const float* from) { return _mm_loadu_ps(from); }
+WINDLASS_INLINE __m128 four_words(const std::uint32_t* from) {
+    return _mm_loadu_ps(reinterpret_cast<const float*>(from));
+}
+WINDLASS_INLINE __m128 four_words(const std::uint16_t* from) {  // bf16, widened
+    const __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), halves));
+}
+#endif
+
+// Transposes `count` words of as many of the `rows` rows as make up whole squares; returns their number. `count` is a
+// multiple of 4.
+template <class From>
+WINDLASS_INLINE std::int64_t transpose_squares([[maybe_unused]] const From* from, [[maybe_unused]] std::int64_t stride,
+                                               [[maybe_unused]] std::int64_t rows, [[maybe_unused]] std::int64_t count,
+                                               [[maybe_unused]] void* to, [[maybe_unused]] std::int64_t width) {
+    std::int64_t row = 0;
+#if defined(__x86_64__)
+    for (; row + 4 <= rows; row += 4) {
+        const From* at = from + row * stride;
+        float* out = static_cast<float*>(to) + row;
+        for (std::int64_t i = 0; i < count; i += 4) {
+            transpose_square(four_words(at + i), four_words(at + stride + i), four_words(at + 2 * stride + i),
+                             four_words(at + 3 * stride + i), out + i * width, width);
+        }
+    }
+#endif
+    return row;
+}
+
 // Transposes the rows of a block: all rows of the first feature, all rows of the second, ... Padding is 0.
 template <class To, class From, class Convert>
 WINDLASS_INLINE void transpose_rows(To* to, const From* from, std::int64_t stride, std::int64_t features,
@@ -441,7 +486,12 @@ WINDLASS_INLINE void transpose_rows(To* to, const From* from, std::int64_t strid
     const std::int64_t width = block.padded;
     for (std::int64_t begin = 0; begin < features; begin += kAtOnce) {
         const std::int64_t end = begin + kAtOnce < features ? begin + kAtOnce : features;
-        for (std::int64_t row = 0; row < block.count; ++row) {
+        std::int64_t row = 0;
+        if (end - begin == kAtOnce) {
+            row = transpose_squares(from + block.first * stride + begin, stride, block.count, kAtOnce,
+                                    to + begin * width, width);
+        }
+        for (; row < block.count; ++row) {
             const From* line = from + (block.first + row) * stride;
             for (std::int64_t i = begin; i < end; ++i) to[i * width + row] = convert(line[i]);
         }
@@ -491,41 +541,50 @@ inline float code_group(const float* values, std::int8_t* codes) {
     return largest / 127.0f;
 }
 
+// Writes the words of a row, of a group of `rows` rows; see CodedStep.
+WINDLASS_INLINE void write_words(const std::int8_t* codes, std::int64_t rows, std::uint32_t* words) {
+    for (std::int64_t i = 0; i < windlass::kCodeGroup; i += 4) {
+        if constexpr (CodedStep::kInputs == 1) {
+            *words = load<std::uint32_t>(codes + i);
+            words += rows;
+        } else {
+            const auto pair = [](std::int8_t low, std::int8_t high) {
+                return static_cast<std::uint32_t>(static_cast<std::uint16_t>(low)) |
+                       static_cast<std::uint32_t>(static_cast<std::uint16_t>(high)) << 16;
+            };
+            words[0] = pair(codes[i], codes[i + 2]);
+            words[rows] = pair(codes[i + 1], codes[i + 3]);
+            words += 2 * rows;
+        }
+    }
+}
+
 void pack_coded_rows(const GemmJob& job, const RowBlock& block, char* to) {
     constexpr std::int64_t kGroup = windlass::kCodeGroup;
     const std::int64_t rows = block.padded, bytes = group_bytes<CodedStep>(rows);
-    for (std::int64_t row = 0; row < rows; ++row) {
-        char* group = to;
-        for (std::int64_t first = 0; first < job.features; first += kGroup, group += bytes) {
+    alignas(64) std::int8_t codes[kMostRows][kGroup] = {};
+    for (std::int64_t first = 0; first < job.features; first += kGroup, to += bytes) {
+        auto* words = reinterpret_cast<std::uint32_t*>(to);
+        for (std::int64_t row = 0; row < rows; ++row) {
             alignas(64) float values[kGroup];
-            alignas(64) std::int8_t codes[kGroup] = {};
             float scale = 0;
             if (row < block.count) {
                 load_group(job, block.first + row, first,
                            job.features - first < kGroup ? job.features - first : kGroup, values);
-                scale = code_group(values, codes);
+                scale = code_group(values, codes[row]);
             }
             std::int32_t sum = 0;
-            for (std::int64_t i = 0; i < kGroup; ++i) sum += codes[i];
-            auto* words = reinterpret_cast<std::uint32_t*>(group);
-            reinterpret_cast<float*>(group)[row] = scale;
+            for (std::int64_t i = 0; i < kGroup; ++i) sum += codes[row][i];
+            reinterpret_cast<float*>(to)[row] = scale;
             words[rows + row] = static_cast<std::uint32_t>(-128 * sum);
-            words += 2 * rows + row;
-            for (std::int64_t i = 0; i < kGroup; i += 4) {
-                if constexpr (CodedStep::kInputs == 1) {
-                    *words = load<std::uint32_t>(codes + i);
-                    words += rows;
-                } else {
-                    const auto pair = [](std::int8_t low, std::int8_t high) {
-                        return static_cast<std::uint32_t>(static_cast<std::uint16_t>(low)) |
-                               static_cast<std::uint32_t>(static_cast<std::uint16_t>(high)) << 16;
-                    };
-                    words[0] = pair(codes[i], codes[i + 2]);
-                    words[rows] = pair(codes[i + 1], codes[i + 3]);
-                    words += 2 * rows;
-                }
-            }
         }
+        words += 2 * rows;
+        std::int64_t row = 0;
+        if constexpr (CodedStep::kInputs == 1) {
+            row = transpose_squares(reinterpret_cast<const std::uint32_t*>(codes), kGroup / 4, rows, kGroup / 4, words,
+                                    rows);
+        }
+        for (; row < rows; ++row) write_words(codes[row], rows, words + row);
     }
 }
 

@@ -30,6 +30,7 @@ constexpr std::int64_t kMostFeatures = 1024;     // of a head of a cache
 constexpr std::int64_t kSerialProducts = 100'000;
 constexpr std::int64_t kSerialElements = 32'768;
 constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
+constexpr std::int64_t kAheadBytes = 256 << 10;  // of the next product, that a thread without work requests
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 
 const std::vector<NamedSet<InferenceSet>>& supported_sets() {
@@ -111,6 +112,21 @@ bool dots_of_bf16_are_fast() {
 #endif
 }
 
+// Divides the outputs of a product among threads: part i is panels [bounds[i], bounds[i + 1]). Returns the number of bands
+// into which its `blocks` of rows are divided too.
+std::int64_t divide_product(const InferenceSet& set, const GemmJob& job, std::int64_t blocks, int threads,
+                            std::vector<std::int64_t>& bounds) {
+    const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
+    const std::int64_t groups = (panels + group - 1) / group;
+    // Many rows pass over a part again and again: it stays in the cache.
+    const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
+    divide_guided(panels, group, threads, blocks > kSlicedBlocks ? fitting * group : panels, bounds);
+    const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
+    // Rows are divided too where there are fewer groups of outputs than threads could take.
+    const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
+    return threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, blocks);
+}
+
 void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     static thread_local Scratch scratch;
     static thread_local std::vector<RowBlock> blocks;
@@ -122,17 +138,10 @@ void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     run_parallel(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
                  [&](int block) { set.pack_rows(job, divided[block], packed); });
 
-    const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
-    const std::int64_t groups = (panels + group - 1) / group;
-    // Many rows pass over a part again and again: it stays in the cache.
-    const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
     static thread_local std::vector<std::int64_t> kept;
     std::vector<std::int64_t>& bounds = kept;
-    divide_guided(panels, group, threads, number > kSlicedBlocks ? fitting * group : panels, bounds);
+    const std::int64_t bands = divide_product(set, job, number, threads, bounds);
     const auto chunks = static_cast<std::int64_t>(bounds.size()) - 1;
-    // Rows are divided too where there are fewer groups of outputs than threads could take.
-    const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
-    const std::int64_t bands = threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, number);
     run_parallel(threads, static_cast<int>(chunks * bands), [&](int part) {
         const std::int64_t chunk = part / bands, band = part % bands;
         set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, bounds[chunk],
@@ -385,6 +394,60 @@ void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elem
     });
 }
 
+// Weights that a thread of a step requests while it has no part: those of its own first part of the next product. So
+// memory delivers during norms, attention and the end of a product, too.
+class WeightsAhead {
+   public:
+    WeightsAhead(const InferenceSet& set, int threads) : set_(set), threads_(threads), states_(threads) {}
+
+    // `next` is the next product, or nullptr, and lives as long as this object.
+    void aim(const GemmJob* next) { next_.store(next, std::memory_order_release); }
+
+    bool request(int thread) {
+        const GemmJob* job = next_.load(std::memory_order_acquire);
+        if (thread >= threads_ || job == nullptr) return false;
+        State& state = states_[thread];
+        if (state.job != job) begin(state, *job, thread);
+        if (state.offset >= state.last) return false;
+        for (int line = 0; line < kLinesAtOnce; line += state.panels, state.offset += kStepBytes) {
+            for (int panel = 0; panel < state.panels; ++panel) {
+                __builtin_prefetch(state.first + panel * state.panel_bytes + state.offset, 0, 2);
+            }
+        }
+        return true;
+    }
+
+   private:
+    static constexpr int kLinesAtOnce = 16;
+    struct alignas(64) State {
+        const GemmJob* job = nullptr;
+        const char* first = nullptr;
+        std::int64_t panel_bytes = 0, offset = 0, last = 0;  // of each panel
+        int panels = 0;
+    };
+
+    void begin(State& state, const GemmJob& job, int thread) {
+        static thread_local std::vector<RowBlock> blocks;
+        static thread_local std::vector<std::int64_t> bounds;
+        blocks.resize(job.rows);
+        std::int64_t bytes = 0;
+        const std::int64_t number = set_.divide_rows(job, blocks.data(), &bytes);
+        const std::int64_t bands = divide_product(set_, job, number, threads_, bounds);
+        state.job = &job;
+        state.offset = state.last = 0;
+        if (bands > 1 || thread + 1 >= static_cast<int>(bounds.size())) return;
+        state.panel_bytes = job.steps() * kStepBytes;
+        state.first = job.panels + bounds[thread] * state.panel_bytes;
+        state.panels = static_cast<int>(std::min(bounds[thread + 1] - bounds[thread], set_.panel_group(job)));
+        state.last = std::min(state.panel_bytes, kAheadBytes / state.panels / kStepBytes * kStepBytes);
+    }
+
+    const InferenceSet& set_;
+    const int threads_;
+    std::vector<State> states_;
+    std::atomic<const GemmJob*> next_{nullptr};
+};
+
 // Native operators of a step, whose tensors lie at fixed addresses. Their numbers of rows depend on the batch.
 class StepProgram {
    public:
@@ -396,7 +459,17 @@ class StepProgram {
     void add_linear(int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
                     std::uint64_t bias, std::uint64_t x, std::uint64_t y, Count count, bool is_bf16,
                     bool codes_inputs) {
+        refuse(panels == 0 || outputs <= 0 || features <= 0, "a product needs the address of the weight and sizes above 0");
         const int set = set_;
+        GemmJob product{};
+        product.panels = reinterpret_cast<const char*>(panels);
+        product.code = known_code(code);
+        product.outputs = outputs;
+        product.features = features;
+        product.is_bf16 = is_bf16;
+        product.codes_inputs = codes_inputs;
+        product.dots_bf16 = dots_of_bf16_are_fast();
+        products_.push_back({calls_.size(), count, product});
         add([=](const Sizes& sizes) {
             if (const std::int64_t rows = sizes.of(count)) {
                 linear(set, code, panels, outputs, features, scales, bias, x, y, rows, is_bf16, sizes.threads,
@@ -478,7 +551,28 @@ class StepProgram {
     void run(std::int64_t tokens, std::int64_t rows, std::int64_t sequences, int threads) const {
         refuse(tokens <= 0 || rows < 0 || sequences <= 0 || threads <= 0, "a step needs tokens, sequences and threads");
         const Sizes sizes{tokens, rows, sequences, threads};
-        for (const auto& call : calls_) call(sizes);
+        // Products of this step, and for each operator the first one behind it.
+        std::vector<GemmJob> jobs;
+        std::vector<std::size_t> places;
+        jobs.reserve(products_.size());
+        for (const Product& product : products_) {
+            const std::int64_t count = sizes.of(product.count);
+            if (count == 0) continue;
+            jobs.push_back(product.job);
+            jobs.back().rows = std::min(kRowsAtOnce, count);
+            places.push_back(product.place);
+        }
+        WeightsAhead ahead(set_at(set_), threads);
+        const auto lead = [&] {
+            std::size_t next = 0;
+            for (std::size_t place = 0; place < calls_.size(); ++place) {
+                while (next < places.size() && places[next] <= place) ++next;
+                ahead.aim(next < places.size() ? &jobs[next] : nullptr);
+                calls_[place](sizes);
+            }
+        };
+        if (jobs.empty()) return lead();
+        run_with_crew(threads, lead, [&](int thread) { return ahead.request(thread); });
     }
 
    private:
@@ -490,10 +584,17 @@ class StepProgram {
     };
     using Call = std::function<void(const Sizes&)>;
 
+    struct Product {
+        std::size_t place;  // among the calls
+        Count count;
+        GemmJob job;  // without rows
+    };
+
     void add(Call call) { calls_.push_back(std::move(call)); }
 
     const int set_;
     std::vector<Call> calls_;
+    std::vector<Product> products_;
 };
 
 }  // namespace

@@ -19,7 +19,8 @@ struct NamedSet {
 
 // Sets that this processor has, best first. The arguments beside `baseline` are nullptr where they are not built.
 template <class Set>
-std::vector<NamedSet<Set>> find_sets(const Set* baseline, const Set* avx2, const Set* avx512, const Set* avx512_dot) {
+std::vector<NamedSet<Set>> find_sets(const Set* baseline, [[maybe_unused]] const Set* avx2,
+                                     [[maybe_unused]] const Set* avx512, [[maybe_unused]] const Set* avx512_dot) {
     std::vector<NamedSet<Set>> sets;
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -3,10 +3,13 @@
 #include "parallel.hpp"
 
 #include <dlfcn.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <exception>
 
 #include "team.hpp"
 
@@ -35,12 +38,137 @@ void take_parts(void* argument) {
     for (int number = work.next.fetch_add(1); number < work.parts; number = work.next.fetch_add(1)) work.part(number);
 }
 
+// [Note: crew] Work is published by two words. A thread without parts may wake late and find the words of another call
+// than those that it looked at; what it takes is then a part of that call. So a part is run only if its number was taken
+// from the words, and the leader replaces them only when all parts are done.
+struct Crew {
+    const std::function<void()>& lead;
+    const std::function<bool(int)>& idle;
+    const int threads;
+    const void* leader;  // mark of the leader's thread
+    std::exception_ptr problem = nullptr;
+    alignas(64) std::atomic<std::uint64_t> ticket{0};  // number of parts << 32 | next part
+    alignas(64) std::atomic<std::uint64_t> kept{0};    // first parts that are left to their threads, and not begun
+    alignas(64) std::atomic<int> done{0};
+    const std::function<void(int)>* part = nullptr;  // written before the words, read after a part is taken
+    alignas(64) std::atomic<bool> ended{false};
+    std::atomic<int> arrived{0};
+
+    void run(int number) {
+        (*part)(number);
+        done.fetch_add(1, std::memory_order_release);
+    }
+
+    bool take_kept(std::uint64_t bit, int number) {
+        if ((kept.load(std::memory_order_relaxed) & bit) == 0) return false;
+        if ((kept.fetch_and(~bit, std::memory_order_acq_rel) & bit) == 0) return false;
+        run(number);
+        return true;
+    }
+
+    // Returns false if there was no part left to take.
+    bool take(int thread) {
+        bool any = thread < 64 && take_kept(std::uint64_t{1} << thread, thread);
+        for (;;) {
+            const std::uint64_t seen = ticket.load(std::memory_order_relaxed);
+            if (static_cast<std::uint32_t>(seen) >= seen >> 32) break;
+            const std::uint64_t taken = ticket.fetch_add(1, std::memory_order_acq_rel);
+            if (static_cast<std::uint32_t>(taken) >= taken >> 32) break;
+            run(static_cast<int>(static_cast<std::uint32_t>(taken)));
+            any = true;
+        }
+        // The threads of these parts are late.
+        for (std::uint64_t left = kept.load(std::memory_order_relaxed); left != 0; left &= left - 1) {
+            any = take_kept(left & -left, __builtin_ctzll(left)) || any;
+        }
+        return any;
+    }
+
+    void publish(int parts, const std::function<void(int)>& work) {
+        const int first = std::min({parts, threads, 64});
+        part = &work;
+        done.store(0, std::memory_order_relaxed);
+        ticket.store(static_cast<std::uint64_t>(parts) << 32 | static_cast<std::uint64_t>(first),
+                     std::memory_order_release);
+        kept.store(first == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << first) - 1, std::memory_order_release);
+    }
+};
+
+// Waits a moment; after many moments lets other threads have the processor.
+struct Patience {
+    int moments = 0;
+
+    void wait() {
+        if (++moments >= 2000) {
+            sched_yield();
+            return;
+        }
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
+#endif
+    }
+};
+
+thread_local Crew* led = nullptr;  // crew that this thread leads
+thread_local char mark;
+
+void lead_crew(Crew& crew) {
+    led = &crew;
+    try {
+        crew.lead();
+    } catch (...) {
+        crew.problem = std::current_exception();
+    }
+    led = nullptr;
+    crew.ended.store(true, std::memory_order_release);
+}
+
+void join_crew(void* argument) {
+    Crew& crew = *static_cast<Crew*>(argument);
+    if (crew.leader == &mark) return lead_crew(crew);
+    const int thread = crew.arrived.fetch_add(1) + 1;
+    Patience patience;
+    while (!crew.ended.load(std::memory_order_acquire)) {
+        if (crew.take(thread) || crew.idle(thread)) {
+            patience.moments = 0;
+        } else {
+            patience.wait();
+        }
+    }
+}
+
+void run_in_crew(Crew& crew, int parts, const std::function<void(int)>& part) {
+    crew.publish(parts, part);
+    crew.take(0);
+    Patience patience;
+    while (crew.done.load(std::memory_order_acquire) != parts) {
+        if (!crew.idle(0)) patience.wait();
+    }
+}
+
 }  // namespace
+
+void run_with_crew(int threads, const std::function<void()>& lead, const std::function<bool(int)>& idle) {
+    const Region region = find_region();
+    if (threads <= 1 || region == nullptr || getpid() != process_of_loading || led != nullptr) {
+        lead();
+        return;
+    }
+    Crew crew{lead, idle, threads, &mark};
+    region(join_crew, &crew, static_cast<unsigned>(threads), 0);
+    if (crew.problem != nullptr) std::rethrow_exception(crew.problem);
+}
 
 void run_parallel(int threads, int parts, const std::function<void(int)>& part) {
     const int used = threads < parts ? threads : parts;
     if (used <= 1) {
         for (int number = 0; number < parts; ++number) part(number);
+        return;
+    }
+    if (led != nullptr) {
+        run_in_crew(*led, parts, part);
         return;
     }
     const Region region = find_region();

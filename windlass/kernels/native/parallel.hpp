@@ -11,6 +11,12 @@ namespace windlass {
 // all are done. `part` must not throw. Threads take parts in order, as soon as they are free.
 void run_parallel(int threads, int parts, const std::function<void(int)>& part);
 
+// Calls `lead` on this thread, while the other threads stay in one parallel region and take the parts of its calls of
+// `run_parallel`, which so begin in the time of a cache miss. Part i of a call, for each i below the number of threads, is
+// left to thread i unless that is late. `idle(i)` is called again and again on a thread without parts, thread 0 being the
+// caller; it returns false if it has nothing to do. What `lead` throws is thrown here. `idle` must not throw.
+void run_with_crew(int threads, const std::function<void()>& lead, const std::function<bool(int)>& idle);
+
 // Divides `items` into consecutive parts of at most `most`, for `run_parallel`: part i is [bounds[i], bounds[i + 1]).
 // Parts are multiples of `unit`. Later ones are smaller, the last ones a quarter of a large unit, so that threads which
 // began at different times, or were held up, finish together.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
@@ -71,10 +72,16 @@ def reads_only_metadata(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return name in METADATA_CALLS and not (name == "type" and len(args) + len(kwargs) > 1)
 
 
+_SHAPE_CALLS = frozenset({"shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "stride", "nbytes"})
+
+shape_substitute: Callable[[nn.Parameter, FrameType], torch.Tensor | None] | None = None
+"""Return a tensor whose shape the code in a frame reads instead of that of a sharded parameter; None: its own shape."""
+
+
 _CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 # Calls that create another tensor of the same shape or dtype.
-_FACTORIES = frozenset(
+FACTORY_CALLS = frozenset(
     (
         "new_empty",
         "new_zeros",
@@ -118,6 +125,10 @@ class ShardedParameter(nn.Parameter):
         # E.g. `module.to(device)` of a model with sharded parameters: the tiers are configured, so nothing moves.
         if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
             return args[0]
+        if shape_substitute is not None and name in _SHAPE_CALLS:
+            substitute = shape_substitute(args[0], sys._getframe(1))
+            if substitute is not None:
+                return function(substitute, *args[1:], **(kwargs or {}))
         # `state_dict()` often needs only names and shapes: return a stub instead of gathering every parameter.
         if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
             return StateDictStub.of(args[0])
@@ -236,7 +247,7 @@ class ShardedParameterCopy(_StandIn):
 
     @classmethod
     def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        if name in _FACTORIES:
+        if name in FACTORY_CALLS:
             # A zero-stride tensor has the shape, dtype and device that the factory copies, without memory.
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return function(like, *args[1:], **given)

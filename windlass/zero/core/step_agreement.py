@@ -91,6 +91,13 @@ class StepAgreement:
             self._warn_uneven()
         return status
 
+    def reduce_remaining(self) -> None:
+        """Reduce the gradients that ranks accumulated locally, before the step. Collective over all ranks."""
+        self._gradients.finish()
+        rest = self._reduce_status([]).unreduced
+        if any(rest):
+            self._gradients.reduce_units(rest)
+
     def refuse_diverged(self) -> None:
         """Raise because the data ranks diverged. Collective over the data ranks, which all have this status.
 

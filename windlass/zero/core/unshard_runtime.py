@@ -94,6 +94,11 @@ class UnshardRuntime:
             self._had_backward = False
             self.scheduler.begin_phase(FORWARD if torch.is_grad_enabled() else EVALUATION, reduces=False)
 
+    @property
+    def is_running(self) -> bool:
+        """True during a forward or a backward."""
+        return self._depth > 0 or bool(self._open_backwards)
+
     def end_model_forward(self) -> None:
         """End a forward of the outermost module, after success or failure."""
         self._depth -= 1

@@ -146,7 +146,7 @@ class Init:
             return
         try:
             if kind is None:
-                self._finish()
+                self.shard_parameters()
         finally:
             self._end()
 
@@ -175,8 +175,11 @@ class Init:
             self._site.close()
         return modules
 
-    def _finish(self) -> None:
-        """Shard and cast all parameters of the modules constructed in the context. Collective."""
+    def shard_parameters(self) -> None:
+        """Shard and cast all parameters of the modules constructed in the context so far. Collective.
+
+        The end of the context does this itself.
+        """
         modules = self._shard_now()
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         if self._dtype is not None:
@@ -244,6 +247,11 @@ class Init:
             self._site.assign(created, label, promise.shard(self.group), nothing)
         created.__dict__.update(_marks(promise))
         return created
+
+
+def active_init() -> Init | None:
+    """Return the outermost context that this thread is in; None outside."""
+    return _active if _active is not None and _active._here() else None
 
 
 def _group(given: Any) -> RankGroup:

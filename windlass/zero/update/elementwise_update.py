@@ -89,7 +89,6 @@ class ElementwiseUpdate:
 
     needs_whole_parameters: ClassVar[bool] = False
     reduces_itself: ClassVar[bool] = False
-    keeps_replicas: ClassVar[bool] = False
     steps_whole_units: ClassVar[bool] = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
@@ -108,6 +107,11 @@ class ElementwiseUpdate:
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
+
+    @classmethod
+    def separates_masters(cls, shards_states: bool) -> bool:
+        """See `Update.separates_masters`."""
+        return False
 
     @property
     def takes_local_gradients(self) -> bool:

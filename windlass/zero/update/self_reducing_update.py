@@ -75,7 +75,6 @@ class SelfReducingUpdate:
 
     needs_whole_parameters: ClassVar[bool] = False
     reduces_itself: ClassVar[bool] = True
-    keeps_replicas: ClassVar[bool] = False
     steps_whole_units: ClassVar[bool] = True
     rank_state_rules: ClassVar[Mapping[str, RelayRule]] = {}
 
@@ -102,6 +101,11 @@ class SelfReducingUpdate:
         or on none, since the others wait in the next collective.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
+
+    @classmethod
+    def separates_masters(cls, shards_states: bool) -> bool:
+        """See `Update.separates_masters`."""
+        return False
 
     @property
     def takes_local_gradients(self) -> bool:

@@ -6,17 +6,28 @@ import torch
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh import Mesh
+from windlass.optim.diloco import DiLoCo
 from windlass.optim.elementwise_optimizers import is_elementwise
 from windlass.optim.one_bit_adam import OneBitAdam
+from windlass.optim.one_bit_lamb import OneBitLamb
 from windlass.optim.update_registry import find_registered_update
+from windlass.optim.zero_one_adam import ZeroOneAdam
 from windlass.storage.slot import Tier
 from windlass.zero.core.zero_settings import ZeroSettings
+from windlass.zero.update.diloco_update import DiLoCoUpdate
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
+from windlass.zero.update.one_bit_lamb_update import OneBitLambUpdate
 from windlass.zero.update.update_protocol import Update
 from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+from windlass.zero.update.zero_one_adam_update import ZeroOneAdamUpdate
 
-_ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {OneBitAdam: OneBitAdamUpdate}
+_ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {
+    OneBitAdam: OneBitAdamUpdate,
+    OneBitLamb: OneBitLambUpdate,
+    ZeroOneAdam: ZeroOneAdamUpdate,
+    DiLoCo: DiLoCoUpdate,
+}
 _MODEL_AXES = ("pp", "ep", "sp", "tp")
 _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 
@@ -51,7 +62,7 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
     name, tiers = type(optimizer).__name__, settings.tiers
     why = f"and {name} receives the local gradients of each rank and reduces them itself"
     if _one_bit_class(optimizer) is not None:
-        _check_one_bit(name, settings)
+        _check_one_bit(optimizer, settings)
     elif not settings.policy.can_keep_local_gradients:
         raise ConfigError(
             f"zero_optimization.stage is {settings.policy.stage}, which reduces and shards gradients during the "
@@ -76,7 +87,18 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
         )
 
 
-def _check_one_bit(name: str, settings: ZeroSettings) -> None:
+def _check_one_bit(optimizer: torch.optim.Optimizer, settings: ZeroSettings) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, OneBitLamb) and settings.policy.stage in (1, 2):
+        raise ConfigError(
+            f"zero_optimization.stage is {settings.policy.stage}, where no rank has the whole of a parameter's states, "
+            f"and the factor of {name} needs them; set it to 0, or use OneBitAdam or ZeroOneAdam"
+        )
+    if isinstance(optimizer, DiLoCo) and settings.policy.stage:
+        raise ConfigError(
+            f"zero_optimization.stage is {settings.policy.stage}, and each rank of {name} takes local steps with whole "
+            "parameters and states of its own; set it to 0, or use ZeroOneAdam"
+        )
     if settings.policy.stage == 3:
         raise ConfigError(
             f"zero_optimization.stage is 3, at which every use of a parameter gathers it in full and no rank has a "

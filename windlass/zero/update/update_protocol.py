@@ -8,7 +8,7 @@ flags instead of the class:
   segments of it, and a state has one value for each element of a segment, or one value for all.
 - `reduces_itself`: the update receives local gradients, which no rank reduced, and communicates by itself
   ([Note: local gradients]), in all steps or in those before which `takes_local_gradients` is True.
-- `keeps_replicas`: master weights are separate from the parameters, because `publish` may move the parameters of all
+- `separates_masters`: master weights are separate from the parameters, because `publish` may move the parameters of all
   ranks towards them instead of copying them, after steps before which `publishes_itself` is True.
 
 States are of four kinds: one value for each element of a segment, one tensor for a parameter, one number for it, and
@@ -61,7 +61,7 @@ class Update(Protocol):
 
     Attributes:
         needs_whole_parameters: see [Note: updates]; read before the update is constructed.
-        reduces_itself, keeps_replicas: see [Note: updates]; read before the update is constructed.
+        reduces_itself: see [Note: updates]; read before the update is constructed.
         steps_whole_units: a chunk is a whole unit's span; read before the update is constructed.
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
         state_offload: the tiers of master weights and states. Its `states` are the states of this update.
@@ -69,12 +69,16 @@ class Update(Protocol):
 
     needs_whole_parameters: ClassVar[bool]
     reduces_itself: ClassVar[bool]
-    keeps_replicas: ClassVar[bool]
     steps_whole_units: ClassVar[bool]
     optimizer: torch.optim.Optimizer
     state_offload: OptimizerStateOffload
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None: ...
+
+    @classmethod
+    def separates_masters(cls, shards_states: bool) -> bool:
+        """Return True if parameters never serve as master weights. Called before the update is constructed."""
+        ...
 
     @property
     def takes_local_gradients(self) -> bool:

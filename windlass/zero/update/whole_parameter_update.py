@@ -90,7 +90,6 @@ class WholeParameterUpdate:
 
     needs_whole_parameters: ClassVar[bool] = True
     reduces_itself: ClassVar[bool] = False
-    keeps_replicas: ClassVar[bool] = False
     steps_whole_units: ClassVar[bool] = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
@@ -113,6 +112,11 @@ class WholeParameterUpdate:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
+
+    @classmethod
+    def separates_masters(cls, shards_states: bool) -> bool:
+        """See `Update.separates_masters`."""
+        return False
 
     @property
     def takes_local_gradients(self) -> bool:

@@ -1,0 +1,108 @@
+"""Tests of `windlass merge`: equal to `merge_models`, interruptions, and models that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import build
+from windlass.cli import compression_figures
+from windlass.cli.main import main
+from windlass.compress.merge_models import merge_models
+from windlass.data.tokenizer import train_tokenizer
+
+LINES = [f"the {a} {b} {n}" for n in range(12) for a, b in (("fox", "sees"), ("cat", "is"))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("merge")
+    found: dict[str, Any] = {"folder": folder}
+    for seed, name in enumerate(("one", "two", "base")):
+        torch.manual_seed(seed)
+        found[name] = build("llama")
+        with torch.no_grad():
+            for parameter in found[name].parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        found[name].save_pretrained(folder / name)
+        train_tokenizer(LINES, 300, folder / name)
+    return found
+
+
+def command(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("method", ["linear", "slerp", "ties", "dare"])
+def test_the_command_writes_the_merged_model(
+    method: str, models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, base = models["folder"], method in ("ties", "dare")
+    options = ["--method", method, "--weights", "0.7,0.3", *(["--base", folder / "base"] if base else [])]
+    assert command(folder / "one", folder / "two", tmp_path / "out", *options, "--density", 0.4) == 0
+    assert f"of 2 models by {method}, in" in capsys.readouterr().out
+    expected = merge_models(
+        [models["one"], models["two"]],
+        method,
+        weights=[0.7, 0.3],
+        base=models["base"] if base else None,
+        density=0.4,
+    )
+    found = load(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and not list(tmp_path.glob(".out*"))
+
+
+def test_an_interrupted_merge_continues(
+    models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Any, done: int, total: int) -> None:
+        self.done = done
+        if done == 5:
+            raise KeyboardInterrupt
+
+    folder = models["folder"]
+    with monkeypatch.context() as patch:
+        patch.setattr(compression_figures.StageProgress, "__call__", interrupt)
+        assert command(folder / "one", folder / "two", tmp_path / "out") == 130
+    assert "interrupted after 5 tensors; the same" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert command(folder / "one", folder / "two", tmp_path / "out") == 0
+    expected = merge_models([models["one"], models["two"]])
+    found = load(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_models_that_do_not_fit_are_refused(
+    models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = models["folder"], tmp_path / "out"
+
+    def refused(*arguments: object) -> str:
+        assert command(*arguments) == 1
+        return capsys.readouterr().err
+
+    assert "needs base, the model" in refused(folder / "one", folder / "two", out, "--method", "ties")
+    assert "'a,b'; write numbers" in refused(folder / "one", folder / "two", out, "--weights", "a,b")
+    assert "weights are [1.0] for 2 models" in refused(folder / "one", folder / "two", out, "--weights", "1")
+    assert "takes several models" in refused(folder / "one")
+    assert "is no model" in refused(folder / "one", tmp_path, out)
+    other: Any = build("llama", intermediate_size=80)
+    other.save_pretrained(tmp_path / "other")
+    message = refused(folder / "one", tmp_path / "other", out)
+    assert "mlp.down_proj.weight' is of shape" in message and "one architecture" in message
+    models["two"].save_pretrained(tmp_path / "words")
+    train_tokenizer([line.upper() for line in LINES], 300, tmp_path / "words")
+    assert "have different tokenizers: " in refused(folder / "one", tmp_path / "words", out)
+    assert command(folder / "one", folder / "two", folder / "base") == 1
+    assert "base exists; choose another directory" in capsys.readouterr().err and not out.exists()

@@ -1,0 +1,121 @@
+"""Memory of a packed model that was loaded from a file: a process holds each weight once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import build
+from windlass.compress.packed_directory import write_packed_directory
+from windlass.compress.packed_model import load_packed_model
+from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.mapped_bytes import map_bytes
+from windlass.kernels.packed_linear import PackedLinear
+
+FORMATS = ["int4_g128", "int8", "binary_g128"]
+IDS = torch.arange(12)[None]
+
+native = pytest.mark.skipif(get_inference_path().module is None, reason="there are no native kernels here")
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    model: Any = build("llama", hidden_size=512, intermediate_size=1536, vocab_size=32)
+    model.save_pretrained(folder / "wide")
+    write_packed_directory(folder / "wide", folder / "packed", request.param)
+    return folder / "packed"
+
+
+def resident(path: Path) -> int:
+    """Return the bytes of a file's pages that this process holds, private copies included."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            inside = line.endswith(str(path))
+        elif inside and first == "Rss:":
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def layers(model: Any) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def panel_bytes(model: Any) -> int:
+    return sum(one._panels._panels.nbytes for one in layers(model) if one._panels._panels is not None)
+
+
+@native
+def test_a_weight_is_held_once(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    model = load_packed_model(directory)
+    large = sum(p.nbytes for one in layers(model) for p in one.parameters() if p.nbytes >= 1 << 14)
+    assert large > 0.85 * sum(p.nbytes for one in layers(model) for p in one.parameters())
+    assert resident(file) < 0.1 * large, "loading reads no weight"
+    with torch.no_grad():
+        first = model(IDS).logits
+        assert not panel_bytes(model) and resident(file) < 0.2 * large, "embedding and head alone"
+        second = model(IDS).logits
+    assert panel_bytes(model) + resident(file) < 1.1 * file.stat().st_size
+    assert torch.equal(first, second)
+    own = load_packed_model(directory)  # the same with bytes in memory
+    for one in layers(own):
+        one.set_packed({name: tensor.clone() for name, tensor in one.packed().items()})
+    wide = copy.deepcopy(model)
+    for name, module in list(wide.named_modules()):
+        if isinstance(module, PackedLinear):
+            wide.set_submodule(name, module.to_linear(torch.float32))
+    with torch.no_grad():
+        assert torch.equal(own(IDS).logits, second)
+        torch.testing.assert_close(wide(IDS).logits, second, rtol=1e-4, atol=1e-5)
+
+
+@native
+def test_the_backward_reads_the_bytes_again(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    model = load_packed_model(directory)
+    layer = layers(model)[0]
+    wide = layer.to_linear(torch.float32)
+    for _ in range(3):
+        x = torch.randn(2, layer.in_features, requires_grad=True)
+        twin = x.detach().clone().requires_grad_()
+        layer(x).square().sum().backward()
+        wide(twin).square().sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad, rtol=1e-4, atol=1e-4)
+        assert resident(file) < 1 << 16
+
+
+def test_written_pages_stay(tmp_path: Path) -> None:
+    content = torch.arange(50000, dtype=torch.int32).view(torch.uint8)
+    (tmp_path / "file").write_bytes(bytes(100) + content.numpy().tobytes())
+    tensor, pages = map_bytes(tmp_path / "file", 100, content.numel())
+    assert torch.equal(tensor, content) and pages.drop() and resident(tmp_path / "file") == 0
+    assert torch.equal(tensor, content), "read again"
+    tensor[70000] = 7
+    assert not pages.drop() and tensor[70000] == 7
+    assert (tmp_path / "file").read_bytes()[100:] == content.numpy().tobytes()
+    del tensor
+    assert not pages.drop() and resident(tmp_path / "file") == 0, "the mapping goes with its tensor"
+
+
+@native
+def test_changed_bytes_are_used_and_kept(directory: Path) -> None:
+    model = load_packed_model(directory)
+    layer, x = layers(model)[0], torch.randn(3, 512)
+    before = [layer(x) for _ in range(3)][-1]
+    other = layer.format.pack(torch.randn(layer.out_features, layer.in_features))
+    layer.set_packed(other)
+    expected = layer.to_linear(torch.float32)(x)
+    after = [layer(x) for _ in range(3)][-1]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(layer.unpack(), layer.format.unpack(other)), "the written pages were not dropped"
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), after)

@@ -1,0 +1,180 @@
+"""Laws of DiLoCo: a simulation of its inner and outer steps in one process, bytes of outer steps, resumed runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.equivalence_runs import specimen, start, whole_params
+from tests.dist.harness import RankError, run_ranks
+from tests.dist.test_one_bit_adam import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    LR,
+    Case,
+    Simulation,
+    fragments,
+    one_thread,  # noqa: F401 - a fixture
+    resume,
+    save,
+    train,
+)
+from tests.oracle import relative_error
+from windlass.comm.codec import get_codec
+from windlass.comm.traffic import set_traffic_observer
+from windlass.optim.diloco import fragment_due
+
+GROUP = {"inner_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 1, "codec": "int8"}
+CASE = Case(optimizer="DiLoCo", params=tuple(GROUP.items()), begin=0, steps=10)
+
+
+def with_params(case: Case, **more: Any) -> Case:
+    return replace(case, params=tuple({**dict(case.params), **more}.items()))
+
+
+def test_fragments_take_turns() -> None:
+    group = {"inner_steps": 8, "fragments": 3}
+    due = [[step for step in range(1, 25) if fragment_due(step, unit, group)] for unit in range(4)]
+    assert due == [[8, 16, 24], [6, 14, 22], [3, 11, 19], [8, 16, 24]]
+
+
+def run(case: Case) -> dict[str, Any]:
+    engine = start(specimen(case.model), case.config())
+    layouts = [(list(unit.names), unit.layout) for unit in engine._sharded.units if unit.trainable]
+    index = {name: unit.index for unit in engine._sharded.units for name in unit.names}
+    params = whole_params(engine.module)
+    by_step = []
+    for step in range(case.steps):
+        moved: Counter[str] = Counter()
+        set_traffic_observer(lambda operation, nbytes, moved=moved: moved.update({operation: nbytes}))
+        train(engine, case, step, step + 1)
+        set_traffic_observer(None)
+        by_step.append(sum(moved.values()))
+    replicas = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    found = {"layouts": layouts, "unit": index, "first": params, "bytes": by_step, "replicas": replicas}
+    found["params"] = whole_params(engine.module)
+    engine.destroy()
+    return found
+
+
+def run_all(cases: list[Case]) -> list[dict[str, Any]]:
+    return [run(case) for case in cases]
+
+
+class DiLoCoSimulation(Simulation):
+    """Inner and outer steps of all ranks in one process, in plain PyTorch."""
+
+    def __init__(self, case: Case, found: dict[str, Any]) -> None:
+        zeros = {name: torch.zeros_like(value) for name, value in found["first"].items()}
+        super().__init__(case, {"params": found["first"], "m": zeros, "v": zeros, "layouts": found["layouts"]})
+        self.group, self.unit = {**GROUP, **dict(case.params)}, found["unit"]
+        self.codec = get_codec(self.group["codec"])
+        flat = [{name: torch.zeros_like(value) for name, value in self.x.items()} for _ in range(3 * case.ranks)]
+        self.moments, self.variances, self.changes = (flat[i * case.ranks : (i + 1) * case.ranks] for i in range(3))
+        self.outer = {name: torch.zeros_like(value) for name, value in self.x.items()}
+        self.pieces = fragments(found["layouts"], case.ranks)
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            for rank in range(self.case.ranks):
+                with torch.no_grad():
+                    for name, parameter in self.named:
+                        parameter.copy_((self.x[name] - self.changes[rank][name]).view(parameter.shape))
+                for name, gradient in self._local(step, rank).items():
+                    self._inner(rank, name, step + 1, gradient)
+            for name in self.x:
+                if fragment_due(step + 1, self.unit[name], self.group):
+                    self._outer(name)
+
+    def _inner(self, rank: int, name: str, step: int, gradient: torch.Tensor) -> None:
+        m = self.moments[rank][name] = BETA1 * self.moments[rank][name] + (1 - BETA1) * gradient
+        v = self.variances[rank][name] = BETA2 * self.variances[rank][name] + (1 - BETA2) * gradient * gradient
+        move = LR * (m / (1 - BETA1**step)) / ((v / (1 - BETA2**step)).sqrt() + EPS)
+        local = self.x[name] - self.changes[rank][name]
+        self.changes[rank][name] = self.changes[rank][name] + move + LR * DECAY * local
+
+    def _outer(self, name: str) -> None:
+        ranks, mean = self.case.ranks, torch.zeros_like(self.x[name])
+        for rank in range(ranks):
+            sent = self.changes[rank][name] + self.worker[rank][name]
+            for piece in self.pieces[name]:
+                message = self._passed(sent[piece])
+                self.worker[rank][name][piece] = sent[piece] - message
+                mean[piece] += message / ranks
+            self.changes[rank][name] = torch.zeros_like(mean)
+        for piece in self.pieces[name]:
+            owed = mean[piece] + self.server[name][piece]
+            mean[piece] = self._passed(owed)
+            self.server[name][piece] = owed - mean[piece]
+        self.outer[name] = self.group["outer_momentum"] * self.outer[name] + mean
+        move = mean + self.group["outer_momentum"] * self.outer[name]
+        self.x[name] = self.x[name] - self.group["outer_lr"] * move
+
+    def _passed(self, values: torch.Tensor) -> torch.Tensor:
+        encoded = torch.empty(self.codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
+        self.codec.encode(values, encoded)
+        out = torch.empty_like(values)
+        self.codec.decode(encoded, out, values.dtype)
+        return out
+
+
+CASES = [
+    with_params(replace(CASE, transport="shm", accumulation=2), codec="identity", fragments=2),
+    with_params(CASE, codec="bf16"),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_inner_and_outer_steps_equal_their_simulation(ranks: int) -> None:
+    cases = [replace(case, ranks=ranks) for case in CASES]
+    by_rank = run_ranks(run_all, ranks, cases, timeout=120.0)
+    for number, case in enumerate(cases):
+        results = [found[number] for found in by_rank]
+        simulation = DiLoCoSimulation(case, results[0])
+        simulation.run(0, case.steps)
+        # a change near the border of two codes may be rounded to either, once
+        bound = 1e-6 if simulation.group["codec"] == "identity" else 1e-4
+        shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
+        for rank, found in enumerate(results):
+            error, where = relative_error(found["params"], shaped)
+            assert error <= bound, f"{case} rank {rank}: {where} is off by {error:.2e}"
+            own = {
+                name: (value - simulation.changes[rank][name]).view(simulation.shapes[name])
+                for name, value in simulation.x.items()
+            }
+            error, where = relative_error(found["replicas"], own)
+            assert error <= bound, f"{case} rank {rank}: replica {where} is off by {error:.2e}"
+            units = set(found["unit"].values())
+            for step, moved in enumerate(found["bytes"]):
+                due = any(fragment_due(step + 1, unit, simulation.group) for unit in units)
+                assert bool(moved) == due, (case, step, moved)
+
+
+@pytest.mark.parametrize("at", [6])
+def test_a_run_resumed_between_outer_steps_is_exact(at: int, tmp_path: Path) -> None:
+    straight = run_ranks(save, 2, CASE, str(tmp_path), at)
+    resumed = run_ranks(resume, 2, CASE, str(tmp_path), at)
+    for here, there in zip(straight, resumed, strict=True):
+        for what in ("params", "errors"):
+            assert here[what].keys() == there[what].keys()
+            assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
+
+
+def refused(stage: int, more: dict[str, Any]) -> None:
+    start(specimen("mlp"), with_params(replace(CASE, stage=stage), **more).config())
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "text"),
+    [(1, {}, r"DiLoCo.* at zero_optimization.stage 1.*write stage 0"), (0, {"fragments": 5}, r"fragments is 5")],
+)
+def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
+    with pytest.raises(RankError, match=f"(?s){text}"):
+        run_ranks(refused, 2, stage, more)

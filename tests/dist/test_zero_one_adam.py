@@ -1,0 +1,233 @@
+"""Laws of 0/1 Adam: its schedule, AdamW bit for bit at first, then a simulation of each kind of step; resumed runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
+from tests.dist.test_one_bit_adam import (
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    LR,
+    Case,
+    Simulation,
+    both,
+    one_thread,  # noqa: F401 - a fixture
+    passed,
+    resume,
+    run_cases,
+    save,
+)
+from tests.oracle import relative_error
+from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
+
+GROUP = {"var_freeze_step": 5, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 2}
+CASE = Case(optimizer="ZeroOneAdam", params=tuple(GROUP.items()), begin=1, steps=9)
+
+
+def test_the_schedule_is_that_of_the_paper() -> None:
+    kinds = [kind_of_step(step, GROUP).name for step in range(1, 11)]
+    assert kinds == [
+        "EXACT",
+        "VARIANCE",
+        "COMPRESSED",
+        "VARIANCE",
+        "COMPRESSED",
+        "SYNC",
+        "LOCAL",
+        "SYNC",
+        "LOCAL",
+        "SYNC",
+    ]
+    assert [steps_since_sync(step, GROUP) for step in (6, 8, 10)] == [1, 2, 2]
+    long = {"var_freeze_step": 10_000, "var_update_scaler": 16, "local_step_scaler": 1000, "local_step_clipper": 16}
+    exact = [step for step in range(1, 10_001) if kind_of_step(step, long) is not StepKind.COMPRESSED]
+    assert exact[:18] == [*range(1, 17), 18, 20] and exact[32:34] == [52, 56]
+    local = [step for step in range(10_001, 16_001) if kind_of_step(step, long) is StepKind.SYNC]
+    assert local[:3] == [10_001, 10_002, 10_003] and local[-2:] == [15_984, 16_000]
+    assert steps_since_sync(15_984, long) == 16
+    assert kind_of_step(10**9, {**long, "var_freeze_step": 10**10}) in (StepKind.VARIANCE, StepKind.COMPRESSED)
+
+
+class ZeroOneSimulation(Simulation):
+    """All kinds of steps on the data of all ranks in one process, in plain PyTorch."""
+
+    def __init__(self, case: Case, frozen: dict[str, Any]) -> None:
+        super().__init__(case, frozen)
+        zeros = [{name: torch.zeros_like(value) for name, value in self.x.items()} for _ in range(2 * case.ranks)]
+        self.change, self.summed = zeros[: case.ranks], zeros[case.ranks :]
+        self.own = [dict(self.m) for _ in range(case.ranks)]
+        self.seen, self.rates = case.begin, 0.0
+        self.of_rank = [dict(self.replicas) for _ in range(case.ranks)]
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            gradients = []
+            for rank in range(self.case.ranks):
+                with torch.no_grad():
+                    for name, parameter in self.named:
+                        parameter.copy_(self.of_rank[rank][name].view(parameter.shape))
+                gradients.append(self._local(step, rank))
+            kind = kind_of_step(step + 1, GROUP)
+            self.seen += kind is StepKind.VARIANCE
+            if kind in (StepKind.LOCAL, StepKind.SYNC):
+                if step == GROUP["var_freeze_step"]:
+                    for error in (*self.worker, self.server):
+                        for value in error.values():
+                            value.zero_()
+                self.rates += LR / (1 - BETA1 ** (step + 1))
+            for name in self.x:
+                self._take(kind, name, step + 1, [one[name] for one in gradients])
+            if kind is StepKind.SYNC:
+                self.rates = 0.0
+
+    def _take(self, kind: StepKind, name: str, step: int, gradients: list[torch.Tensor]) -> None:
+        case, ranks = self.case, self.case.ranks
+        if kind is StepKind.VARIANCE:
+            mean = torch.stack(gradients).sum(0) * (1 / ranks)
+            self.m[name] = self.m[name] * BETA1 + mean * (1 - BETA1)
+            self.v[name] = self.v[name] * BETA2 + (1 - BETA2) * mean * mean
+            self._move(name, step)
+            self._copy(name)
+            return
+        parts = [gradient * (1 - BETA1) for gradient in gradients]
+        if kind is StepKind.COMPRESSED:
+            self.m[name] = self.m[name] * BETA1 + self._two_phases(name, parts)
+            self._move(name, step)
+        elif case.stage:
+            for rank, part in enumerate(parts):
+                self.summed[rank][name] = self.summed[rank][name] + part
+            if kind is StepKind.LOCAL:
+                return
+            steps = steps_since_sync(step, GROUP)
+            received = self._two_phases(name, [one[name] / steps for one in self.summed])
+            for one in self.summed:
+                one[name] = torch.zeros_like(received)
+            for number in range(steps):
+                self.m[name] = self.m[name] * BETA1 + received
+                self._move(name, step - steps + 1 + number)
+        else:
+            self._gather(kind, name, step, parts)
+            return
+        if case.stage and ranks > 1:
+            self._send_change(name)
+        else:
+            self._copy(name)
+
+    def _gather(self, kind: StepKind, name: str, step: int, parts: list[torch.Tensor]) -> None:
+        """Take a local step on every rank of stage 0, and synchronize."""
+        root = self._root(name)
+        for rank, part in enumerate(parts):
+            self.own[rank][name] = self.own[rank][name] * BETA1 + part
+            rate, change = LR / (1 - BETA1**step), self.change[rank][name]
+            move = self.own[rank][name] / root * rate
+            move[self.v[name] == 0] = 0
+            self.change[rank][name] = change + (move + LR * DECAY * (self.x[name] - change))
+        if kind is StepKind.SYNC:
+            mean = self._two_phases(name, [one[name] * root for one in self.change])
+            move = mean / root
+            move[self.v[name] == 0] = 0
+            self.x[name] = self.x[name] - move
+            self.m[name] = mean / self.rates
+            for rank in range(len(parts)):
+                self.change[rank][name] = torch.zeros_like(mean)
+                self.own[rank][name] = self.m[name]
+        for rank in range(len(parts)):
+            self.of_rank[rank][name] = (self.x[name] - self.change[rank][name]).to(self.case.dtype)
+
+    def _two_phases(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the mean of messages, compressed again at stage 0."""
+        ranks, total = self.case.ranks, torch.zeros_like(self.x[name])
+        for rank, part in enumerate(parts):
+            sent = part + self.worker[rank][name] if ranks > 1 else part
+            for piece in self.pieces[name]:
+                message = passed(sent[piece], ranks)
+                if ranks > 1:
+                    self.worker[rank][name][piece] = sent[piece] - message
+                total[piece] += message
+        mean = total * (1 / ranks)
+        for piece in self.pieces[name] if self.case.stage == 0 and ranks > 1 else ():
+            owed = mean[piece] + self.server[name][piece]
+            mean[piece] = passed(owed, ranks)
+            self.server[name][piece] = owed - mean[piece]
+        return mean
+
+    def _root(self, name: str) -> torch.Tensor:
+        return (self.v[name] / (1 - BETA2**self.seen)).sqrt() + EPS
+
+    def _move(self, name: str, step: int) -> None:
+        change = self.m[name] / self._root(name)
+        change[self.v[name] == 0] = 0
+        self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / (1 - BETA1**step))
+
+    def _copy(self, name: str) -> None:
+        for one in self.of_rank:
+            one[name] = self.x[name].to(self.case.dtype)
+        for own in self.own:
+            own[name] = self.m[name]
+
+    def _send_change(self, name: str) -> None:
+        replica = self.of_rank[0][name].clone()
+        for piece in self.pieces[name]:
+            move = passed(self.x[name][piece] - replica[piece].float(), self.case.ranks)
+            replica[piece] = (replica[piece].float() + move).to(self.case.dtype)
+        for one in self.of_rank:
+            one[name] = replica
+
+
+CASES = [
+    replace(CASE, transport="shm", accumulation=2),
+    replace(CASE, stage=1),
+    replace(CASE, stage=2, transport="shm", accumulation=2),
+    replace(CASE, stage=2, bf16=True),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_kind_of_step_equals_its_simulation(ranks: int, tmp_path: Path) -> None:
+    cases = [
+        replace(case, ranks=ranks) for case in (CASES if ranks == 2 else CASES[: ranks // 2 + 1])
+    ]  # one rank shards nothing
+    by_rank = run_ranks(run_cases, ranks, cases, str(tmp_path), timeout=120.0)
+    for number, case in enumerate(cases):
+        results = [found[number] for found in by_rank]
+        simulation = ZeroOneSimulation(case, results[0]["frozen"])
+        simulation.run(case.begin, case.steps)
+        shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
+        for rank, found in enumerate(results):
+            error, where = relative_error(found["params"], shaped)
+            assert error <= 1e-6, f"{case} rank {rank}: {where} is off by {error:.2e}"
+            local = {
+                name: value.view(simulation.shapes[name]).float() for name, value in simulation.of_rank[rank].items()
+            }
+            error, where = relative_error({n: v.float() for n, v in found["replicas"].items()}, local)
+            assert error <= (1e-2 if case.bf16 else 1e-6), f"{case} rank {rank}: replica {where} is off by {error:.2e}"
+        if case.stage == 0 and ranks > 1:
+            one, other = (found["replicas"] for found in results[:2])
+            assert any(not torch.equal(value, other[name]) for name, value in one.items()), "no step was local"
+
+
+def test_at_first_it_is_adam_bit_for_bit(tmp_path: Path) -> None:
+    cases = [replace(case, begin=2, params=(("var_update_scaler", 2),)) for case in CASES]
+    for pairs in run_ranks(both, 2, cases, str(tmp_path), timeout=120.0):
+        for case, (one, other) in zip(cases, pairs, strict=True):
+            for key in ("params", "m", "v"):
+                assert all(torch.equal(value, other[key][name]) for name, value in one[key].items()), (case, key)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_resumed_between_synchronizations_is_exact(stage: int, tmp_path: Path) -> None:
+    case = replace(CASE, stage=stage)
+    straight = run_ranks(save, 2, case, str(tmp_path), 7)
+    resumed = run_ranks(resume, 2, case, str(tmp_path), 7)
+    for here, there in zip(straight, resumed, strict=True):
+        for what in ("params", "errors"):
+            assert here[what].keys() == there[what].keys()
+            assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what

@@ -1,0 +1,237 @@
+"""Formats of a budget: the measurements, and choices that are more careful where the model misses its loss."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.cli.compression_figures import ModelFigures, StageProgress, measure_speed
+from windlass.cli.compression_settings import CompressionSettings
+from windlass.compress.budget_choice import (
+    ANCHOR_FORMAT,
+    BUDGET_FORMATS,
+    FORCED_FORMATS,
+    BudgetChoice,
+    GroupChoice,
+    TokenTimes,
+    choose_for_budget,
+)
+from windlass.compress.calibration_text import CalibrationText
+from windlass.compress.compression_budget import CompressionBudget
+from windlass.compress.compression_workspace import CompressionWorkspace
+from windlass.compress.layer_sensitivity import mean_nats, sample_tokens
+from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.prune_directory import load_wide_model
+
+ATTEMPTS = 4  # choices that are rounded and measured until one is within the limit of the loss
+_MARGIN = 0.9  # of the loss that the next choice is allowed
+
+
+class FormatChooser:
+    """Choices of one run, kept in its workspace.
+
+    Args:
+        source: the model that is rounded, perhaps pruned.
+        text: calibration text.
+    """
+
+    def __init__(
+        self,
+        settings: CompressionSettings,
+        work: CompressionWorkspace,
+        source: Path,
+        text: CalibrationText,
+        progress: StageProgress,
+    ) -> None:
+        self._settings, self._work, self._source, self._text = settings, work, source, text
+        self._progress = progress
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens/s of the model before; None: no limit needed them."""
+        return self._speeds()["before"]
+
+    def choose(self, attempt: int = 0, share: float = 1.0) -> BudgetChoice:
+        """Return the formats for a share of the loss that the budget allows.
+
+        Raises:
+            ConfigError: the budget cannot be met.
+        """
+        value = self._work.value(f"choice{attempt}", lambda: self._measure(share))
+        groups = [GroupChoice(**{**one, "names": tuple(one["names"])}) for one in value.pop("groups")]
+        value.pop("formats")
+        uniform = value.pop("uniform")
+        return BudgetChoice(groups, uniform=None if uniform is None else tuple(uniform), **value)
+
+    def _measure(self, share: float) -> dict[str, Any]:
+        """Return a choice as JSON. The losses of single groups are measured once."""
+        settings, budget = self._settings, self._settings.limits
+        assert budget is not None
+        times = self._times()
+        whole, directory = ModelDirectory(settings.source), ModelDirectory(self._source)
+        model = load_wide_model(directory, trust_remote_code=settings.trust_remote_code)
+        bits_per_nat = self._text.held_out.bits_per_byte(len(self._text.held_out.tokens) - 1)
+        bits, bits_whole = 0.0, None
+        if self._source != settings.source and budget.loss is not None:  # it is that of the model before it was pruned
+            rows = sample_tokens(model, self._text.batches)
+            bits = bits_per_nat * mean_nats(model, rows)
+            unpruned = load_wide_model(whole, trust_remote_code=settings.trust_remote_code)
+            bits_whole = bits_per_nat * mean_nats(unpruned, rows)
+            del unpruned
+        relative = _relative_to(budget, whole, directory, bits_whole, bits, self.speed, times)
+        if relative.loss is not None:
+            relative = replace(relative, loss=relative.loss * share)
+        self._progress.begin("measuring formats", "measurements")
+        choice = choose_for_budget(
+            model,
+            directory,
+            self._text.batches,
+            relative,
+            bits_per_nat=bits_per_nat,
+            formats=(*BUDGET_FORMATS, *(FORCED_FORMATS if settings.force else ())),
+            head=settings.head,
+            times=times,
+            progress=self._progress,
+            losses=lambda compute: self._work.value("losses", compute),
+        )
+        self._progress.end()
+        del model
+        gc.collect()
+        return asdict(choice)
+
+    def _speeds(self) -> dict[str, float | None]:
+        """Return measured tokens/s: of the model before, of the one that is rounded, and of that in `ANCHOR_FORMAT`."""
+        budget = self._settings.limits
+        if budget is None or budget.speed is None and budget.latency is None:
+            return {"before": None, "own": None, "anchor": None}
+        found: dict[str, float | None] = self._work.value("speeds", self._measure_speeds)
+        return found
+
+    def _measure_speeds(self) -> dict[str, float]:
+        settings = self._settings
+        before = measure_speed(settings.source, trust_remote_code=settings.trust_remote_code)
+        own = before if self._source == settings.source else measure_speed(self._source)
+        return {"before": before, "own": own, "anchor": measure_speed(self._source, weights=ANCHOR_FORMAT)}
+
+    def _times(self) -> TokenTimes | None:
+        speeds = self._speeds()
+        own, anchor = speeds["own"], speeds["anchor"]
+        return None if own is None or anchor is None else TokenTimes(1 / own, 1 / anchor)
+
+
+def round_within_loss(
+    chooser: FormatChooser,
+    work: CompressionWorkspace,
+    limit: float,
+    asked: str,
+    write: Callable[[Path, BudgetChoice], Any],
+    measure: Callable[[Path], float],
+) -> tuple[Path, BudgetChoice, int]:
+    """Round by one choice after the other until the loss on held-out text is within its limit.
+
+    Args:
+        limit: largest increase of the bits per byte.
+        asked: the limit as the budget has it, for the error.
+        write: rounds by a choice, and returns the number of bytes.
+        measure: returns the increase of the bits per byte of a directory.
+
+    Returns:
+        The directory, its choice, and its bytes.
+
+    Raises:
+        ConfigError: no choice is within the limit. The message has the least loss that was reached.
+    """
+    share, reached = 1.0, []
+    for attempt in range(ATTEMPTS):
+        try:
+            choice = chooser.choose(attempt, share)
+        except ConfigError as error:
+            if not reached:
+                raise
+            raise _missed(asked, reached, str(error)) from error
+        path = work.path / f"rounded{attempt}"
+        found = work.value(f"reached{attempt}", lambda: _write_and_measure(path, choice, write, measure))  # noqa: B023
+        if found["loss"] <= limit:
+            return path, choice, found["nbytes"]
+        reached.append(float(found["loss"]))
+        share *= min(_MARGIN * limit / found["loss"], _MARGIN)
+    raise _missed(asked, reached, f"{ATTEMPTS} choices were tried")
+
+
+def _write_and_measure(
+    path: Path,
+    choice: BudgetChoice,
+    write: Callable[[Path, BudgetChoice], int],
+    measure: Callable[[Path], float],
+) -> dict[str, float]:
+    return {"nbytes": write(path, choice), "loss": measure(path)}
+
+
+def _missed(asked: str, reached: list[float], reason: str) -> ConfigError:
+    return ConfigError(
+        f"budget (--budget) loss={asked} is missed on held-out text: reached {min(reached):+.4f} bits per byte "
+        f"({reason}); allow it, give more text (--data, --sequences), or a larger size or latency"
+    )
+
+
+def tensor_bytes(directory: ModelDirectory) -> int:
+    """Return the bytes of all tensors of a directory."""
+    return sum(torch.Size(place.shape).numel() * place.dtype.itemsize for place in directory.places.values())
+
+
+def loss_text(budget: CompressionBudget) -> str:
+    """Return the limit of the loss as the command line writes it."""
+    return f"{100 * (budget.loss or 0):g}%" if budget.is_relative else f"+{budget.loss:g}"
+
+
+def budget_lines(budget: CompressionBudget, before: ModelFigures, after: ModelFigures) -> list[str]:
+    """Return what was asked and what was got, for each limit."""
+    lines = []
+    if budget.size is not None:
+        lines.append(f"size: asked {budget.size:.4f} of the bytes, got {after.nbytes / before.nbytes:.4f}")
+    if budget.loss is not None and before.bits is not None and after.bits is not None:
+        loss = after.bits - before.bits
+        lines.append(
+            f"loss: asked {loss_text(budget)}, got {loss:+.4f} bits per byte ({100 * loss / before.bits:+.2f} %) on "
+            "held-out text"
+        )
+    if budget.speed is not None and before.speed is not None and after.speed is not None:
+        lines.append(f"speed: asked {budget.speed:g}, got {after.speed / before.speed:.2f} times the tokens/s")
+    if budget.latency is not None and after.speed is not None:
+        lines.append(f"latency: asked {1e3 * budget.latency:g} ms a token, got {1e3 / after.speed:.3g} ms")
+    return lines
+
+
+def _relative_to(
+    budget: CompressionBudget,
+    whole: ModelDirectory,
+    pruned: ModelDirectory,
+    bits_whole: float | None,
+    bits: float,
+    speed: float | None,
+    times: TokenTimes | None,
+) -> CompressionBudget:
+    """Return the budget of a model before its pruning as one of the pruned model."""
+    size = budget.size
+    if size is not None:
+        size *= tensor_bytes(whole) / tensor_bytes(pruned)
+        size = min(size, 1.0)
+    loss, is_relative = budget.loss, budget.is_relative
+    if loss is not None and bits_whole is not None:
+        loss = (loss * bits_whole if is_relative else loss) - (bits - bits_whole)
+        is_relative = False
+        if loss <= 0:
+            raise ConfigError(
+                f"budget (--budget) loss cannot be met: the pruned model loses {bits - bits_whole:+.4f} bits per byte "
+                f"({100 * (bits / bits_whole - 1):.3g} %) already; prune less"
+            )
+    wanted = budget.speed
+    if wanted is not None and speed is not None and times is not None:
+        wanted *= speed * times.wide
+    return CompressionBudget(size, loss, is_relative, wanted, budget.latency)

@@ -1,0 +1,153 @@
+"""Options of `windlass compress`, checked against each other before anything is read or written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import ConfigError
+from windlass.cli.compression_distillation import DistillationSettings, parse_losses
+from windlass.cli.compression_figures import format_name
+from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
+from windlass.compress.sparse_pruning import parse_pattern
+
+_FEW_BITS = ("int2", "ternary", "binary")
+WIDE = "wide"
+# options that the stages before the rounding depend on
+_BEFORE_ROUNDING = (
+    *("budget", "prune", "importance", "data", "text_field", "sequences", "length", "head", "force"),
+    *("distill_loss", "steps", "rows", "rate"),
+)
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """Options of the command, see there.
+
+    Raises:
+        ConfigError: options do not fit together.
+
+    Attributes:
+        limits: the budget; None: none was given.
+        shares: units to remove.
+        format: of all layers; None where a budget chooses, or weights stay wide.
+    """
+
+    source: Path
+    out: Path
+    weights: str | None
+    group: int | None
+    method: str
+    activations: str
+    budget: str | None
+    prune: str | None
+    importance: str
+    sparsity: str | None
+    sparsity_method: str
+    distill: Path | None
+    distill_loss: str | None
+    steps: int | None
+    rows: int
+    rate: float
+    data: tuple[str, ...]
+    text_field: str
+    sequences: int
+    length: int
+    rotate: bool
+    head: bool
+    measure: bool
+    force: bool
+    overwrite: bool
+    trust_remote_code: bool
+    limits: CompressionBudget | None = field(init=False, default=None)
+    shares: dict[str, float] = field(init=False, default_factory=dict)
+    format: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        found: dict[str, Any] = {"shares": parse_shares(self.prune) if self.prune is not None else {}}
+        if self.budget is not None:
+            found["limits"] = parse_budget(self.budget)
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "format", self._format())
+        self._check_distillation()
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the codes of the layers are trained; see [Note: trained codes]."""
+        return self.distill is not None and self.format is not None and self.method == "auto"
+
+    @property
+    def distillation(self) -> DistillationSettings | None:
+        """Settings of the training against a teacher; None: there is none."""
+        if self.distill is None:
+            return None
+        return DistillationSettings(
+            teacher=self.distill,
+            steps=self.steps or 0,
+            rows=self.rows,
+            rate=self.rate,
+            losses=parse_losses(self.distill_loss),
+            format=self.format if self.is_trained else None,
+            head=self.head,
+        )
+
+    def before_rounding(self) -> dict[str, Any]:
+        """Return the options that the stages before the rounding depend on, of JSON types."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in _BEFORE_ROUNDING}
+        return {**found, "trained": self.format if self.is_trained else None, "teacher": str(self.distill)}
+
+    def given(self) -> dict[str, str]:
+        """Return the options as text, for the report."""
+        hidden = ("limits", "shares", "format")
+        return {
+            name: str(value) for name, value in asdict(self).items() if name not in hidden and value not in (None, ())
+        }
+
+    def _format(self) -> str | None:
+        if self.sparsity is not None:
+            parse_pattern(self.sparsity)
+            if self.weights not in (None, WIDE) or self.limits is not None:
+                raise ConfigError("sparsity (--sparsity) writes wide weights; round the result in a second run")
+        if self.limits is not None:
+            if self.weights is not None or self.group is not None:
+                raise ConfigError("budget (--budget) chooses the formats; leave weights (--weights) and --group out")
+            if not self.data:
+                raise ConfigError("budget (--budget) needs a calibration text; give some with --data")
+            return None
+        if self.weights == WIDE or self.sparsity is not None:
+            if not self.shares and self.sparsity is None and self.distill is None:
+                raise ConfigError(
+                    "weights (--weights) stay wide and nothing is pruned; give --prune, --sparsity or --distill"
+                )
+            return None
+        name = format_name(self.weights or "int4", self.group)
+        if name.startswith(_FEW_BITS) and not self.force and (self.distill is None or self.method != "auto"):
+            raise ConfigError(
+                f"weights (--weights) is {name!r}: rounding a trained model to so few bits without training it again "
+                "makes it answer badly; use int3 or int4, train it with --distill, or --force"
+            )
+        return name
+
+    def _check_distillation(self) -> None:
+        parse_losses(self.distill_loss)
+        if self.distill is None:
+            if self.steps is not None or self.distill_loss is not None:
+                raise ConfigError("steps (--steps) and --distill-loss train against a teacher; give --distill TEACHER")
+            return
+        if self.steps is None:
+            raise ConfigError("distill (--distill) needs steps (--steps), the number of optimizer steps")
+        if not self.data:
+            raise ConfigError("distill (--distill) needs text to train on; give some with --data")
+        if self.sparsity is not None:
+            raise ConfigError(
+                "distill (--distill) trains before sparsity (--sparsity) would remove weights; train sparse weights "
+                "with compression_training.sparse_pruning, or leave one of them out"
+            )
+        changed = "rotate" if self.rotate else "activations" if self.activations == "int8" else None
+        if changed is not None and self.is_trained:
+            raise ConfigError(
+                f"{changed} (--{changed}) changes weights after --distill has trained their codes; choose "
+                "--method rtn or gptq, which round the trained model, or leave it out"
+            )

@@ -1,0 +1,95 @@
+"""Merging of models from disk to disk, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.distillation import check_tokenizers
+from windlass.compress.merge_models import check_merge, merge_tensors
+from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.packed_directory import FILE_BYTES, companion_files, source_state
+from windlass.compress.partial_directory import open_partial_directory
+from windlass.data.tokenizer import load_tokenizer
+from windlass.kernels.weight_format import PackedTensorForm
+
+_TOKENIZER = "tokenizer.json"
+
+
+def merge_directories(
+    sources: Sequence[str | Path],
+    target: str | Path,
+    method: str = "linear",
+    *,
+    weights: Sequence[float] | None = None,
+    base: str | Path | None = None,
+    density: float = 0.5,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Write the model that `merge_models` computes of the models in some directories, with configuration, tokenizer and
+    dtypes of the first. The directory appears complete or not at all; the same call continues an interrupted one.
+
+    Args:
+        method, weights, base, density, seed: as for `merge_models`; the base is a directory.
+        progress: called with the number of tensors that are done, and of all.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        ConfigError: the options do not fit together, or two models have different tokenizers.
+        ModelError: a model is quantized, a tensor is missing or has another shape in one of them, or the target exists.
+    """
+    check_merge(len(sources), method, weights, base is not None, density)
+    models = [ModelDirectory(source) for source in sources]
+    start = None if base is None else ModelDirectory(base)
+    everyone = [*models, *([] if start is None else [start])]
+    for one in everyone:
+        _check_fits(one, models[0])
+    to = Path(target)
+    if to.exists() and not overwrite and not (to.is_dir() and not any(to.iterdir())):
+        raise ModelError(f"{to} exists; choose another directory, or overwrite it")
+    values = list(weights) if weights is not None else [1.0] * len(models)
+    places = models[0].places
+    forms = {name: {name: PackedTensorForm(place.dtype, place.shape)} for name, place in places.items()}
+    plan = {
+        "merge": {"method": method, "weights": values, "density": density, "seed": seed},
+        "sources": [[str(one.path.absolute()), source_state(one)] for one in everyone],
+    }
+    with open_partial_directory(to, forms, plan, FILE_BYTES) as partial:
+        for name in places:
+            if name not in partial.done:
+                tensors: list[Tensor] = [one.read(name) for one in models]
+                first = None if start is None else start.read(name)
+                partial.write(name, {name: merge_tensors(name, tensors, method, values, first, density, seed)})
+            progress(len(partial.done), len(places))
+        partial.finish(models[0].config, companion_files(models[0].path))
+    return len(places)
+
+
+def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
+    if one.quantization is not None:
+        raise ModelError(f"{one.path} is quantized ({one.quantization.get('quant_method')}); merge wide models")
+    other = {name: place.shape for name, place in one.places.items()}
+    for name, place in first.places.items():
+        if other.get(name) != place.shape:
+            found = "missing" if name not in other else f"of shape {other[name]}"
+            raise ModelError(
+                f"tensor {name!r} is {found} in {one.path} and of shape {place.shape} in {first.path}; merge models of "
+                "one architecture"
+            )
+    unknown = sorted(set(other) - set(first.places))
+    if unknown:
+        raise ModelError(
+            f"{one.path} has tensor {unknown[0]!r}, which {first.path} lacks; merge models of one architecture"
+        )
+    if all((directory.path / _TOKENIZER).is_file() for directory in (one, first)):
+        try:
+            check_tokenizers(load_tokenizer(first.path).backend, load_tokenizer(one.path).backend)
+        except ConfigError as error:
+            raise ConfigError(f"{one.path} and {first.path} have different tokenizers: {error}") from error

@@ -1,0 +1,87 @@
+"""Bytes of a file as tensors, whose pages can be dropped after they were read.
+
+[Note: dropped pages] A packed layer that was loaded from a file does not copy its bytes: its parameters are private
+mappings of the file. Once native panels are built of them, their pages are dropped, so that a process holds a weight
+once. A later read of the bytes, as by the backward and by a save, gets them from the page cache or the disk. Pages
+that were written to are private copies, which a drop would lose: then nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from windlass.base.errors import ModelError
+
+_PAGE = mmap.PAGESIZE
+_PAGES = "_windlass_pages"  # attribute of a parameter
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1) << np.uint64(bit) for bit in (63, 62, 61))  # of /proc/self/pagemap
+
+
+class MappedBytes:
+    """Mapping of a range of a file, which lives as long as its tensor.
+
+    Attributes:
+        address: of the first byte.
+    """
+
+    def __init__(self, memory: mmap.mmap, address: int) -> None:
+        self._memory = weakref.ref(memory)
+        self.address, self._pages = address, -(-len(memory) // _PAGE)
+
+    def drop(self) -> bool:
+        """Drop the pages from this process, unless one was written to, or the system does not report it. Return True if
+        they were dropped."""
+        memory = self._memory()
+        if memory is None or self._is_written():
+            return False
+        memory.madvise(mmap.MADV_DONTNEED)
+        return True
+
+    def _is_written(self) -> bool:
+        try:
+            file = os.open("/proc/self/pagemap", os.O_RDONLY)
+        except OSError:
+            return True
+        try:
+            found = os.pread(file, 8 * self._pages, 8 * (self.address // _PAGE))
+        except OSError:
+            return True
+        finally:
+            os.close(file)
+        flags = np.frombuffer(found, dtype=np.uint64)
+        held = (flags & (_PRESENT | _SWAPPED)) != 0
+        return len(flags) != self._pages or bool((held & ((flags & _OF_FILE) == 0)).any())
+
+
+def set_pages(tensor: torch.Tensor, pages: MappedBytes) -> None:
+    """Record the mapping of a parameter that is a range of a file."""
+    tensor.__dict__[_PAGES] = pages
+
+
+def drop_pages(tensor: torch.Tensor) -> None:
+    """Drop the pages of a parameter, if it is still the range of a file that it was loaded from."""
+    pages = tensor.__dict__.get(_PAGES)
+    if isinstance(pages, MappedBytes) and pages.address == tensor.data_ptr():
+        pages.drop()
+
+
+def map_bytes(path: Path, offset: int, nbytes: int) -> tuple[torch.Tensor, MappedBytes]:
+    """Return a range of a file as uint8 `[nbytes]`, and its mapping. Writes to the tensor do not reach the file.
+
+    Raises:
+        ModelError: the file cannot be mapped.
+    """
+    begin = offset // _PAGE * _PAGE
+    try:
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), offset - begin + nbytes, access=mmap.ACCESS_COPY, offset=begin)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be mapped: {error}; copy the file again") from error
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=offset - begin, count=nbytes)
+    return tensor, MappedBytes(memory, tensor.data_ptr())

@@ -1,0 +1,80 @@
+"""DiLoCo: many local steps of AdamW, then one outer step on the changes of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError
+
+CODECS = ("identity", "bf16", "fp8", "int8", "int4", "sign")
+
+
+class DiLoCo(torch.optim.AdamW):
+    """Groups and hyper-parameters of DiLoCo. An engine steps them (`zero/update/diloco_update`).
+
+    Each rank takes `inner_steps` steps of AdamW on its own data, with states of its own. Then the mean of the ranks'
+    changes is the gradient of an outer SGD with Nesterov momentum, which moves the parameters of all ranks. With
+    `fragments` above 1 the units of the model are divided into as many parts, which take their outer steps at evenly
+    distributed steps, so that each message is shorter. Outside an engine every step is AdamW's.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
+    algorithm 1; parts: "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, section 2.2.
+
+    Args:
+        inner_steps: local steps between two outer steps of a parameter.
+        outer_lr, outer_momentum: of the outer SGD.
+        fragments: parts of the model; 1: all parameters at once.
+        codec: registered name of the codec of the changes; what it leaves out is in the next change.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        inner_steps: int = 32,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        codec: str = "int8",
+    ) -> None:
+        if inner_steps < 1 or not 1 <= fragments <= inner_steps:
+            raise ConfigError(
+                f"DiLoCo: inner_steps is {inner_steps} and fragments is {fragments}; write at least 1, and at most one "
+                "fragment for each inner step"
+            )
+        if outer_lr <= 0 or not 0 <= outer_momentum < 1:
+            raise ConfigError(
+                f"DiLoCo: outer_lr is {outer_lr} and outer_momentum is {outer_momentum}; write a rate above 0, such as "
+                "0.7, and a momentum in [0, 1), such as 0.9"
+            )
+        if codec not in CODECS:
+            raise ConfigError(f"DiLoCo: there is no codec {codec!r} for changes; write one of {', '.join(CODECS)}")
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        kept: dict[str, Any] = {
+            "inner_steps": inner_steps,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+            "fragments": fragments,
+            "codec": codec,
+            "applied_steps": 0,
+        }
+        for group in self.param_groups:
+            for key, value in kept.items():
+                group.setdefault(key, value)
+        self.defaults |= kept
+
+
+def fragment_due(step: int, unit: int, group: dict[str, Any]) -> bool:
+    """Return True if a unit takes an outer step after step `step`, counted from 1. Pure."""
+    part = unit % group["fragments"]
+    due: bool = (step + part * group["inner_steps"] // group["fragments"]) % group["inner_steps"] == 0
+    return due

@@ -1,0 +1,131 @@
+"""1-bit LAMB: LAMB whose messages have one bit for each element once its variance is frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from windlass.base.errors import ConfigError
+from windlass.optim.lamb import Lamb, trust_ratio
+from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options
+
+
+class OneBitLamb(Lamb):
+    """Groups and hyper-parameters of 1-bit LAMB. An engine steps them (`zero/update/one_bit_lamb_update`).
+
+    The first `freeze_step` steps are those of `Lamb`, and keep a moving average of each trust ratio as `coeff_freeze`.
+    Afterwards the variance is constant, and the ratio of a step is this average times a factor that follows a variance
+    computed from the compressed momenta. Outside an engine every step is LAMB's.
+
+    Source: Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
+    Speed", arXiv:2104.06069, algorithm 2.
+
+    Args:
+        freeze_step: steps before the variance is frozen.
+        coeff_beta: decay of the moving average of trust ratios.
+        factor_max, factor_min: bounds of the factor. factor_threshold: maximum relative change of it in a step.
+        cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
+
+    Raises:
+        ConfigError: a value is out of range or not supported.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        freeze_step: int = FREEZE_STEP,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        check_one_bit_options("OneBitLamb", freeze_step, max_grad_norm, amsgrad)
+        if not 0 <= coeff_beta < 1 or not 0 < factor_min <= factor_max or factor_threshold <= 0:
+            raise ConfigError(
+                f"OneBitLamb: coeff_beta {coeff_beta} must be in [0, 1), factor_min {factor_min} above 0 and at most "
+                f"factor_max {factor_max}, and factor_threshold {factor_threshold} above 0"
+            )
+        super().__init__(
+            params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )  # fmt: skip
+        kept = {
+            "freeze_step": freeze_step,
+            "coeff_beta": coeff_beta,
+            "factor_max": factor_max,
+            "factor_min": factor_min,
+            "factor_threshold": factor_threshold,
+            "applied_steps": 0,
+        }
+        for group in self.param_groups:
+            for key, value in kept.items():
+                group.setdefault(key, value)
+        self.defaults |= kept
+
+    def _ratio(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        ratio = trust_ratio(parameter, update, group["min_coeff"], group["max_coeff"])
+        state = self.state[parameter]
+        if "coeff_freeze" not in state:
+            state["coeff_freeze"] = torch.zeros((), dtype=torch.float32, device=ratio.device)
+        state["coeff_freeze"].mul_(group["coeff_beta"]).add_(ratio, alpha=1 - group["coeff_beta"])
+        return ratio
+
+
+def compressed_lamb_step(
+    values: torch.Tensor, momentum: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    """Update the weight of one whole parameter and its state in place, with the new common momentum.
+
+    Args:
+        values, momentum: of the parameter's shape, in float32.
+    """
+    beta1, beta2 = group["betas"]
+    if "exp_avg" not in state:  # its first gradient came after the freeze, so its variance is 0
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
+    if "exp_avg_sq_fresh" not in state:
+        state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+        state["variance_steps"] = torch.tensor(float(state["step"]))
+        state["last_factor"] = torch.ones((), dtype=torch.float32, device=values.device)
+        state.setdefault("coeff_freeze", torch.ones((), dtype=torch.float32, device=values.device))
+    state["step"] += 1
+    variance, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
+    gradient = (momentum - state["exp_avg"] * beta1) / (1 - beta1)
+    fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    state["exp_avg"].copy_(momentum)
+    frozen, current = _denominator(variance, group), _denominator(fresh, group)
+    plain = (momentum / frozen).masked_fill_(variance == 0, 0.0)
+    update = plain.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else plain
+    factor = (frozen / current).max()
+    if group["weight_decay"]:
+        share = (torch.linalg.vector_norm(plain) / torch.linalg.vector_norm(update)).nan_to_num(1.0).clamp(max=1.0)
+        factor = factor * share + (1 - share)
+    last, change = state["last_factor"], group["factor_threshold"]
+    factor = factor.clamp(group["factor_min"], group["factor_max"])
+    factor = torch.minimum(torch.maximum(factor, last * (1 - change)), last * (1 + change))
+    state["last_factor"] = factor
+    size = float(group["lr"])
+    if group["bias_correction"]:
+        seen = float(state["variance_steps"])
+        size *= (1 - beta2**seen) ** 0.5 / (1 - beta1 ** float(state["step"]))
+    values.sub_(update * (state["coeff_freeze"] * factor * size))
+
+
+def _denominator(variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    if group["eps_inside_sqrt"]:
+        return variance.add(group["eps"]).sqrt_()
+    return variance.sqrt().add_(group["eps"])

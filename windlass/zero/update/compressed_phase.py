@@ -1,0 +1,167 @@
+"""Compressed steps of an optimizer: local gradients to the owners of elements and back, and their error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from windlass.comm.rank_group import RankGroup
+from windlass.zero.core.unit import Unit
+from windlass.zero.update.compressed_messages import CompressedMessages, UnitMessage, batches_of, owner_rows
+from windlass.zero.update.rank_state import RankState, RelayRule, mean_of_ranks
+from windlass.zero.update.update_chunk import UpdateChunk
+from windlass.zero.update.update_protocol import UpdateContext
+
+CODEC = "sign"
+WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE = "worker_error", "server_error", "local_change"
+
+Options = dict[int, dict[str, Any]]
+"""Hyper-parameters by id of the parameter."""
+Fragments = Callable[[Unit], Iterable[tuple[int, int, torch.Tensor]]]
+"""Returns fragments of a unit's parameters: index of the parameter, first element, and flat values."""
+
+
+class CompressedPhase:
+    """Exchanges and per-rank states of an update with compressed steps.
+
+    Args:
+        chunks: chunks of the update; chunks that are added later are seen.
+        keys: names of the other per-rank states, beside the error feedback.
+        codec: registered name of the codec of messages.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        context: UpdateContext,
+        chunks: list[UpdateChunk],
+        keys: tuple[str, ...] = (),
+        codec: str = CODEC,
+    ) -> None:
+        self._optimizer, self._chunks, self.shards = optimizer, chunks, context.shards_states
+        self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
+        self._keys = (WORKER_ERROR, *(() if self.shards else (SERVER_ERROR,)), *keys)
+        self._states: dict[str, dict[int, torch.Tensor]] = {}  # by key and unit: flat [padded]
+        self._held: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> RankGroup:
+        """The data-parallel ranks."""
+        return self._messages.group
+
+    def begin(self) -> None:
+        """Hold all per-rank states from now on."""
+        self._held = self._keys
+
+    def state(self, key: str, unit: Unit) -> torch.Tensor:
+        """Return a per-rank state of a unit, `[padded]` in float32; zeros at first."""
+        kept = self._states.setdefault(key, {})
+        if unit.index not in kept:
+            kept[unit.index] = torch.zeros(unit.layout.padded, dtype=torch.float32, device=unit.full.device)
+        return kept[unit.index]
+
+    def forget(self, *keys: str) -> None:
+        """Return per-rank states to zeros."""
+        for key in keys:
+            for flat in self._states.get(key, {}).values():
+                flat.zero_()
+
+    def options(self) -> Options:
+        """Run the pre-step hooks of the optimizer, and return the hyper-parameters."""
+        for hook in list(self._optimizer._optimizer_step_pre_hooks.values()):
+            hook(self._optimizer, (), {})
+        options: Options = {}
+        for group in self._optimizer.param_groups:
+            given = {key: value for key, value in group.items() if key != "params"}
+            options |= {id(parameter): given for parameter in group["params"]}
+        return options
+
+    @torch.no_grad()
+    def local_messages(
+        self, used: dict[int, list[bool]], divisor: float, options: Options, *, weighted: bool = True
+    ) -> Iterator[list[UnitMessage]]:
+        """Yield the local gradients of each batch of units, as messages of one exchange.
+
+        Args:
+            weighted: multiply them by `1 - beta1`.
+        """
+        self.begin()
+        slots = {chunk.unit.index: chunk.slot for chunk in self._chunks if chunk.slot.has_reduced}
+        for units in batches_of([slots[index].unit for index in sorted(slots, reverse=True)]):
+            messages = []
+            for unit in units:
+                flat = slots[unit.index].read().float()
+                chosen = [
+                    flag and id(parameter) in options
+                    for flag, parameter in zip(used[unit.index], unit.parameters, strict=True)
+                ]
+                for index, parameter in enumerate(unit.parameters):
+                    if chosen[index]:
+                        beta = options[id(parameter)]["betas"][0] if weighted else 0.0
+                        unit.parameter_view(flat, index).mul_((1 - beta) / divisor)
+                messages.append(UnitMessage(unit, flat, chosen))
+            yield messages
+            for message in messages:
+                slots[message.unit.index].shard = message.unit.local_span(message.flat)
+
+    @torch.no_grad()
+    def exchange(self, messages: list[UnitMessage], fragments: Fragments | None = None) -> None:
+        """Replace local values by their mean: on all ranks at stage 0, else on the owners. Collective.
+
+        Args:
+            fragments: values to add to those of this rank before.
+        """
+        for message in messages if fragments is not None else ():
+            assert fragments is not None
+            for index, start, values in fragments(message.unit):
+                if message.chosen[index]:
+                    place = message.unit.layout.offsets[index] + start
+                    message.flat.narrow(0, place, values.numel()).add_(values)
+        self._messages.average_to_owners(messages, [self.state(WORKER_ERROR, one.unit) for one in messages])
+        if not self.shards:
+            self._messages.send_from_owners(messages, [self.state(SERVER_ERROR, one.unit) for one in messages])
+
+    @torch.no_grad()
+    def send_changes(self, units: list[Unit], changes: dict[int, torch.Tensor]) -> None:
+        """Move the parameters of all ranks by the decoded changes of their owners. Collective.
+
+        Args:
+            changes: by unit, the difference of this rank's span to the parameters; removed. One that is missing, since
+                this rank's update failed, is sent as zeros: the others wait for its message.
+        """
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        for batch in batches_of(units):
+            messages = []
+            for unit in batch:
+                flat = torch.zeros(unit.layout.padded, dtype=torch.float32, device=unit.full.device)
+                change = changes.pop(unit.index, None)
+                if change is not None:
+                    unit.local_span(flat).copy_(change)
+                messages.append(UnitMessage(unit, flat, [id(p) in trained for p in unit.parameters]))
+            self._messages.send_from_owners(messages)
+            for message in messages:
+                for rank in range(self.group.size):
+                    values = message.views(message.unit.full, rank, self.group.size)
+                    moves = message.views(message.flat, rank, self.group.size)
+                    for value, move in zip(values, moves, strict=True):
+                        value.add_(move) if value.dtype == move.dtype else value.copy_(value.float().add_(move))
+
+    def rank_states(self) -> Iterator[RankState]:
+        """See `Update.rank_states`. None before the first compressed step."""
+        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        units = {chunk.unit.index: chunk.unit for chunk in self._chunks}
+        for key in self._held:
+            for unit in units.values():
+                for index, parameter in enumerate(unit.parameters):
+                    if id(parameter) in trained and unit.layout.numels[index]:
+                        values = unit.parameter_view(self.state(key, unit), index).view(-1)
+                        relay: RelayRule = mean_of_ranks if key != SERVER_ERROR else partial(owner_rows, unit, index)
+                        yield RankState(unit, index, key, values, relay)
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`. A checkpoint from before the first compressed step has none."""
+        self._states, self._held = {}, tuple(key for key in self._keys if key in saved)
+        return frozenset(saved) - set(self._keys)

@@ -1,0 +1,188 @@
+"""Update of `ZeroOneAdam` at stages 0 to 2.
+
+[Note: local steps] After `var_freeze_step` the variance is constant.
+
+Stage 0 is the algorithm of the paper (arXiv:2202.06009, algorithm 1). Between synchronizations each rank moves its own
+parameters with its own momentum, and nothing is sent. The master weights keep the values of the last synchronization,
+equal on all ranks; the parameters of a rank are these minus its `local_change`. A synchronization sends the changes,
+times the root of the variance, through the compressed all-reduce: their mean moves the master weights, and divided by
+the learning rates it is the new common momentum.
+
+At stages 1 and 2 no rank has the whole variance, so the parameters stand still between synchronizations while each rank
+sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes as many steps with it
+as it stands for.
+
+A save between two synchronizations holds the weights of the last one, and what each rank has gathered since as states
+of the rank: a resumed run continues from the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from windlass.optim.one_bit_adam import applied_steps
+from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
+from windlass.zero.core.unit import Unit
+from windlass.zero.update.compressed_phase import LOCAL_CHANGE, SERVER_ERROR, WORKER_ERROR, Options
+from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
+from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
+from windlass.zero.update.update_chunk import UpdateChunk
+
+SUMMED, LOCAL_MOMENTUM, RATES = "summed", "local_momentum", "summed_rates"
+_GATHERED = (StepKind.LOCAL, StepKind.SYNC)
+
+
+class ZeroOneAdamUpdate(OneBitAdamUpdate):
+    """Update of `ZeroOneAdam`; see [Note: 0/1 schedule] and [Note: local steps].
+
+    States beside those of `OneBitAdam`: for each rank at stage 0 `local_change` and `local_momentum`, else `summed`;
+    and at stage 0 `summed_rates`, the sum of the learning rates since the last synchronization.
+    """
+
+    @classmethod
+    def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
+        """Return the names of per-rank states beside the error feedback."""
+        return (SUMMED,) if shards_states else (LOCAL_CHANGE, LOCAL_MOMENTUM)
+
+    @classmethod
+    def separates_masters(cls, shards_states: bool) -> bool:
+        """See `Update.separates_masters`. At stage 0 the parameters of ranks differ between synchronizations."""
+        return True
+
+    @property
+    def kind(self) -> StepKind:
+        """Kind of the next step, or of the one that runs."""
+        group = self.optimizer.param_groups[0]
+        return kind_of_step(applied_steps(self.optimizer) + 1, group)
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """True unless the next step updates the variance."""
+        return self.kind not in (StepKind.EXACT, StepKind.VARIANCE)
+
+    @property
+    def publishes_itself(self) -> bool:
+        """True where parameters are not copies of the master weights after the step."""
+        if self._shards:
+            return self._phase.group.size > 1 and self.takes_local_gradients
+        return self.kind in _GATHERED
+
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
+        """See `Update.run`. Collective unless the variance is updated."""
+        kind = self.kind
+        if kind is StepKind.EXACT:
+            return self._counted(ElementwiseUpdate.run(self, used, divisor))
+        options = self._phase.options()
+        if kind is StepKind.VARIANCE:
+            return self._counted(self._run_variance(used, divisor, options))
+        if kind is StepKind.COMPRESSED:
+            return self._counted(self._run_compressed(used, divisor, options))
+        if applied_steps(self.optimizer) == self.optimizer.param_groups[0]["var_freeze_step"]:
+            self._phase.forget(WORKER_ERROR, SERVER_ERROR)  # they are in units of gradients, not of changes
+        return self._counted((self._run_summed if self._shards else self._run_local)(used, divisor, options))
+
+    def _run_variance(
+        self, used: dict[int, list[bool]], divisor: float, options: Options
+    ) -> Iterator[list[UpdateChunk]]:
+        """Update momentum and variance with gradients that the engine reduced."""
+        self._divisor = divisor
+        yield from self._step_chunks(used, options)
+
+    def _run_compressed(
+        self, used: dict[int, list[bool]], divisor: float, options: Options
+    ) -> Iterator[list[UpdateChunk]]:
+        for messages in self._phase.local_messages(used, divisor, options):
+            self._phase.exchange(messages)
+        yield from self._step_chunks(used, options)
+
+    def _run_summed(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
+        """Sum the gradients of this rank, and exchange their mean in a synchronization: stages 1 and 2."""
+        syncs = self.kind is StepKind.SYNC
+        steps = steps_since_sync(applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0])
+        for messages in self._phase.local_messages(used, divisor, options):
+            for message in messages:
+                summed = self._phase.state(SUMMED, message.unit)
+                for index in (index for index, chosen in enumerate(message.chosen) if chosen):
+                    total = message.unit.parameter_view(summed, index)
+                    total.add_(message.unit.parameter_view(message.flat, index))
+                    if syncs:
+                        torch.div(total, steps, out=message.unit.parameter_view(message.flat, index))
+                        total.zero_()
+            if syncs:
+                self._phase.exchange(messages)
+        self._repeats = steps
+        if syncs:
+            yield from self._step_chunks(used, options)
+        else:
+            self._changes = {}
+
+    def _step_segment(
+        self, segment: ParameterSegment, values: torch.Tensor, received: torch.Tensor, options: Options
+    ) -> None:
+        state, (beta1, beta2) = self._opened(segment, values), options[id(segment.parameter)]["betas"]
+        momentum, kind = state["exp_avg"], self.kind
+        if kind is StepKind.VARIANCE:
+            gradient = received / self._divisor
+            momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            state["variance_steps"] += 1
+            self._move(segment, values, options)
+            return
+        for _ in range(self._repeats if kind is StepKind.SYNC else 1):
+            momentum.mul_(beta1).add_(received)
+            self._move(segment, values, options)
+
+    # Local steps at stage 0.
+
+    def _run_local(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
+        syncs = self.kind is StepKind.SYNC
+        for messages in self._phase.local_messages(used, divisor, options):
+            for message in messages:
+                for segment in self._segments_of(message.unit):
+                    if message.chosen[segment.piece.index]:
+                        self._take_local_step(segment, self._view(message.flat, segment), options, syncs=syncs)
+            if syncs:
+                self._phase.exchange(messages)
+                for message in messages:
+                    for segment in self._segments_of(message.unit):
+                        if message.chosen[segment.piece.index]:
+                            self._take_common_step(segment, self._view(message.flat, segment), options)
+        yield from self.state_offload.iterate_batches(self._batches)
+
+    def _take_local_step(
+        self, segment: ParameterSegment, gradient: torch.Tensor, options: Options, *, syncs: bool
+    ) -> None:
+        """Add this rank's change, and in a synchronization replace `gradient` by what is sent of it."""
+        given, master = options[id(segment.parameter)], self._master(segment)
+        state, beta1, lr = self._opened(segment, master), given["betas"][0], float(given["lr"])
+        change, momentum = self._own(LOCAL_CHANGE, segment), self._own(LOCAL_MOMENTUM, segment)
+        if not float(state.setdefault(RATES, torch.zeros(()))):
+            momentum.copy_(state["exp_avg"])
+        momentum.mul_(beta1).add_(gradient)
+        state["step"] += 1
+        rate = lr / (1 - beta1 ** float(state["step"]))
+        state[RATES] += rate
+        root = self._denominator(segment, change, options)
+        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0).mul_(rate)
+        change.add_(move.add_(master.to(change.dtype) - change, alpha=lr * given["weight_decay"]))
+        if syncs:
+            torch.mul(change, root, out=gradient)
+            change.zero_()
+
+    def _take_common_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
+        """Move the master weights by the mean of all ranks' changes, and set the common momentum."""
+        state, master = self._inner.state[segment.tensor], self._master(segment)
+        move = mean / self._denominator(segment, mean, options)
+        master.sub_(move.masked_fill_(state["exp_avg_sq"] == 0, 0.0))
+        state["exp_avg"].copy_(mean / float(state[RATES]))
+        state[RATES].zero_()
+
+    @torch.no_grad()
+    def publish(self, units: list[Unit]) -> None:
+        """See `Update.publish`. At stage 0 every rank sets its own parameters."""
+        if self._shards:
+            super().publish(units)
+            return
+        self._publish_local(units)
