@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +21,13 @@ class PollingStore(Store):
     Args:
         store: store whose operations can be called from several threads.
         timeout: longest wait for a key.
+        is_over: returns True if the key will not come, for example because the process that was to write it was
+            replaced by another one.
     """
 
-    def __init__(self, store: Any, timeout: timedelta) -> None:
+    def __init__(self, store: Any, timeout: timedelta, is_over: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
-        self._store, self._longest = store, timeout
+        self._store, self._longest, self._is_over = store, timeout, is_over
 
     def set(self, key: str, value: Any) -> None:
         """Write a value. `TCPStore.set` takes text only, so bytes are written in hexadecimal."""
@@ -47,11 +50,13 @@ class PollingStore(Store):
         """Wait for all keys.
 
         Raises:
-            RuntimeError: they are not written in time, as from torch's stores.
+            RuntimeError: they are not written in time, as from torch's stores, or will not be.
         """
         limit = self._longest if timeout is None else timeout
         until = time.monotonic() + limit.total_seconds()
         while not self._store.check(keys):
             if time.monotonic() > until:
                 raise RuntimeError(f"wait timeout after {limit.total_seconds():.0f} s, keys: {', '.join(keys)}")
+            if self._is_over():
+                raise RuntimeError(f"no process writes the keys {', '.join(keys)} any more")
             time.sleep(_PAUSE)

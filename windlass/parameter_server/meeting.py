@@ -42,9 +42,9 @@ class Meeting:
 
     def __init__(self, address: str, port: int, *, serve: bool, connect: timedelta) -> None:
         self._connect = connect
-        store = _open(address, port, serve=serve, connect=connect)
-        self._store = PrefixStore("windlass parameter server", store)
-        self._links = PollingStore(store, connect)
+        self._tcp = _open(address, port, serve=serve, connect=connect)
+        self._store = PrefixStore("windlass parameter server", self._tcp)
+        self._links = PollingStore(self._tcp, connect)
 
     def register_server(self, server: int) -> ServerAddress:
         """Register this process as the server of a shard, in place of an earlier one."""
@@ -56,7 +56,7 @@ class Meeting:
         """Return the newest server of a shard, of a later generation than `after`; None if none comes in time."""
         until = time.monotonic() + seconds
         while True:
-            generation = self._store.add(f"generations {server}", 0)
+            generation = self._generation(server)
             if generation > after and self._store.check([f"server {server} {generation}"]):
                 host, pid = self._store.get(f"server {server} {generation}").decode().rsplit(" ", 1)
                 return ServerAddress(server, generation, host, int(pid))
@@ -65,11 +65,19 @@ class Meeting:
             time.sleep(_PAUSE)
 
     def call_server(self, address: ServerAddress, worker: int) -> PairLink:
-        """Connect with a server, as a worker."""
+        """Connect with a server, as a worker.
+
+        Raises:
+            LinkClosedError: the server was replaced before it answered, or does not answer in time.
+        """
         ticket = self._store.add(f"tickets {address.server} {address.generation}", 1)
         name = f"{address.server}.{address.generation}.{ticket}"
         self._store.set(f"caller {name}", str(worker))
-        return PairLink(self._links, name, first=False, peer=str(address), connect=self._connect)
+        store = PollingStore(self._tcp, self._connect, lambda: self._generation(address.server) > address.generation)
+        return PairLink(store, name, first=False, peer=str(address), connect=self._connect)
+
+    def _generation(self, server: int) -> int:
+        return int(self._store.add(f"generations {server}", 0))
 
     def count_calls(self, here: ServerAddress) -> int:
         """Return the number of workers' calls of this server so far."""

@@ -32,20 +32,26 @@ def test_a_wait_leaves_the_connection_to_others() -> None:
     """Both sides of a link, and a note that a third user writes meanwhile, use one connection."""
     bind_gloo_to_loopback()
     store = tcp_store()
-    made: list[PairLink] = []
+    received: list[list[int]] = []
 
     def first() -> None:
-        made.append(PairLink(PollingStore(store, LONG), "a", first=True, peer="b", connect=LONG))
+        link = PairLink(PollingStore(store, LONG), "a", first=True, peer="b", connect=LONG)
+        received.append(link.receive_header())
+        received.append(link.receive(torch.empty(3, dtype=torch.int64)).tolist())
 
     thread = threading.Thread(target=first)
     thread.start()
     store.set("note", "x")
-    assert store.get("note") == b"x" and not made
+    assert store.get("note") == b"x" and not received
     other = PairLink(PollingStore(store, LONG), "a", first=False, peer="a", connect=LONG)
-    thread.join(60)
     other.send([7], torch.arange(3))
-    assert made[0].receive_header()[0] == 7
-    assert made[0].receive(torch.empty(3, dtype=torch.int64)).tolist() == [0, 1, 2]
+    thread.join(60)
+    assert received[0][0] == 7 and received[1] == [0, 1, 2]
+
+
+def test_a_key_that_will_not_come_ends_the_wait() -> None:
+    with pytest.raises(RuntimeError, match="no process writes the keys absent any more"):
+        PollingStore(tcp_store(), LONG, lambda: True).get("absent")
 
 
 def test_a_missing_key_is_named() -> None:
