@@ -54,9 +54,10 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     transformers = _import_transformers()
     path = Path(name)
     where: Any = path.parent if path.name == "config.json" and path.is_file() else path if path.exists() else name
-    local = {"trust_remote_code": trust_remote_code}
     try:
-        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, **local)
+        config = transformers.AutoConfig.from_pretrained(
+            where, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the hub's client raises its own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(name)) from error
@@ -64,7 +65,9 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
             f"no model at {name!r}: {_first_line(error)}; give a directory with a config.json, a name in the hub's "
             "cache of this machine, or --shape 7b"
         ) from error
-    return build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config, **local), name)
+    return build_on_meta(
+        lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), name
+    )
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
