@@ -8,7 +8,7 @@ own state, `step` included. So a parameter without a gradient is skipped exactly
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from windlass.zero.core.unit_layout import LayoutPiece
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
-from windlass.zero.update.update_protocol import UpdateContext
+from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
 
 
 class ParameterSegment:
@@ -77,7 +77,7 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return twin
 
 
-class ElementwiseUpdate:
+class ElementwiseUpdate(OrdinaryUpdate):
     """Update of this rank's master weights with an elementwise optimizer, a bounded number of elements at a time.
 
     Args:
@@ -107,34 +107,6 @@ class ElementwiseUpdate:
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
-
-    @classmethod
-    def separates_masters(cls, shards_states: bool) -> bool:
-        """See `Update.separates_masters`."""
-        return False
-
-    @property
-    def takes_local_gradients(self) -> bool:
-        """See `Update.takes_local_gradients`."""
-        return False
-
-    @property
-    def keeps_local_weights(self) -> bool:
-        """See `Update.keeps_local_weights`."""
-        return False
-
-    @property
-    def publishes_itself(self) -> bool:
-        """See `Update.publishes_itself`."""
-        return False
-
-    def publish(self, units: list[Unit]) -> None:
-        """See `Update.publish`. Never called."""
-        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
-
-    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
-        """See `Update.open_rank_states`."""
-        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Update these chunks, too. They must be in `masters.chunks` already."""
