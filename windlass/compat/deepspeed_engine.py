@@ -339,7 +339,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         optimizer.micro_step_id += 1
 
     # DeepSpeed has one for each kind of optimizer, and scripts replace either.
-    _flush_coalesced_reduction_zero3 = _flush_coalesced_reduction_zero12 = _flush_coalesced_reduction
+    _flush_coalesced_reduction_zero12 = _flush_coalesced_reduction
+    _flush_coalesced_reduction_zero3 = _flush_coalesced_reduction
 
     def _end_gradients(self) -> None:
         super()._end_gradients()
