@@ -59,7 +59,8 @@ def main(
         }
         for step in steps.values():
             step(), step()
-        moved.clear(), updated.clear()
+        moved.clear()
+        updated.clear()
         seconds = dict[bool, list[float]]({True: [], False: []})
         for _ in range(rounds):
             # A step's last writes delay the step after it, of whichever engine: each engine follows each one once.
@@ -154,7 +155,7 @@ def _make_step(
         },
     }
     engine, *_ = windlass.initialize(model=model, config=config)
-    disk = engine._sharded.tiers.disk
+    disk: Any = engine._sharded.tiers.disk
     spans, page_sums = disk._transfers._spans, disk.page_sums
 
     def noted(*where: Any) -> Any:
