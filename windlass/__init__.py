@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass import checkpointing as checkpointing
     from windlass import optim as optim
+    from windlass import parameter_server as parameter_server
     from windlass import topology as topology
     from windlass import zero as zero
     from windlass.base.errors import WindlassError as WindlassError
@@ -55,6 +56,7 @@ __all__ = [
     "init_inference",
     "initialize",
     "optim",
+    "parameter_server",
     "read_checkpoint",
     "register_experts",
     "topology",
@@ -84,7 +86,7 @@ _MODULE_OF = {
 }
 # Public names that DeepSpeed has too, whose classes have another name because `windlass.compat` subclasses them.
 _CLASS_OF = {"MoE": "MixtureOfExperts", "PipelineModule": "PipelineSequential"}
-_PACKAGES = ("checkpointing", "optim", "topology", "zero")
+_PACKAGES = ("checkpointing", "optim", "parameter_server", "topology", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from windlass.compress.distillation import Distillation
 from windlass.compress.format_rounding import pack_trained_layers
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
+from windlass.compress.prune_model import prune_model
 from windlass.compress.redundancy_clean import redundancy_clean
 from windlass.data.held_out import HeldOutSet
 from windlass.data.resumable_loaders import SequenceLoader
@@ -38,6 +39,8 @@ class CompressedForm:
         rate: learning rate of that.
         section: techniques of `compression_training` beside the format.
         layers: blocks that stay, those whose removal costs least; 0: all.
+        sparsity: method that sets half of the weights to 0 without training.
+        prune: units that are removed by activations.
     """
 
     goal: str
@@ -47,6 +50,8 @@ class CompressedForm:
     rate: float = 1e-3
     section: dict[str, Any] = field(default_factory=dict)
     layers: int = 0
+    sparsity: str | None = None
+    prune: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_trained(self) -> bool:
@@ -74,6 +79,10 @@ LANGUAGE_MODELS: dict[str, CompressedForm] = {
     "50 % of the weights, trained on 10 %": CompressedForm(
         "", share=0.1, section=_masks("sparse", "layers.*proj", 0.5)
     ),
+    "50 % of the weights, wanda": CompressedForm("less than magnitude", sparsity="wanda"),
+    "50 % of the weights, sparsegpt": CompressedForm("less than wanda", sparsity="sparsegpt"),
+    "heads -25 %, by activation": CompressedForm("", prune={"heads": 0.25}),
+    "heads -25 %, trained on 10 %": CompressedForm("<= 2 %", share=0.1, prune={"heads": 0.25}),
     "layers 4 -> 3": CompressedForm("", layers=3),
     "layers 4 -> 3, trained on 10 %": CompressedForm("<= 3 %", share=0.1, layers=3),
 }
@@ -113,7 +122,7 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
     if form.format is not None and not form.is_trained:
         model, size = _round(base, form, held_out)
     else:
-        model = _drop_layers(whole, form.layers, held_out) if form.layers else _load(base)
+        model = _shrink(whole, form, held_out, base)
         model = _train(model, whole, form, round(form.share * steps), seed, base)
         size = None
         if form.format is not None:
@@ -124,6 +133,29 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
         linear = sum(m.in_features * m.out_features for m in _block_layers(whole))
         result |= {"bytes": size, "times": 4 * linear / size}
     return result
+
+
+def _shrink(whole: Any, form: CompressedForm, held_out: HeldOutSet, base: Path) -> Any:
+    """Return the model that is trained, or measured at once."""
+    if form.layers:
+        return _drop_layers(whole, form.layers, held_out)
+    if form.sparsity is not None:
+        options = RoundingOptions(sparsity="0.5", sparsity_method=form.sparsity)
+        with tempfile.TemporaryDirectory() as folder:
+            compress_directory(base / "hf", f"{folder}/hf", _wide_format, options, batches=_calibration(base))
+            return _load(Path(folder))
+    model = _load(base)
+    if form.prune:
+        prune_model(model, form.prune, batches=_calibration(base))
+    return model
+
+
+def _wide_format(layer: str) -> str | None:
+    return None if layer == "lm_head" else "fp32"
+
+
+def _calibration(base: Path) -> list[torch.Tensor]:
+    return read_calibration_text(["stdlib"], base / "hf", sequences=128, length=LENGTH).batches
 
 
 def _load(base: Path) -> Any:
@@ -147,9 +179,7 @@ def _bits_of(model: nn.Module, held_out: HeldOutSet, base: Path) -> float:
 
 def _round(base: Path, form: CompressedForm, held_out: HeldOutSet) -> tuple[nn.Module, int]:
     assert form.format is not None
-    batches: Any = ()
-    if form.method == "gptq":
-        batches = read_calibration_text(["stdlib"], base / "hf", sequences=128, length=LENGTH).batches
+    batches = _calibration(base) if form.method == "gptq" else []
     with tempfile.TemporaryDirectory() as folder:
         report, _ = compress_directory(
             base / "hf", f"{folder}/packed", form.format, RoundingOptions(form.method), batches=batches

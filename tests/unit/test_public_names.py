@@ -35,6 +35,7 @@ PUBLIC = {
         "init_inference",
         "initialize",
         "optim",
+        "parameter_server",
         "read_checkpoint",
         "register_experts",
         "topology",

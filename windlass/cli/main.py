@@ -60,6 +60,7 @@ COMMANDS = (
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),
+    CliCommand("plan", "windlass.cli.plan", "plan", "Predict the memory of a run before it starts."),
     CliCommand(
         "verify",
         "windlass.cli.verify",

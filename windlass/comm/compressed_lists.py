@@ -68,17 +68,21 @@ class CompressedLists:
             for tensors, owed in zip(parts, errors, strict=True):
                 _add(tensors, owed)
         messages = [self._encode(tensors) for tensors in parts]
-        if errors is not None:
-            for message, tensors, owed in zip(messages, parts, errors, strict=True):
-                self._write_errors(message, tensors, owed)
+        own: list[torch.Tensor] | None = None
+        for rank in range(size) if errors is not None else ():
+            assert errors is not None
+            values = self._write_errors(messages[rank], parts[rank], errors[rank])
+            own = values if rank == index else own
         received = {peer: torch.empty_like(messages[index]) for peer in self._peers}
         self.channel.exchange({peer: messages[peer] for peer in self._peers}, received)
         self._count("compressed_reduce_scatter", received)
         received[index] = messages[index]
-        sums = [torch.zeros_like(part) for part in parts[index]]
+        sums: list[torch.Tensor] = []
         for rank in range(size):  # in rank order: every channel gives the same bits
-            for total, value in zip(sums, self._decoded(received[rank], parts[index]), strict=True):
+            decoded = own if rank == index and own is not None else self._decoded(received[rank], parts[index])
+            for total, value in zip(sums, decoded, strict=True) if sums else ():
                 total.add_(value)
+            sums = sums or decoded
         return [total.mul_(factor) if factor != 1.0 else total for total in sums]
 
     def all_gather(self, own: Tensors, outs: Sequence[Tensors], errors: Tensors | None = None) -> None:
@@ -95,15 +99,17 @@ class CompressedLists:
         if errors is not None:
             _add(own, errors)
         message = self._encode(own)
-        if errors is not None:
-            self._write_errors(message, own, errors)
+        kept = self._write_errors(message, own, errors) if errors is not None else None
         received = {peer: self._empty(outs[peer]) for peer in self._peers}
         self.channel.all_gather(message, received)
         self._count("compressed_all_gather", received)
         received[self.group.index] = message
         for rank, tensors in enumerate(outs):
-            for out, value in zip(tensors, self._decoded(received[rank], tensors), strict=True):
-                out.copy_(value)
+            if rank == self.group.index and kept is not None:
+                for out, value in zip(tensors, kept, strict=True):
+                    out.copy_(value)
+            else:
+                self._decode_to(received[rank], tensors)
 
     def _empty(self, tensors: Tensors) -> torch.Tensor:
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -120,19 +126,25 @@ class CompressedLists:
 
     def _decoded(self, message: torch.Tensor, like: Tensors) -> list[torch.Tensor]:
         """Return the float32 values of a message of tensors of the sizes of `like`."""
-        values, start = [], 0
-        for tensor in like:
-            out = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+        values = [torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device) for tensor in like]
+        self._decode_to(message, values)
+        return values
+
+    def _decode_to(self, message: torch.Tensor, outs: Tensors) -> None:
+        """Write the values of a message to tensors of the sizes of its own."""
+        start = 0
+        for out in outs:
             if out.numel():
                 size = self.codec.encoded_size(out.numel(), torch.float32)
                 self.codec.decode(message[start : start + size], out, torch.float32)
                 start += -(-size // _ALIGN) * _ALIGN
-            values.append(out)
-        return values
 
-    def _write_errors(self, message: torch.Tensor, sent: Tensors, errors: Tensors) -> None:
-        for error, tensor, value in zip(errors, sent, self._decoded(message, sent), strict=True):
+    def _write_errors(self, message: torch.Tensor, sent: Tensors, errors: Tensors) -> list[torch.Tensor]:
+        """Write the parts of tensors that their message leaves out; return the values of the message."""
+        values = self._decoded(message, sent)
+        for error, tensor, value in zip(errors, sent, values, strict=True):
             torch.sub(tensor, value, out=error)
+        return values
 
     def _count(self, operation: str, received: dict[int, torch.Tensor]) -> None:
         self.traffic.add(operation, 0, sum(message.numel() for message in received.values()))

@@ -8,12 +8,15 @@ refused before anything is written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from windlass.base.errors import CodecError
-from windlass.comm.bit_packing import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
+from windlass.comm.bit_packing import pack_nibbles, pack_signs, unpack_nibbles, unpack_signs
 
 _SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_CHUNK = 1 << 17  # elements that a CPU encodes or decodes at once, a multiple of every block: they stay in its cache
 _LEAST = torch.finfo(torch.float32).tiny  # of a scale, so that its reciprocal is finite
 
 
@@ -48,6 +51,13 @@ def _by_block(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
     rest.mul_(scales[whole.shape[0] :, None])
 
 
+def _divided(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    """Return `[n]` values over the scale of each block, as a new tensor."""
+    result = values.clone()
+    _by_block(result, scales.reciprocal(), block)
+    return result
+
+
 class _ScaledCodec:
     """Codec with one float32 scale for each block, followed by codes."""
 
@@ -67,11 +77,11 @@ class _ScaledCodec:
         raise NotImplementedError
 
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write the codes of `[n]` float32 values, which may be changed."""
+        """Write the codes of `[n]` float32 values, which must not be changed."""
         raise NotImplementedError
 
-    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return `[numel]` new float32 values, still without their scales."""
+    def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        """Write float32 values, still without their scales, to `out`."""
         raise NotImplementedError
 
     def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
@@ -86,19 +96,38 @@ class _ScaledCodec:
 
     def _encode(self, tensor: torch.Tensor, encoded: torch.Tensor, *, checked: bool) -> None:
         head = 4 * -(-tensor.numel() // self.block)
-        values = tensor.float()
-        whole, rest = _blocks(values, self.block)
-        scales = torch.cat([self.scales_of(whole), self.scales_of(rest)]) if rest.numel() else self.scales_of(whole)
+        scales = torch.empty(head // 4, dtype=torch.float32, device=tensor.device)
+        parts = list(self._chunks(tensor, scales, encoded[head:]))
+        for values, scale, _ in parts:
+            whole, rest = _blocks(values.float(), self.block)
+            scale[: whole.shape[0]] = self.scales_of(whole)
+            if rest.numel():
+                scale[whole.shape[0] :] = self.scales_of(rest)
         if checked:
-            _require_finite(self.name, values, scales)
+            _require_finite(self.name, tensor, scales)
         encoded[:head].view(torch.float32).copy_(scales)
-        self.write_codes(values.clone() if values is tensor else values, scales, encoded[head:])
+        for values, scale, codes in parts:
+            self.write_codes(values.float(), scale, codes)
+
+    def _chunks(
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield values, scales and codes of one chunk after the other, as views; on a GPU all at once."""
+        size = _CHUNK if values.device.type == "cpu" else max(1, values.numel())
+        for start in range(0, values.numel(), size):
+            stop = min(values.numel(), start + size)
+            place = slice(self.code_bytes(start), self.code_bytes(stop))
+            yield values[start:stop], scales[start // self.block : -(-stop // self.block)], codes[place]
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
         head = 4 * -(-out.numel() // self.block)
-        values = self.read_codes(encoded[head:], out.numel())
-        _by_block(values, encoded[:head].view(torch.float32), self.block)
-        out.copy_(values)
+        for part, scales, codes in self._chunks(out, encoded[:head].view(torch.float32), encoded[head:]):
+            direct = part.dtype == torch.float32 and part.is_contiguous()
+            values = part if direct else torch.empty(part.numel(), dtype=torch.float32, device=part.device)
+            self.read_codes(codes, values)
+            _by_block(values, scales, self.block)
+            if values is not part:
+                part.copy_(values)
 
 
 class SignCodec(_ScaledCodec):
@@ -118,10 +147,10 @@ class SignCodec(_ScaledCodec):
         return whole.abs().mean(1)
 
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        codes.copy_(pack_bits(values >= 0))
+        codes.copy_(pack_signs(values))
 
-    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        return unpack_bits(codes, numel).float().mul_(2.0).sub_(1.0)
+    def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        unpack_signs(codes, out)
 
 
 class _IntegerCodec(_ScaledCodec):
@@ -136,8 +165,7 @@ class _IntegerCodec(_ScaledCodec):
         return whole.abs().amax(1).div_(self.highest).clamp_(min=_LEAST)
 
     def rounded(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        _by_block(values, scales.reciprocal(), self.block)
-        return values.round_().clamp_(-self.highest, self.highest)
+        return _divided(values, scales, self.block).round_().clamp_(-self.highest, self.highest)
 
 
 class Int8Codec(_IntegerCodec):
@@ -153,8 +181,8 @@ class Int8Codec(_IntegerCodec):
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         codes.view(torch.int8).copy_(self.rounded(values, scales))
 
-    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        return codes.view(torch.int8).float()
+    def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(codes.view(torch.int8))
 
 
 class Int4Codec(_IntegerCodec):
@@ -170,8 +198,8 @@ class Int4Codec(_IntegerCodec):
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         codes.copy_(pack_nibbles(self.rounded(values, scales).add_(8).to(torch.uint8)))
 
-    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        return unpack_nibbles(codes, numel).float().sub_(8)
+    def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(unpack_nibbles(codes, out.numel())).sub_(8)
 
 
 class Fp8Codec(_IntegerCodec):
@@ -188,11 +216,11 @@ class Fp8Codec(_IntegerCodec):
         return numel
 
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        _by_block(values, scales.reciprocal(), self.block)
-        codes.view(torch.float8_e4m3fn).copy_(values.clamp_(-self.highest, self.highest))
+        scaled = _divided(values, scales, self.block)
+        codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-self.highest, self.highest))
 
-    def read_codes(self, codes: torch.Tensor, numel: int) -> torch.Tensor:
-        return codes.view(torch.float8_e4m3fn).float()
+    def read_codes(self, codes: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(codes.view(torch.float8_e4m3fn))
 
 
 class TopKCodec:

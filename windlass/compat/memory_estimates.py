@@ -1,12 +1,20 @@
 """Functions `estimate_zero3_model_states_mem_needs_all_live` etc.: bytes of parameters, gradients and optimizer states.
 
 The formulas assume 16-bit training with Adam: an element needs 2 bytes for the parameter, 2 for the gradient, and 12 to
-16 for the master weight, its gradient and two moments. Activations and buffers are not included.
+16 for the master weight, its gradient and two moments. Activations and buffers are not included. For an existing model
+the functions also print what `windlass plan` computes from the layout of its units.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+
+from windlass.config import load_config
+from windlass.plan.memory_plan import DEVICE, HOST
+from windlass.plan.plan_run import RunShape, plan_memory
+from windlass.plan.planned_layout import Target
 
 _GIB = 1 << 30
 
@@ -96,19 +104,21 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the same table as `..._all_cold`, for an existing model."""
+    """Print the same table as `..._all_cold` for an existing model, and windlass's own figures."""
     estimate_zero2_model_states_mem_needs_all_cold(
         model_to_params(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
     )
+    _print_planned(model, 2, num_gpus_per_node, num_nodes, ((True, False), (False, False)))
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the same table as `..._all_cold`, for an existing model."""
+    """Print the same table as `..._all_cold` for an existing model, and windlass's own figures."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *model_to_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
+    _print_planned(model, 3, num_gpus_per_node, num_nodes, ((True, True), (True, False), (False, False)))
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
@@ -116,6 +126,30 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
     total = sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
     largest = max((sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0)
     return total, largest
+
+
+def _print_planned(
+    model: nn.Module, stage: int, gpus: int, nodes: int, offloads: tuple[tuple[bool, bool], ...]
+) -> None:
+    """Print the memory that `windlass plan` predicts between two steps, without activations.
+
+    Args:
+        offloads: For each row, the flags of optimizer and parameter offload.
+    """
+    rows = []
+    for optimizer, parameters in offloads:
+        zero: dict[str, Any] = {"stage": stage}
+        flags = _offload_flags(parameters, optimizer) if stage == 3 else (("optimizer", optimizer),)
+        zero |= {f"offload_{name}": {"device": "cpu"} for name, offloaded in flags if offloaded}
+        config = load_config(
+            {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+        )
+        run = RunShape(gpus * nodes, target=Target("cuda", "nccl"), activations=0)
+        step = plan_memory(model, config, run).moments["step"]
+        places = [f"offload_{name}={'cpu' if offloaded else 'none'}" for name, offloaded in flags]
+        rows.append((gpus * step.total(HOST), step.total(DEVICE), ", ".join(places)))
+    print("The same by windlass's own layout, with bf16 and Adam, buffers included:")
+    _print_rows(rows)
 
 
 def _offload_flags(parameters: bool, optimizer: bool) -> tuple[tuple[str, bool], ...]:
@@ -128,6 +162,10 @@ def _millions(count: int) -> str:
 
 def _print_table(what: str, gpus: int, nodes: int, rows: list[tuple[int, int, str]]) -> None:
     print(f"Memory for parameters, optimizer states and gradients, {nodes} node(s) of {gpus} GPU(s), {what}:")
+    _print_rows(rows)
+
+
+def _print_rows(rows: list[tuple[int, int, str]]) -> None:
     print("  per CPU  |  per GPU  |  options")
     for host, device, options in rows:
         print(f"  {host / _GIB:7.2f}GB | {device / _GIB:7.2f}GB | {options}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -49,8 +50,27 @@ def build_sharded_model(
         ConfigError: `torch_autocast` names an unknown class.
         StorageError: the NVMe tier cannot be opened on some rank. Raised on all ranks.
     """
-    zero = config.zero_optimization
     tiers = _build_placements(config)
+    settings = build_settings(model, config, mesh, tiers, timeout)
+    try:
+        return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
+    except BaseException:
+        if tiers.disk is not None:
+            tiers.disk.close()
+        raise
+
+
+def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placements, timeout: timedelta) -> ZeroSettings:
+    """Return the settings of the ZeRO core for `model`, which may be on the meta device.
+
+    Args:
+        tiers: tiers of the slots, of `planned_placements` if nothing is to be opened.
+        timeout: time-out of collectives.
+
+    Raises:
+        ConfigError: `torch_autocast` names an unknown class.
+    """
+    zero = config.zero_optimization
     has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
     policy = sharding_policy(
         zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
@@ -61,7 +81,7 @@ def build_sharded_model(
     accumulate = widest or parse_dtype(table.accumulation_dtype)
     wire = widest or parse_dtype(table.reduce_dtype)
     before, after = _gradient_divide_factors(config, wire, mesh)
-    settings = ZeroSettings(
+    return ZeroSettings(
         policy=policy,
         unit_rules=UnitRules(
             persistence_threshold=zero.stage3_param_persistence_threshold,
@@ -105,12 +125,6 @@ def build_sharded_model(
             else None
         ),
     )
-    try:
-        return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
-    except BaseException:
-        if tiers.disk is not None:
-            tiers.disk.close()
-        raise
 
 
 def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
@@ -158,7 +172,19 @@ def _build_placements(config: Config) -> Placements:
     state, param = zero.offload_optimizer, zero.offload_param
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
     disk = _open_nvme_tier(list(dict.fromkeys(paths)), config) if paths else None
-    staging = StagingPool(disk, _staging_bytes(config)) if disk is not None else None
+    staging = StagingPool(disk, staging_bytes(config)) if disk is not None else None
+    planned = planned_placements(config, staging.limit if staging is not None else None)
+    return replace(planned, disk=disk, staging=staging)
+
+
+def planned_placements(config: Config, staging_limit: int | None) -> Placements:
+    """Return the tier of each kind of slot, with no disk opened.
+
+    Args:
+        staging_limit: bytes of host memory that stage NVMe transfers; None: no slot is on NVMe.
+    """
+    zero = config.zero_optimization
+    state, param = zero.offload_optimizer, zero.offload_param
     of_state = _TIER_OF_DEVICE[state.device] if state is not None else Tier.DEVICE
     gradient = of_state
     if of_state is Tier.NVME and state is not None:
@@ -170,11 +196,9 @@ def _build_placements(config: Config) -> Placements:
         gradient=gradient,
         ratio=state.ratio if state is not None else 1.0,
         pin=any(pins),
-        disk=disk,
-        staging=staging,
         read_ahead_numel=param.buffer_count * param.buffer_size if param is not None else 0,
-        max_update_numel=staging.limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
-        if staging is not None
+        max_update_numel=staging_limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
+        if staging_limit is not None
         else 1 << 62,
     )
 
@@ -204,7 +228,7 @@ def _nvme_paths(section: Any) -> list[str]:
     return list(section.nvme_path or ()) if section.device == "nvme" else []
 
 
-def _staging_bytes(config: Config) -> int:
+def staging_bytes(config: Config) -> int:
     """Return the bytes of host memory that stage this rank's NVMe reads and writes.
 
     The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.

@@ -217,6 +217,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             args, kwargs = _cast((args, kwargs), torch.float16)
         self._nonfinite_locator.micro_batch = self.progress.micro_steps
         self._sharded.disk_health.require_intact("a forward")
+        if self.module.training or torch.is_grad_enabled():
+            self._sharded.show_local_weights()
+        else:
+            self._sharded.show_common_weights()
         activity.is_evaluating = not self.module.training
         together = self.module.training or not self._alone_in_eval
         with (
@@ -430,7 +434,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._no_sync = before
 
     def finish_update(self) -> None:
-        """Finish the update of the last step if it is still running (`offload_optimizer.delayed_update`).
+        """Finish the update of the last step if it is still running (`offload_optimizer.delayed_update`), and give
+        parameters that lag behind their master weights, or differ between ranks, the values of the master weights.
 
         The next forward then uses the updated parameters. Collective; does nothing without such an update.
 
@@ -438,6 +443,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         themselves. A forward does not, in evaluation either, because it may run on one rank only.
 
         Raises:
+            ModelError: a parameter that differs between ranks was changed in place. The change was undone.
             UpdateError: the update failed on some rank.
         """
         self._sharded.finish_update()

@@ -140,6 +140,11 @@ def _add_placement_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=text,
     )
+    for name, what in (
+        ("--servers", "parameter servers, the first ranks"),
+        ("--workers", "workers of parameter servers"),
+    ):
+        add_flag(group, name, type=int_between(0, MAX_RANKS_PER_HOST), default=0, metavar="N", help=f"{what} [none]")
     text = "hosts: the first N of the hostfile, else those that run this command; MIN:MAX needs a rendezvous"
     add_flag(group, "--nnodes", metavar="N", help=text)
     add_flag(

@@ -32,7 +32,7 @@ def start_local_ranks(plan: LaunchPlan, events: RankEvents) -> LaunchExitStatus:
         selector = stack.enter_context(selectors.DefaultSelector())
         master = _master_endpoint(plan, stack)
         jobs = make_rank_jobs(plan, plan.node_rank, master)
-        ranks = RankProcesses(jobs, events, selector, capture=events.console is not None)
+        ranks = RankProcesses(jobs, events, selector, capture=events.console is not None, servers=plan.servers)
         if events.console is not None:
             stack.callback(events.console.close)
         return supervise(

@@ -122,7 +122,7 @@ class NodeAgent:
         if plan.program.kind == "script" and not script.startswith("-") and not os.path.exists(script):
             raise LaunchError(f"no such script: {script} in {plan.cwd}; every host needs it there")
         jobs = make_rank_jobs(plan, node, (str(master[0]), int(master[1])))
-        self._ranks = RankProcesses(jobs, self, self._selector, capture=True)
+        self._ranks = RankProcesses(jobs, self, self._selector, capture=True, servers=plan.servers)
         self._is_finishing = True
 
     def _stop_ranks(self, signal_number: int, grace_s: float) -> None:

@@ -43,6 +43,7 @@ _RENDEZVOUS_ONLY_FLAGS = (
 )
 _PLACEMENT_FLAGS = (
     *("nproc", "nnodes", "hostfile", "launcher", "master_addr", "master_port", "include", "exclude"),
+    *("servers", "workers"),
     *("standalone", *_RENDEZVOUS_FLAGS),
 )
 
@@ -130,7 +131,16 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
         args.master_port = args.master_port or (parse_int(port) if colon else None)
     if args.master_port is not None and not 0 <= args.master_port < 65536:
         raise LaunchError(f"--master-port {args.master_port} is not a port; give one from 1 to 65535, or none")
+    servers = _count_servers(args)
     hosts, use_devices = hosts_from_args(args)
+    if servers:
+        ranks = sum(len(host.slots) for host in hosts)
+        if ranks != servers + args.workers:
+            raise LaunchError(
+                f"--servers {servers} --workers {args.workers} are {servers + args.workers} ranks, and the hosts have "
+                f"{plural(ranks, 'slot')}; make both equal"
+            )
+        env = {**env, "WINDLASS_SERVERS": str(servers)}
     env = {**slurm_device_environment(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
     unknown = [name for name in names if name not in signal.Signals.__members__]
@@ -150,11 +160,31 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
         bind_cores_to_rank=args.bind_cores_to_rank,
         bind_core_list=args.bind_core_list,
         role=args.role,
+        servers=servers,
         max_restarts=args.max_restarts,
         monitor_interval_s=args.monitor_interval,
         grace_s=args.grace,
         signals=names,
     )
+
+
+def _count_servers(args: argparse.Namespace) -> int:
+    """Return the number of parameter servers, and set the number of ranks of this machine from it and the workers."""
+    servers, workers = getattr(args, "servers", 0), getattr(args, "workers", 0)
+    if not servers and not workers:
+        return 0
+    if not servers or not workers:
+        raise LaunchError(f"--servers {servers} --workers {workers}: a parameter server job needs both; give each")
+    if args.max_restarts:
+        raise LaunchError(
+            "--max-restarts with --servers: a lost server is started again from its snapshot, and lost workers leave; "
+            "leave --max-restarts out"
+        )
+    if not args.hostfile:
+        if args.nproc or args.num_gpus >= 0:
+            raise LaunchError("--nproc or --num_gpus with --servers and --workers, which give the number; leave it out")
+        args.nproc = str(servers + workers)
+    return servers
 
 
 def hosts_from_args(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from windlass.base.log import logger
 from windlass.base.processes import descendants, start_time_of
 from windlass.launch import exec_rank as before_rank
 from windlass.launch.launch_errors import LaunchError
@@ -22,6 +23,7 @@ OUT, ERR = "out", "err"
 _PIPE_BYTES = 1 << 16
 # a pipe is read this long after its rank ended, because processes that the rank started may still hold it
 _PIPE_LINGER_S = 1.0
+_SERVER_RESTARTS = 3  # of each parameter server
 
 
 class RankListener(Protocol):
@@ -59,12 +61,22 @@ class RankProcesses:
     Args:
         capture: read the output of ranks and pass it to the listener; else it goes to this process's own output.
         selector: pipes are registered here. The caller selects on it and calls the callbacks of ready pipes.
+        servers: number of parameter servers, which are the first ranks. If a signal ends one, it is started again; if a
+            signal ends a worker, the run continues with the others.
     """
 
     def __init__(
-        self, jobs: Sequence[RankJob], listener: RankListener, selector: selectors.BaseSelector, *, capture: bool
+        self,
+        jobs: Sequence[RankJob],
+        listener: RankListener,
+        selector: selectors.BaseSelector,
+        *,
+        capture: bool,
+        servers: int = 0,
     ) -> None:
         self._listener, self._selector = listener, selector
+        self._servers, self._capture, self._is_stopping = servers, capture, False
+        self._server_restarts: dict[int, int] = {}
         self._processes: list[_RankProcess] = []
         self._kill_at: float | None = None
         # processes that ranks started in other process groups: pid -> start time, recorded when ranks are stopped
@@ -90,12 +102,13 @@ class RankProcesses:
         """Detect ranks that ended, and kill the others if the grace period is over."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
-        for one in self._processes:
+        for one in list(self._processes):
             if one.status is None and (status := _exit_status_of(one.popen)) is not None:
                 for descriptor in list(one.pipes):  # report the last output before the end of the rank
                     self._read_pipe(one, descriptor, until_empty=True)
                 one.status, one.end_time = status, time.monotonic()
-                self._listener.on_ended(one.job.rank, status)
+                if not self._survives(one.job, status):
+                    self._listener.on_ended(one.job.rank, status)
             elif one.status is not None and one.pipes and time.monotonic() - one.end_time > _PIPE_LINGER_S:
                 for descriptor in list(one.pipes):
                     self._close_pipe(one, descriptor)
@@ -105,12 +118,14 @@ class RankProcesses:
 
         Processes that a rank started in a session of their own do not receive the signal, but are killed at the end.
         """
+        self._is_stopping = True
         self._record_strays()
         self._signal_groups(signal_number)
         self._kill_at = time.monotonic() + grace_s
 
     def kill(self) -> None:
         """Kill all ranks and the processes that they started."""
+        self._is_stopping = True
         self._record_strays()
         self._signal_groups(signal.SIGKILL)
         for pid, start in self._stray_processes.items():
@@ -128,6 +143,26 @@ class RankProcesses:
                 self._close_pipe(one, descriptor)
             one.popen.wait()
         self._processes.clear()
+
+    def _survives(self, job: RankJob, status: int) -> bool:
+        """Return True if a run with parameter servers goes on without the listener's knowledge of this end."""
+        if not self._servers or status >= 0 or self._is_stopping:
+            return False
+        name = signal.Signals(-status).name
+        if job.rank < self._servers:
+            count = self._server_restarts.get(job.rank, 0) + 1
+            if count > _SERVER_RESTARTS:
+                return False
+            self._server_restarts[job.rank] = count
+            logger.warning("rank %d, a parameter server, was ended by %s: it is started again", job.rank, name)
+            self._start(job, self._capture)
+            return True
+        workers = [one for one in self._processes if one.job.rank >= self._servers]
+        if all(one.status is not None and one.status < 0 for one in workers):
+            return False
+        logger.warning("rank %d, a worker, was ended by %s: the run goes on without it", job.rank, name)
+        self._listener.on_ended(job.rank, 0)
+        return True
 
     def _start(self, job: RankJob, capture: bool) -> None:
         command = job.argv

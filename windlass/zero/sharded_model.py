@@ -220,7 +220,8 @@ class ShardedModel:
         )
         self._unshards_on_access = True
         self.update: Update | None = None
-        self._replicas_differ = False  # parameters differ from master weights, alike on all ranks
+        # Parameters differ from master weights, alike on all ranks ([Note: replicas that differ]).
+        self._replicas_differ = self._has_common_weights = False
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
@@ -432,7 +433,8 @@ class ShardedModel:
         self.scheduler.sync(SyncPoint.STEP)
         # The delayed update of the previous step has to end before this step changes the same master weights.
         trouble = self._await_result()
-        lost = self.masters.pop_lost_edit(self.units)
+        self._restore_local_weights()
+        lost = self._refused_edit() or self.masters.pop_lost_edit(self.units)
         none_since = float(self._gradients_consumed and not self.reducer.backward_count)
         retries = float(self.disk_health.update_changed_nothing)
         # One exchange carries the norm, the caller's flags and the errors of all ranks, so that all decide the same.
@@ -461,6 +463,9 @@ class ShardedModel:
         if lost_edits:
             lost = self.agreement.first_name(lost)
             self.drop_gradients()
+            if self._replicas_differ:
+                self._equalize_replicas()
+                raise self._edit_error(lost, ", and this step was skipped")
             raise ModelError(
                 f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
                 "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
@@ -516,10 +521,15 @@ class ShardedModel:
         and the next forward. Otherwise it returns at once.
 
         Raises:
+            ModelError: a parameter was changed in place while replicas differed. The change was undone.
             UpdateError: the update failed on some rank.
         """
         if self._replicas_differ:
+            self.scheduler.sync(SyncPoint.STATE_CHANGE)
+            edited = self.agreement.first_name(self._refused_edit())
             self._equalize_replicas()
+            if edited:
+                raise self._edit_error(edited)
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
         self.scheduler.sync(SyncPoint.DELAYED_UPDATE_END)
@@ -531,16 +541,87 @@ class ShardedModel:
 
     def _equalize_replicas(self) -> None:
         """Copy the master weights to the parameters of all ranks. Collective."""
-        self.scheduler.sync(SyncPoint.STATE_CHANGE)
+        self._write_master_weights()
+        self._gather_updated([slot.unit for slot in self.slots])
+        self._replicas_differ = self._has_common_weights = False
+        self._accept_weights()
+
+    # [Note: replicas that differ] An update that publishes by itself leaves parameters that are not copies of the
+    # master weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank
+    # with the local steps of that rank in it. So a change is refused on all ranks, at the next step or
+    # `finish_update`, and undone. Where ranks take local steps (stage 0), every rank has all master weights: an
+    # evaluation computes with them, without a message, and the next training forward with the local weights again.
+
+    def show_common_weights(self) -> None:
+        """Let parameters have the values that are equal on all ranks, for an evaluation. Not collective.
+
+        Does nothing unless ranks take local steps.
+        """
+        if self._replicas_differ and not self._has_common_weights and self._keeps_local_weights():
+            edited = self._refused_edit()
+            self._write_master_weights()
+            self._has_common_weights = True
+            self._accept_weights()
+            if edited:  # undone just now, so that no step can refuse it
+                raise self._edit_error(edited)
+
+    def show_local_weights(self) -> None:
+        """Let parameters have the values with which this rank trains. Not collective.
+
+        Does nothing unless ranks take local steps.
+        """
+        if self._replicas_differ:
+            self._restore_local_weights()
+        elif self._keeps_local_weights():  # after `finish_update`, or a load: changes of a script are allowed there
+            units = [slot.unit for slot in self.slots]
+            self.recapture_parameters()
+            self.masters.copy_all_edits(units)
+            self._publish_local_weights(units)
+            self._replicas_differ = True
+            self._accept_weights()
+
+    def _keeps_local_weights(self) -> bool:
+        return self.update is not None and self.update.keeps_local_weights
+
+    def _restore_local_weights(self) -> None:
+        """Replace common weights by local ones."""
+        if self._has_common_weights and not self._refused_edit():  # the next step refuses an edit
+            self._publish_local_weights([slot.unit for slot in self.slots])
+            self._has_common_weights = False
+            self._accept_weights()
+
+    def _publish_local_weights(self, units: list[Unit]) -> None:
+        assert self.update is not None
+        self.update.publish(units)
+
+    def _write_master_weights(self) -> None:
+        for slot in self.slots:
+            with self.masters.resident([slot.unit], changes=True):
+                _wait([self.masters.write_back(chunk) for chunk in self.masters.chunks_of(slot.unit)])
+
+    def _accept_weights(self) -> None:
+        """Let backwards through earlier graphs raise, as after an in-place change, and later changes be found."""
         units = [slot.unit for slot in self.slots]
-        for unit in units:
-            with self.masters.resident([unit], changes=True):
-                _wait([self.masters.write_back(chunk) for chunk in self.masters.chunks_of(unit)])
-        self._gather_updated(units)
         for unit in units:
             torch.autograd.graph.increment_version(unit.parameters)
         self.masters.remember_versions(units)
-        self._replicas_differ = False
+        self.masters.follow_edits(units, refuses=self._replicas_differ)
+
+    def _refused_edit(self) -> str:
+        """Return the name of a parameter that was changed in place while replicas differ; empty if there is none."""
+        if not self._replicas_differ:
+            return ""
+        self.recapture_parameters()
+        return self.masters.first_edited([slot.unit for slot in self.slots]) or ""
+
+    def _edit_error(self, name: str, consequence: str = "") -> ModelError:
+        optimizer = type(self.update.optimizer).__name__ if self.update is not None else ""
+        return ModelError(
+            f"{name!r} was changed in place while parameters differ from the master weights ({optimizer} between two "
+            f"synchronizations). The change was undone{consequence}: call engine.finish_update() on all ranks first, "
+            "then change it on all ranks, or inside `with windlass.zero.GatheredParameters([parameter], "
+            "modifier_rank=0)`"
+        )
 
     def choose_gradient_mode(self) -> None:
         """Let gradients be reduced or stay local as the next step needs them. Between steps, and after a load."""
@@ -569,7 +650,8 @@ class ShardedModel:
 
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
         """Record that a script reads `.data` of a parameter, so that changes made through it are detected."""
-        self.masters.track_data_edits(place.unit, place.index, late=self._update_in_progress())
+        late = self._replicas_differ or self._update_in_progress()
+        self.masters.track_data_edits(place.unit, place.index, late=late)
 
     def drop_gradients(self) -> None:
         """Drop the gradients of this step, and reshard units kept for graphs that no longer exist."""
@@ -822,7 +904,7 @@ class ShardedModel:
         # All ranks must start the collectives in the same order.
         units = [updated[index] for index in sorted(updated, reverse=True)]
         if publishes:
-            self._replicas_differ = True
+            self._replicas_differ, self._has_common_weights = True, False
             self.update.publish(units)
         else:
             self._gather_updated(units)
@@ -831,6 +913,8 @@ class ShardedModel:
             # A backward through a graph from before this update must raise, as after an in-place change.
             torch.autograd.graph.increment_version(unit.parameters)
         self.masters.remember_versions(self.units)
+        if publishes:
+            self.masters.follow_edits(self.units, refuses=True)
         if failed is not None:
             self.drop_gradients()
             raise failed

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.base.errors import CodecError
-from windlass.comm.bit_packing import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
+from windlass.comm.bit_packing import (
+    pack_bits,
+    pack_nibbles,
+    pack_signs,
+    unpack_bits,
+    unpack_nibbles,
+    unpack_signs,
+)
 from windlass.comm.codec import Codec, get_codec
 
 NAMES = ("sign", "int8", "int4", "fp8", "topk")
@@ -109,6 +116,24 @@ def test_packing_and_unpacking_are_inverse(flags: list[bool]) -> None:
     bits = torch.tensor(flags)
     packed = pack_bits(bits)
     assert packed.numel() == -(-len(flags) // 8) and torch.equal(unpack_bits(packed, len(flags)).bool(), bits)
+    values = torch.where(bits, 0.0, -1e-3)
+    signs = torch.empty(len(flags))
+    unpack_signs(pack_signs(values), signs)
+    assert torch.equal(pack_signs(values), packed) and torch.equal(signs, torch.where(bits, 1.0, -1.0))
     codes = bits.to(torch.uint8) * 11 + 3
     nibbles = pack_nibbles(codes)
     assert nibbles.numel() == -(-len(flags) // 2) and torch.equal(unpack_nibbles(nibbles, len(flags)), codes)
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_a_long_tensor_is_coded_as_its_blocks_are(name: str) -> None:
+    codec, part, numel = get_codec(name), 1 << 17, 2**18 + 2053  # of three chunks on a CPU
+    values = drawn(numel, 7)
+    whole = through(codec, values)
+    assert torch.equal(whole, torch.cat([through(codec, piece) for piece in values.split(part)]))
+    narrow = torch.empty(numel, dtype=torch.bfloat16)
+    encoded = torch.empty(codec.encoded_size(numel, values.dtype), dtype=torch.uint8)
+    before = values.clone()
+    codec.encode(values, encoded)
+    codec.decode(encoded, narrow, values.dtype)
+    assert torch.equal(narrow, whole.to(torch.bfloat16)) and torch.equal(values, before)

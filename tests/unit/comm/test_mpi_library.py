@@ -7,9 +7,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 from tools.generate_backend_table import markdown_table
 from windlass.base.errors import CommunicationError
+from windlass.cli.main import app
 from windlass.comm.mpi_backend import _check_job
 from windlass.comm.mpi_library import load_mpi
 from windlass.observe.environment.backend_support import support_by_device
@@ -70,6 +73,14 @@ def test_the_support_table_depends_on_the_machine() -> None:
     assert table["all_reduce"]["gloo CPU"] == "native" and table["MINLOC"]["gloo CPU"] == "composed"
     assert {cells["mpi CPU"] for cells in table.values()} == {cells["nccl GPU"] for cells in table.values()} == {"-"}
     assert table["all_gather"]["shm CPU"] == "native" and table["gatherv"]["shm CPU"] == "-"
+
+
+def test_the_table_of_this_machine_is_printed() -> None:
+    result = CliRunner().invoke(app, ["env", "--backends"])
+    assert result.exit_code == 0, result.output
+    header, first, *_ = result.output.splitlines()
+    assert header.split()[:2] == ["gloo", "CPU"] and first.split()[:2] == ["broadcast", "native"]
+    assert ("nccl" in header) == torch.cuda.is_available()
 
 
 def test_the_documented_table_is_true() -> None:

@@ -45,7 +45,9 @@ def test_memory_estimates_equal_deepspeed(capsys: pytest.CaptureFixture[str]) ->
     tied[1].weight = tied[0].weight
     assert model_to_params(tied) == (16 + 4 + 4, 20)
     estimate_zero3_model_states_mem_needs_all_live(tied, 2)
-    assert capsys.readouterr().out.count("zero_init=") == 6
+    text = capsys.readouterr().out
+    assert text.count("zero_init=") == 6 and text.count("by windlass's own layout") == 1
+    assert text.count("offload_param=cpu, offload_optimizer=cpu") == 3  # two of DeepSpeed's rows, one of windlass
 
 
 def test_init_has_the_documented_signature() -> None:

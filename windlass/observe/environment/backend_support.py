@@ -144,9 +144,7 @@ def support_by_device(available: dict[str, dict[str, Any]], *, gpu: bool) -> dic
     tables = ((collective_support(), COMPOSED_COLLECTIVES), (operator_support(), COMPOSED_OPERATORS))
     for table, composed in tables:
         for row, have in table.items():
-            rows[row] = {
-                f"{name} {device}": _way(available, name, device, row, have[name]) for name, device in _COLUMNS
-            }
+            rows[row] = {f"{name} {device}": _way(available, name, device, row, have[name]) for name, device in columns}
         for row in composed:
             rows[row] = {f"{name} {device}": _way(available, name, device, row, False) for name, device in columns}
     return rows

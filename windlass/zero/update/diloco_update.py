@@ -57,6 +57,11 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """Always True."""
         return True
 
+    @property
+    def keeps_local_weights(self) -> bool:
+        """Always True."""
+        return True
+
     def publish(self, units: list[Unit]) -> None:
         """See `Update.publish`. Sends nothing."""
         self._publish_local(units)

@@ -121,6 +121,11 @@ class ElementwiseUpdate:
         return False
 
     @property
+    def keeps_local_weights(self) -> bool:
+        """See `Update.keeps_local_weights`."""
+        return False
+
+    @property
     def publishes_itself(self) -> bool:
         """See `Update.publishes_itself`."""
         return False

@@ -82,6 +82,7 @@ class MasterWeights:
         self._of_unit: dict[int, list[UpdateChunk]] = {}
         self.add_slots(slots)
         self._versions: dict[int, int] = {}
+        self._refuses_edits = False  # see `follow_edits`
         # Parameters whose `.data` a script has read, by id. Changes through `.data` do not increment the version, so
         # values are compared: by `copy_edits` with the master weights, by `first_edited` with this copy.
         self._data_snapshots: dict[
@@ -345,7 +346,7 @@ class MasterWeights:
         Without this, the next update would overwrite the changes.
         """
         unit = chunk.unit
-        if unit.reshards:  # changes of such parameters are detected by `pop_lost_edit`
+        if self._refuses_edits or unit.reshards:  # changes are detected by `first_edited` and `pop_lost_edit`
             return
         source = self._device_span(unit)[chunk.start : chunk.stop]
         if _same(source, chunk.values()):
@@ -392,6 +393,18 @@ class MasterWeights:
             for parameter in unit.parameters:
                 if id(parameter) in self._data_snapshots:
                     self._data_snapshots[id(parameter)] = raw_data(parameter).clone()
+
+    def follow_edits(self, units: list[Unit], *, refuses: bool) -> None:
+        """Compare later changes through `.data` with the current values, and copy no changes to the master weights.
+
+        Args:
+            refuses: False: compare with the master weights, and copy changes to them again.
+        """
+        self._refuses_edits = refuses
+        for unit in units if self._data_snapshots else ():
+            for parameter in unit.parameters:
+                if id(parameter) in self._data_snapshots:
+                    self._data_snapshots[id(parameter)] = raw_data(parameter).clone() if refuses else None
 
     def first_edited(self, units: list[Unit]) -> str | None:
         """Return the name of a parameter that was changed in place since `remember_versions`; None if there is none."""

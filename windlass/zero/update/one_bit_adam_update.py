@@ -35,6 +35,8 @@ from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
+_PART = 1 << 17  # elements that are stepped at once, so that temporary tensors stay in a cache
+
 
 class OneBitAdamUpdate(ElementwiseUpdate):
     """Update of `OneBitAdam`; see [Note: 1-bit phase].
@@ -159,17 +161,22 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         state["step"] += 1
         lr, beta1 = float(given["lr"]), given["betas"][0]
-        change = state["exp_avg"].to(values.dtype) / self._denominator(segment, values, options)
-        change.masked_fill_(state["exp_avg_sq"] == 0, 0.0)
-        values.mul_(1 - lr * given["weight_decay"]).sub_(change, alpha=lr / (1 - beta1 ** float(state["step"])))
+        rate, decay = lr / (1 - beta1 ** float(state["step"])), 1 - lr * given["weight_decay"]
+        momenta, variances, parts = (t.split(_PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
+        for momentum, variance, part in zip(momenta, variances, parts, strict=True):
+            change = momentum.to(values.dtype) / self._root(segment, variance.to(values.dtype), options)
+            part.mul_(decay).sub_(change.masked_fill_(variance == 0, 0.0), alpha=rate)
 
     def _denominator(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> torch.Tensor:
         """Return the root of the variance with the bias correction of its last step, plus eps."""
+        return self._root(segment, self._inner.state[segment.tensor]["exp_avg_sq"].to(values.dtype), options)
+
+    def _root(self, segment: ParameterSegment, variance: torch.Tensor, options: Options) -> torch.Tensor:
+        """Return `_denominator` for some elements of a fragment, given their variance."""
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         seen = float(state["variance_steps"])
         correction = 1 - given["betas"][1] ** seen if seen else 1.0
-        variance: torch.Tensor = state["exp_avg_sq"].to(values.dtype) / correction
-        return variance.sqrt_().add_(given["eps"])
+        return (variance / correction).sqrt_().add_(given["eps"])
 
     def _note_change(self, chunk: UpdateChunk) -> None:
         """Compute the difference between a chunk's master weights and the parameters, while the chunk is in memory."""

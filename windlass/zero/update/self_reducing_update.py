@@ -113,6 +113,11 @@ class SelfReducingUpdate:
         return True
 
     @property
+    def keeps_local_weights(self) -> bool:
+        """See `Update.keeps_local_weights`."""
+        return False
+
+    @property
     def publishes_itself(self) -> bool:
         """See `Update.publishes_itself`."""
         return False

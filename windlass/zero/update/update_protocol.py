@@ -90,6 +90,11 @@ class Update(Protocol):
         """True if `publish` ends the next step, instead of a copy of the master weights to all ranks."""
         ...
 
+    @property
+    def keeps_local_weights(self) -> bool:
+        """True if ranks train with parameters of their own, which `publish` computes without a message."""
+        ...
+
     def publish(self, units: list[Unit]) -> None:
         """Bring the result of a step to the parameters of these units on all ranks. Collective; in the same order."""
         ...

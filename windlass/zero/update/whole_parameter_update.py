@@ -124,6 +124,11 @@ class WholeParameterUpdate:
         return False
 
     @property
+    def keeps_local_weights(self) -> bool:
+        """See `Update.keeps_local_weights`."""
+        return False
+
+    @property
     def publishes_itself(self) -> bool:
         """See `Update.publishes_itself`."""
         return False

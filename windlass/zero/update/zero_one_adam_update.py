@@ -69,6 +69,11 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
             return self._phase.group.size > 1 and self.takes_local_gradients
         return self.kind in _GATHERED
 
+    @property
+    def keeps_local_weights(self) -> bool:
+        """True at stage 0 after `var_freeze_step`."""
+        return not self._shards and self.kind in _GATHERED
+
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective unless the variance is updated."""
         kind = self.kind

@@ -1,0 +1,157 @@
+"""Generated tokens a second of one request: a packed random Llama by windlass, and its GGUF file by llama.cpp.
+
+python bench/compressed_serve.py --llama-bin llama/bin    # needs the package gguf
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+from windlass.compress.gguf_file import write_gguf
+from windlass.compress.packed_directory import write_packed_directory
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+
+_RESULTS = Path(__file__).parent / "results" / "compressed_serve.json"
+_PROMPT, _ANSWER = 16, 48
+_TRIES = 5
+# format of windlass, type of the file of llama.cpp, goal of their ratio
+_FORMATS = {
+    "int8_g32": ("Q8_0", 1.0),
+    "int4_g32": ("Q4_0", 1.0),
+    "ternary": ("TQ2_0", 1.2),
+    "binary_g128": ("Q1_0", 1.2),
+}
+
+
+def main(
+    llama_bin: Annotated[Path | None, typer.Option(help="Folder with llama.cpp's programs.")] = None,
+    formats: Annotated[str, typer.Option(help="With commas.")] = ",".join(_FORMATS),
+    layers: Annotated[int, typer.Option(min=1)] = 12,
+    hidden: Annotated[int, typer.Option(help="Features of a token.")] = 768,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each contender takes.")] = 3,
+    work: Annotated[Path | None, typer.Option(help="Folder of the models, which are kept there.")] = None,
+    results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
+) -> None:
+    """Measure every format in turn, and write the table."""
+    folder = work or Path(tempfile.mkdtemp())
+    try:
+        rows = _measure(folder, formats.split(","), layers, hidden, rounds, llama_bin)
+    finally:
+        if work is None:
+            shutil.rmtree(folder)
+    table = Table(title="Generated tokens/s of one request")
+    for column in ("format", "file, MB", "windlass", "times fp32", "llama.cpp", "ratio", "goal"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        peer = row.get("llama")
+        cells = (f"{peer:.1f}", f"{row['windlass'] / peer:.2f}", f"{row['goal']:.1f}") if peer else ("", "", "")
+        speed = f"{row['windlass'] / rows[0]['windlass']:.2f}"
+        table.add_row(row["format"], f"{row['bytes'] / 1e6:.0f}", f"{row['windlass']:.1f}", speed, *cells)
+    bench_console().print(table)
+    write_result(results, {"layers": layers, "hidden": hidden, "threads": torch.get_num_threads(), "rows": rows})
+
+
+def _measure(
+    folder: Path, names: list[str], layers: int, hidden: int, rounds: int, tools: Path | None
+) -> list[dict[str, Any]]:
+    wide = _write_model(folder, layers, hidden)
+    engines, files = {"fp32": wide}, {}
+    for name in names:
+        packed = folder / name
+        if not packed.exists():
+            write_packed_directory(wide, packed, name, head=True)
+        engines[name] = packed
+        if tools is not None:
+            files[name] = folder / f"{name}.gguf"
+            if not files[name].exists():
+                write_gguf(packed, files[name])
+    own: dict[str, list[float]] = {name: [] for name in engines}
+    peer: dict[str, list[float]] = {name: [] for name in files}
+    for name, path in engines.items():
+        with LLM(path, device="cpu", max_sequences=1, skip_tokenizer_init=True, max_model_len=128) as llm:
+            _rate(llm)
+            for _ in range(rounds):
+                own[name].append(_rate(llm))
+                if name in files and tools is not None:
+                    peer[name].append(_llama_rate(files[name], tools))
+    rows = []
+    for name, path in engines.items():
+        row: dict[str, Any] = {"format": name, "windlass": statistics.median(own[name]), "rates": own[name]}
+        row["bytes"] = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        if peer.get(name):
+            row |= {"llama": statistics.median(peer[name]), "llama_rates": peer[name], "goal": _FORMATS[name][1]}
+        rows.append(row)
+    return rows
+
+
+def _write_model(folder: Path, layers: int, hidden: int) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not (folder / "wide").exists():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=8192,
+            hidden_size=hidden,
+            intermediate_size=hidden * 8 // 3 // 256 * 256,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / "wide")
+    return folder / "wide"
+
+
+def _rate(llm: LLM) -> float:
+    """Return generated tokens a second, without the prompt's time."""
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, _ANSWER + 1)]
+    prompt = [list(range(3, 3 + _PROMPT))]
+    seconds = []
+    for one in params:
+        start = time.perf_counter()
+        llm.generate(prompt, one)
+        seconds.append(time.perf_counter() - start)
+    return _ANSWER / (seconds[1] - seconds[0])
+
+
+def _llama_rate(path: Path, tools: Path) -> float:
+    """Return the generated tokens a second of llama.cpp's own benchmark."""
+    count = str(torch.get_num_threads())
+    command = [
+        str(tools / "llama-batched-bench"),
+        "-m",
+        str(path),
+        "-c",
+        "512",
+        "-npp",
+        str(_PROMPT),
+        "-ntg",
+        str(_ANSWER),
+    ]
+    command += ["-npl", "1", "-t", count, "-tb", count, "--output-format", "jsonl"]
+    for _ in range(_TRIES):  # now and then the program ends well and prints no row
+        found = subprocess.run(command, check=True, capture_output=True, text=True)
+        lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+        speeds = [float(line["speed_tg"]) for line in lines if "speed_tg" in line]
+        if speeds:
+            return speeds[0]
+    raise SystemExit(f"{command[0]} printed no speed for {path.name}:\n{found.stdout}{found.stderr}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,100 @@
+"""Predicted peak memory of a rank against its measured peak (PSS on a CPU), for each configuration of `rig/plan_cases`.
+
+python bench/plan.py --rows 0:4
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rig.plan_cases import CASES, MemoryCase
+from rig.plan_rank import MemoryRank
+
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.rank_pool import RankPool
+from windlass.config import load_config
+from windlass.plan.memory_plan import HOST
+from windlass.plan.plan_run import RunShape, plan_memory
+from windlass.plan.planned_layout import Target
+from windlass.plan.planned_model import build_on_meta, enable_checkpointing
+
+_RESULTS = Path(__file__).parent / "results"
+TOLERANCE = 0.10
+_MIB = 1 << 20
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Rows to run, as START:STOP of the list.")] = ":",
+    keep: Annotated[bool, typer.Option(help="Keep earlier rows of the JSON that are not run now.")] = True,
+    predict: Annotated[bool, typer.Option("--predict", help="Measure nothing: predict anew, for stored rows.")] = False,
+    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
+) -> None:
+    """Measure these rows, print every row and its miss, and write plan.json. The exit code is 1 if one misses by more
+    than 10 %."""
+    start, _, stop = rows.partition(":")
+    chosen = CASES[int(start or 0) : int(stop) if stop else None]
+    path = results / "plan.json"
+    found: dict[str, Any] = json.loads(path.read_text())["rows"] if keep and path.is_file() else {}
+    for case in chosen:
+        if predict and case.name not in found:
+            continue
+        measured = found[case.name]["measured_bytes"] if predict else _measure(case)
+        found[case.name] = {"predicted_bytes": _predict(case), "measured_bytes": measured}
+        bench_console().print(_line(case.name, found[case.name]), soft_wrap=True)
+    misses = [name for name, row in found.items() if abs(_error(row)) > TOLERANCE]
+    bench_console().print(_table(found))
+    missing = [case.name for case in CASES if case.name not in found]
+    bench_console().print(
+        f"{len(found)} of {len(CASES)} rows measured, {len(misses)} miss by more than {TOLERANCE:.0%}"
+    )
+    write_result(path, {"bench": "plan", "tolerance": TOLERANCE, "rows": found, "misses": misses, "not run": missing})
+    if misses:
+        raise typer.Exit(1)
+
+
+def _predict(case: MemoryCase) -> int:
+    import transformers
+
+    model = build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(case.model_config()), case.name)
+    if case.checkpointing:
+        enable_checkpointing(model)
+    run = RunShape(case.ranks, case.length, Target("cpu", case.transport))
+    plan = plan_memory(model, load_config(case.config(".")), run)
+    return plan.peak(HOST, ("init", "load", "forward", "backward", "step"))
+
+
+def _measure(case: MemoryCase) -> int:
+    """Return the mean over ranks of the peak: a page that ranks share counts by parts in each of them."""
+    env = {"OMP_NUM_THREADS": "1", "WINDLASS_LOG_LEVEL": "ERROR"}
+    with RankPool(partial(MemoryRank, case), case.ranks, label=case.name, env=env) as ranks:
+        peaks = [rank["peaks"]["run"] for rank in ranks.ask("run")]
+    return int(sum(peaks) / len(peaks))
+
+
+def _error(row: dict[str, Any]) -> float:
+    return float(row["predicted_bytes"] / row["measured_bytes"] - 1)
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    predicted, measured = row["predicted_bytes"] / _MIB, row["measured_bytes"] / _MIB
+    return f"{name}: predicted {predicted:,.1f} MiB, measured {measured:,.1f} MiB, {_error(row):+.1%}"
+
+
+def _table(found: dict[str, Any]) -> Table:
+    table = Table(title="peak memory of a rank, MiB", title_justify="left")
+    for column in ("configuration", "predicted", "measured", "error", ""):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for name, row in found.items():
+        amounts = [f"{row[key] / _MIB:,.1f}" for key in ("predicted_bytes", "measured_bytes")]
+        table.add_row(name, *amounts, f"{_error(row):+.1%}", "MISS" if abs(_error(row)) > TOLERANCE else "")
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

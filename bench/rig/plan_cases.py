@@ -1,0 +1,109 @@
+"""Configurations whose memory is predicted and measured: families, stages, tiers, dtypes, lengths and axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+VOCABULARY, WIDTH, LAYERS, HEADS = 8192, 512, 4, 8
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """Configuration of one row.
+
+    Attributes:
+        family: llama, gpt2, opt or neox.
+        tier: Tier of optimizer states: device, or nvme. On a CPU, host memory is the device's.
+        reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
+    """
+
+    family: str
+    stage: int
+    dtype: str = "fp32"
+    checkpointing: bool = False
+    micro: int = 4
+    length: int = 256
+    transport: str = "shm"
+    tier: str = "device"
+    reuse: int | None = None
+    ranks: int = 2
+    accumulation: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        parts = [self.family, f"stage{self.stage}", self.dtype, f"{self.micro}x{self.length}", self.transport]
+        parts += ["checkpointing"] if self.checkpointing else []
+        parts += [self.tier] if self.tier != "device" else []
+        parts += [f"reuse{self.reuse}"] if self.reuse is not None else []
+        parts += [f"ranks{self.ranks}"] if self.ranks != 2 else []
+        parts += [f"accumulate{self.accumulation}"] if self.accumulation > 1 else []
+        return "-".join(parts)
+
+    def config(self, folder: str) -> dict[str, Any]:
+        """Return the configuration of the engine. `folder` is for the NVMe tier."""
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.tier == "nvme":
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
+        if self.reuse is not None:
+            zero["stage3_max_reuse_distance"] = self.reuse
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro,
+            "gradient_accumulation_steps": self.accumulation,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "comm": {"transport": self.transport},
+        }
+        if self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.dtype == "autocast":
+            config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        return config
+
+    def model_config(self) -> Any:
+        """Return transformers' configuration of the model."""
+        import transformers
+
+        ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "use_cache": False, "vocab_size": VOCABULARY}
+        sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+        reach = {"max_position_embeddings": 2048}
+        if self.family == "llama":
+            return transformers.LlamaConfig(intermediate_size=1376, num_key_value_heads=4, **sizes, **reach, **ends)
+        if self.family == "gpt2":
+            own = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2048}
+            return transformers.GPT2Config(**own, **ends)
+        if self.family == "opt":
+            return transformers.OPTConfig(ffn_dim=2048, word_embed_proj_dim=WIDTH, **sizes, **reach, **ends)
+        return transformers.GPTNeoXConfig(intermediate_size=2048, **sizes, **reach, **ends)
+
+
+CASES = (
+    MemoryCase("llama", 2),
+    MemoryCase("gpt2", 3, "bf16"),
+    MemoryCase("opt", 1, "bf16", checkpointing=True),
+    MemoryCase("neox", 3, checkpointing=True, micro=2, length=512, transport="gloo"),
+    MemoryCase("llama", 0, checkpointing=True),
+    MemoryCase("llama", 3, transport="gloo", reuse=0),
+    MemoryCase("gpt2", 1, transport="gloo"),
+    MemoryCase("neox", 2, "autocast"),
+    MemoryCase("opt", 2, tier="nvme"),
+    MemoryCase("llama", 3, "bf16", tier="nvme", micro=2),
+    MemoryCase("gpt2", 0, micro=8, length=128),
+    MemoryCase("opt", 3, micro=1, length=1024),
+    MemoryCase("neox", 1, micro=2, length=512),
+    MemoryCase("llama", 1, "bf16", micro=8, length=128),
+    MemoryCase("llama", 2, "bf16", accumulation=2, micro=2),
+    MemoryCase("gpt2", 2, checkpointing=True, micro=2, length=1024),
+    MemoryCase("opt", 0, "autocast", checkpointing=True),
+    MemoryCase("neox", 0, "bf16"),
+    MemoryCase("opt", 3, "bf16", transport="gloo", checkpointing=True, reuse=0),
+    MemoryCase("neox", 3, "autocast", micro=2),
+    MemoryCase("gpt2", 3, checkpointing=True, micro=16, length=128),
+    MemoryCase("llama", 2, ranks=4, micro=2),
+    MemoryCase("gpt2", 3, ranks=4, micro=2, transport="gloo"),
+    MemoryCase("opt", 1, ranks=4, micro=2, length=128),
+    MemoryCase("llama", 3, micro=1, length=2048),
+    MemoryCase("neox", 2, "bf16", tier="nvme", checkpointing=True),
+)
+"""26 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""

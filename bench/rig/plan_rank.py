@@ -1,0 +1,78 @@
+"""Rank that trains a few steps and measures its peak memory."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from typing import Any
+
+import torch
+
+from rig.plan_cases import VOCABULARY, MemoryCase
+
+STEPS = 3
+
+
+class MemoryRank:
+    """Worker of a `RankPool`. The constructor is collective.
+
+    Args:
+        meeting: URL at which the ranks find each other.
+    """
+
+    def __init__(self, case: MemoryCase, rank: int, meeting: str) -> None:
+        from windlass.comm.bootstrap import init_distributed
+
+        self._case = case
+        torch.set_num_threads(1)
+        init_distributed(init_method=meeting)
+
+    def run(self) -> dict[str, Any]:
+        """Train `STEPS` steps. Return the peak after each moment, in bytes above the memory before the model."""
+        import transformers
+
+        import windlass
+        from windlass.cli.benches.bench_engines import preload_engine_modules
+        from windlass.cli.benches.memory_sampler import MemorySampler
+        from windlass.comm.rank_group import world_group
+        from windlass.plan.planned_model import enable_checkpointing
+
+        case = self._case
+        preload_engine_modules("windlass")
+        _warm_up()
+        world_group().barrier()
+        sampler = MemorySampler(torch.device("cpu"))
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(case.model_config()).train()
+        if case.checkpointing:
+            enable_checkpointing(model)
+        peaks = {"init": sampler.peak_bytes()}
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            engine = windlass.initialize(model=model, config=case.config(folder))[0]
+            peaks["load"] = sampler.peak_bytes()
+            ids = torch.randint(0, VOCABULARY, (case.micro, case.length))
+            for step in range(STEPS):
+                for _ in range(case.accumulation):
+                    loss = engine(input_ids=ids, labels=ids).loss
+                    engine.backward(loss)
+                    del loss
+                    engine.step()
+                peaks[f"step {step}"] = sampler.peak_bytes()
+            peaks["run"] = sampler.stop()
+            engine.destroy()
+        return {"kind": sampler.counter_name, "peaks": peaks}
+
+
+def _warm_up() -> None:
+    """Run a tiny model, so that libraries that load at the first use are part of the baseline."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros((1, 16), dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    del model
+    gc.collect()

@@ -1,0 +1,116 @@
+"""Rank of a training method on a slow link, pinned to a core, that trains on command."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rig.compared_methods import RANKS
+from rig.job import Job
+from rig.method_rank import pin
+from rig.models import Sizes, build, samples
+from rig.worker import Worker
+
+MODEL = Sizes(hidden=512, layers=12, heads=8, intermediate=1408, vocabulary=8192)
+HELD, LR = 16, 1e-4
+"""Steps between two messages of 0/1 Adam; learning rate of all methods."""
+INNER_STEPS = 32
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "stage 1": {"type": "AdamW", "stage": 1},
+    "1-bit adam": {"type": "OneBitAdam", "stage": 0, "freeze_step": 1},
+    "1-bit adam, stage 1": {"type": "OneBitAdam", "stage": 1, "freeze_step": 1},
+    "0/1 adam": {
+        "type": "ZeroOneAdam",
+        "stage": 0,
+        "var_freeze_step": 1,
+        "var_update_scaler": 1,
+        "local_step_scaler": 1,
+        "local_step_clipper": HELD,
+    },
+    "diloco": {"type": "DiLoCo", "stage": 0, "inner_steps": INNER_STEPS},
+}
+"""Optimizer and stage by name of the method; none is torch's DistributedDataParallel."""
+PERIODS = {"0/1 adam": HELD, "diloco": INNER_STEPS}
+"""Steps of a method's cycle, of which one sends a message; others send in every step."""
+_WARM = {"0/1 adam": 2 * HELD, "diloco": INNER_STEPS}
+_FIRST_STEPS = 3
+
+
+class SlowLinkRank(Worker):
+    """Worker of a `RankPool` for a method of `ENGINES`."""
+
+    def __init__(self, job: Job, rank: int, meeting: str) -> None:
+        pin(rank)
+        super().__init__(job, rank, meeting)
+
+    def build(self, watch: bool = False) -> dict[str, Any]:
+        """Build the model and its engine, and train until the method sends as it will for the rest of a run."""
+        name = self._job.engine
+        model = build(MODEL)
+        self._numel = sum(p.numel() for p in model.parameters())
+        self._step = self._ddp(model) if name == "ddp" else self._windlass(model, dict(ENGINES[name]))
+        for _ in range(_WARM.get(name, _FIRST_STEPS)):
+            self._step(self._tokens())
+        return {"parameters": self._numel}
+
+    def pace(self, rate: int) -> int:
+        """Call `rig.link.pace` for the existing connections."""
+        from rig.link import pace
+
+        return pace(rate)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Train. Return the seconds of all steps together, the CPU seconds, and the bytes received from the peer."""
+        from windlass.comm.traffic import set_traffic_observer
+
+        received: list[int] = []
+        set_traffic_observer(lambda operation, nbytes: received.append(nbytes))
+        self._dist.barrier()
+        start, busy = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            self._step(self._tokens())
+        self._dist.barrier()
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        set_traffic_observer(None)
+        if self._job.engine == "ddp":  # an all-reduce, by its least volume
+            received = [count * 2 * 4 * self._numel * (RANKS - 1) // RANKS]
+        return {"seconds": seconds, "busy": busy, "bytes": sum(received)}
+
+    def _tokens(self) -> Any:
+        self._taken += 1
+        size = self._job.size
+        return samples(MODEL.vocabulary, size.batch, size.length, 1000 * self._taken + self._rank)
+
+    def _ddp(self, model: Any) -> Any:
+        from torch.nn.parallel import DistributedDataParallel
+
+        optimizer = self._torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+        def step(tokens: Any) -> None:
+            wrapped(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    def _windlass(self, model: Any, given: dict[str, Any]) -> Any:
+        import windlass
+
+        kind, stage = given.pop("type"), given.pop("stage")
+        config = {
+            "train_micro_batch_size_per_gpu": self._job.size.batch,
+            "optimizer": {"type": kind, "params": {"lr": LR, **given}},
+            "zero_optimization": {"stage": stage},
+            "comm": {"transport": "gloo"},  # shared memory has no link to pace
+            "steps_per_print": 10**9,
+        }
+        engine: Any = windlass.initialize(model=model, config=config)[0]
+
+        def step(tokens: Any) -> None:
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+        return step

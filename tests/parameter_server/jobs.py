@@ -1,0 +1,95 @@
+"""Parameter server jobs whose servers and workers are threads of one process: links do not tell the difference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.ports import free_port
+from windlass.comm.loopback import bind_gloo_to_loopback
+from windlass.parameter_server.meeting import Meeting
+from windlass.parameter_server.model_layout import layout_of
+from windlass.parameter_server.server import ParameterServer
+from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.worker import ParameterServerWorker
+
+CONNECT = timedelta(seconds=240)  # a test machine may stand still
+
+
+class Job:
+    """Servers and workers around one store. Failures of threads are raised by `finish`."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        settings: ParameterServerSettings,
+        *,
+        servers: int = 2,
+        workers: int = 2,
+    ) -> None:
+        bind_gloo_to_loopback()
+        self.build, self.make_optimizer, self.settings = build, make_optimizer, settings
+        self.server_count, self.worker_count, self.port = servers, workers, free_port()
+        self._store = Meeting("127.0.0.1", self.port, serve=True, connect=CONNECT)
+        self.servers: dict[int, ParameterServer] = {}
+        self.failures: list[BaseException] = []
+        self.threads: list[threading.Thread] = []
+
+    def start_servers(self) -> None:
+        for server in range(self.server_count):
+            self.start_server(server)
+
+    def start_server(self, server: int) -> None:
+        def serve() -> None:
+            layout = layout_of(self.build_from(server), self.server_count)
+            made = ParameterServer(
+                layout, server, self.worker_count, self.settings, self.make_optimizer, self.meeting()
+            )
+            self.servers[server] = made
+            made.serve()
+
+        self.start(serve)
+
+    def build_from(self, seed: int) -> nn.Module:
+        """Build the model from a seed of its own: only that of server 0 counts."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self.build()
+
+    def meeting(self) -> Meeting:
+        return Meeting("127.0.0.1", self.port, serve=False, connect=CONNECT)
+
+    def worker(self, index: int, model: nn.Module | None = None) -> tuple[nn.Module, ParameterServerWorker]:
+        model = self.build_from(100 + index) if model is None else model
+        return model, ParameterServerWorker(layout_of(model, self.server_count), index, self.settings, self.meeting())
+
+    def start_worker(self, index: int, work: Callable[[nn.Module, ParameterServerWorker], Any]) -> None:
+        def run() -> None:
+            model, worker = self.worker(index)
+            with worker:
+                work(model, worker)
+
+        self.start(run)
+
+    def start(self, function: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                function()
+            except BaseException as error:
+                self.failures.append(error)
+
+        self.threads.append(threading.Thread(target=guarded, daemon=True))
+        self.threads[-1].start()
+
+    def finish(self) -> None:
+        for thread in self.threads:
+            thread.join(timeout=240)
+            assert not thread.is_alive()
+        if self.failures:
+            raise self.failures[0]

@@ -1,0 +1,439 @@
+"""Tests of parameter servers: equality with plain training, staleness, loss of servers and workers, refused input."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parameter_server.jobs import Job
+from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
+from windlass.parameter_server.job import role_of
+from windlass.parameter_server.parameter_cut import CutParameter, cut_parameters
+from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.update_clock import PushResult, UpdateClock
+from windlass.parameter_server.worker import ParameterServerWorker, ServerLostError, StalePushError
+
+STEPS = 4
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+class Bag(nn.Module):
+    """Embedding with sparse gradients, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(40, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embedding(ids).mean(1))
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def batch(step: int, worker: int, model: nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    if isinstance(model, Bag):
+        return torch.randint(0, 40, (6, 3), generator=generator)
+    return torch.randn(6, 5, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, worker: int) -> torch.Tensor:
+    return model(batch(step, worker, model)).square().mean()
+
+
+def train(
+    model: nn.Module, worker: ParameterServerWorker, steps: Iterator[int] | range = range(STEPS)
+) -> dict[str, torch.Tensor]:
+    """Train as a script does, and return the parameters of the last update."""
+    for step in steps:
+        worker.pull()
+        loss_of(model, step, worker.index).backward()
+        worker.push()
+    worker.pull()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def plain(
+    model: nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer], workers: int, steps: int = STEPS
+) -> dict[str, torch.Tensor]:
+    """Train in one process on the mean gradient of all workers, as DDP does."""
+    optimizer = make_optimizer(list(model.parameters()))
+    for step in range(steps):
+        optimizer.zero_grad()
+        for worker in range(workers):
+            (loss_of(model, step, worker) / workers).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-6)
+
+
+def run_synchronous(job: Job, **kinds: Any) -> list[dict[str, torch.Tensor]]:
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    job.start_servers()
+    for index in range(job.worker_count):
+        job.start_worker(index, lambda model, worker: found.update({worker.index: train(model, worker)}))
+    job.finish()
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("build", "make_optimizer", "servers", "workers"), [(mlp, sgd, 1, 2), (mlp, adamw, 3, 3), (Bag, sgd, 2, 2)]
+)
+def test_synchronous_training_equals_data_parallel_training(
+    build: Any, make_optimizer: Any, servers: int, workers: int
+) -> None:
+    """The parameters start from those of server 0, and all workers end with the same."""
+    job = Job(build, make_optimizer, ParameterServerSettings(), servers=servers, workers=workers)
+    wanted = plain(job.build_from(0), make_optimizer, workers)
+    for found in run_synchronous(job):
+        close(found, wanted)
+    assert {server.version for server in job.servers.values()} == {STEPS}
+
+
+def test_a_worker_with_less_data_leaves_the_others() -> None:
+    """After `close` of one worker an update is the mean over the others."""
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=2, workers=2)
+    reference = job.build_from(0)
+    optimizer = sgd(list(reference.parameters()))
+    for step in range(STEPS):
+        there = (0, 1) if step < 2 else (0,)
+        for worker in there:
+            (loss_of(reference, step, worker) / len(there)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {}
+
+    def work(model: nn.Module, worker: ParameterServerWorker) -> None:
+        for step in range(STEPS if worker.index == 0 else 2):
+            train_once(model, worker, step)
+        if worker.index == 0:
+            worker.pull()
+            found.update(model.named_parameters())
+
+    job.start_servers()
+    for index in range(2):
+        job.start_worker(index, work)
+    job.finish()
+    close(found, dict(reference.named_parameters()))
+
+
+def test_sparse_gradients_send_rows_only() -> None:
+    job = Job(Bag, sgd, ParameterServerSettings(), servers=2, workers=1)
+    sizes = []
+
+    def work(model: nn.Module, worker: ParameterServerWorker) -> None:
+        worker.pull()
+        ids = torch.tensor([[1, 1, 30]])
+        model(ids).sum().backward()
+        before = worker.bytes_sent
+        worker.push()
+        sizes.append(worker.bytes_sent - before)
+
+    job.start_servers()
+    job.start_worker(0, work)
+    job.finish()
+    dense, rows, headers, counts = 10 * 4, 2 * (8 + 4 * 4), 2 * 8 * 8, 2 * 8
+    # 170 elements in two shards: row 1 is in the first, row 30 and the dense layer in the second
+    assert sizes == [dense + rows + headers + counts]
+
+
+def test_asynchronous_updates_are_made_in_the_order_of_pushes() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=2, workers=2)
+    job.start_servers()
+    (first, one), (second, two) = job.worker(0), job.worker(1)
+    reference = job.build_from(0)
+    optimizer = sgd(list(reference.parameters()))
+    one.pull(), two.pull()
+    stale = copy.deepcopy(reference)
+    for model, worker, source in ((first, one, reference), (second, two, stale)):
+        loss_of(model, 0, worker.index).backward()
+        loss = loss_of(source, 0, worker.index)
+        gradients = torch.autograd.grad(loss, list(source.parameters()))
+        for parameter, gradient in zip(reference.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        worker.push()
+        optimizer.step()
+    assert one.pull() == 2 and two.version == 0
+    close(dict(first.named_parameters()), dict(reference.named_parameters()))
+    one.close(), two.close()
+    job.finish()
+
+
+def test_bounded_staleness_holds_the_fast_worker() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", staleness=2), servers=2, workers=2)
+    job.start_servers()
+    (fast_model, fast), (slow_model, slow) = job.worker(0), job.worker(1)
+    for step in range(2):
+        train_once(fast_model, fast, step)
+    came = threading.Event()
+
+    def third() -> None:
+        train_once(fast_model, fast, 2)  # two steps ahead at its pull
+        fast.pull()  # three ahead: waits for a push of the slow one
+        came.set()
+
+    job.start(third)
+    assert not came.wait(0.2)
+    train_once(slow_model, slow, 0)
+    assert came.wait(30)
+    slow.close()  # the fast one no longer waits for it
+    for step in range(3, 8):
+        train_once(fast_model, fast, step)
+    fast.close()
+    job.finish()
+
+
+def train_once(model: nn.Module, worker: ParameterServerWorker, step: int) -> bool:
+    worker.pull()
+    loss_of(model, step, worker.index).backward()
+    return worker.push()
+
+
+def test_backup_workers_do_not_hold_up_an_update() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(backup_workers=1), servers=2, workers=2)
+    job.start_servers()
+    (fast_model, fast), (late_model, late) = job.worker(0), job.worker(1)
+    late.pull()
+    loss_of(late_model, 0, 1).backward()
+    assert train_once(fast_model, fast, 0)
+    assert fast.pull() == 1  # without the late gradient
+    assert not late.push() and late.dropped == 1
+    assert late.pull() == 1
+    close(dict(late_model.named_parameters()), dict(fast_model.named_parameters()))
+    fast.close(), late.close()
+    job.finish()
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "bounded"])
+def test_workers_come_and_go(mode: Any) -> None:
+    """A worker that dies silently does not hold up the others; one that comes later joins at their step."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=2, workers=2)
+    job.start_servers()
+    (model, stays), (other, dies) = job.worker(0), job.worker(1)
+    train_once(model, stays, 0)
+    train_once(other, dies, 0)
+    for link in dies._links.values():
+        link.close()
+    for step in range(1, 4):
+        train_once(model, stays, step)
+    newcomer_model, newcomer = job.worker(2)
+    train_once(newcomer_model, newcomer, 4)
+    train_once(model, stays, 4)
+    assert stays.pull() == 7
+    stays.close(), newcomer.close()
+    job.finish()
+
+
+def test_a_synchronous_update_without_enough_workers_is_refused() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
+    job.start_servers()
+    (model, stays), (_, dies) = job.worker(0), job.worker(1)
+    train_once(model, stays, 0)
+    dies._links[0].close()
+    with pytest.raises(CommunicationError, match="server 0 .* cannot make update 1: 1 of the 2 workers that a synchr"):
+        stays.pull()
+    stays.close()
+    job.finish()
+
+
+def lose(job: Job, server: int) -> None:
+    """End a server silently, as a kill does: its links close, and its threads find no worker."""
+    lost = job.servers.pop(server)
+    lost.abandon()
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) -> None:
+    """With a snapshot at each update nothing is lost; the training equals the one without a loss."""
+    settings = ParameterServerSettings(mode=mode, snapshot=tmp_path, snapshot_every=1)
+    job = Job(mlp, adamw, settings, servers=2, workers=1)
+    wanted = plain(job.build_from(0), adamw, 1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step in range(STEPS):
+        train_once(model, worker, step)
+        if step == 1:
+            lose(job, 1)
+            job.start_server(1)
+    worker.pull()
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    job.finish()
+    again = Job(mlp, adamw, settings, servers=2, workers=1)  # a new run continues too
+    again.start_servers()
+    model, worker = again.worker(0)
+    assert worker.pull() == STEPS
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    again.finish()
+
+
+def test_a_loss_costs_at_most_the_updates_since_the_snapshot(tmp_path: Path) -> None:
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=3)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step in range(5):
+        train_once(model, worker, step)
+    lose(job, 0)
+    job.start_server(0)
+    assert worker.pull() == 3
+    close(dict(model.named_parameters()), plain(job.build_from(0), sgd, 1, steps=3))
+    worker.close()
+    job.finish()
+
+
+def test_a_server_that_is_not_replaced_is_named() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous", reconnect_seconds=0.1), servers=2, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    lose(job, 1)
+    with pytest.raises(
+        ServerLostError,
+        match=r"worker 0 cannot reach server 1 \(process \d+ on .*\) since \d\d:\d\d:\d\d \(0 s\): the conn",
+    ):
+        worker.pull()
+    worker.close()
+    job.finish()
+
+
+def test_an_old_push_is_refused() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous", max_age=1), servers=1, workers=2)
+    job.start_servers()
+    (model, one), (old_model, old) = job.worker(0), job.worker(1)
+    old.pull()
+    loss_of(old_model, 0, 1).backward()
+    for step in range(2):
+        train_once(model, one, step)
+    with pytest.raises(
+        StalePushError, match="push 1 of worker 1: its parameters are of version 0, and server 0 .* has 2"
+    ):
+        old.push()
+    assert train_once(old_model, old, 1)
+    one.close(), old.close()
+    job.finish()
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_not_sent() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    worker.pull()
+    loss_of(model, 0, 0).backward()
+    model[2].weight.grad[1, 1] = float("nan")
+    with pytest.raises(ModelError, match="gradient of 2.weight contains NaN at push 1 of worker 0; nothing was sent"):
+        worker.push()
+    assert worker.pull() == 0
+    worker.close()
+    job.finish()
+
+
+def test_another_model_is_refused() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    job.start_servers()
+    with pytest.raises(CommunicationError, match="worker 0 has another model than server 0"):
+        job.worker(0, nn.Linear(2, 2))
+    job.start_worker(0, lambda model, worker: worker.pull())
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mode": "eager"}, "mode = 'eager' does not exist; use one of synchronous, asynchronous, bounded"),
+        ({"staleness": -1}, "staleness = -1 is negative"),
+        ({"staleness": 2}, "staleness = 2 is for mode = 'bounded'"),
+        ({"mode": "bounded", "backup_workers": 1}, "backup_workers = 1 is for mode = 'synchronous'"),
+        ({"max_age": 3}, "max_age = 3 needs to be 0 or more, and a mode other than synchronous"),
+        ({"snapshot_every": 0}, "snapshot_every = 0; use 1 or more"),
+    ],
+)
+def test_settings_are_checked(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParameterServerSettings(**values)
+    assert message in str(caught.value)
+
+
+def test_backup_workers_leave_one() -> None:
+    with pytest.raises(ConfigError, match="backup_workers = 2 of 2 workers leave none"):
+        ParameterServerSettings(backup_workers=2).check_workers(2)
+
+
+def test_the_cut_is_by_bytes_and_keeps_rows_whole() -> None:
+    parameters = [CutParameter("a", 10), CutParameter("rows", 40, row=4), CutParameter("b", 11)]
+    for servers in range(1, 70):
+        shards = cut_parameters(parameters, servers)
+        covered = [(f.parameter, at) for shard in shards for f in shard for at in range(f.begin, f.end)]
+        assert covered == [(i, at) for i, p in enumerate(parameters) for at in range(p.numel)]
+        assert all(f.begin % 4 == f.end % 4 == 0 for shard in shards for f in shard if f.parameter == 1)
+        sizes = [sum(f.numel for f in shard) for shard in shards]
+        assert max(sizes) <= -(-61 // servers) + 4
+
+
+def test_a_restored_server_takes_the_version_of_its_workers() -> None:
+    clock = UpdateClock(ParameterServerSettings(), workers=2, version=3)
+    clock.join(0, 5)
+    assert clock.version == 5 and clock.push(0, 5) is PushResult.WAITS
+    clock.join(1, 6)  # it has seen the update that worker 0 has not
+    assert clock.push(0, 5) is PushResult.DROPPED and clock.may_pull(0, 6)
+
+
+def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "server-0-of-1.pt").write_bytes(b"no snapshot")
+    job = Job(mlp, sgd, ParameterServerSettings(snapshot=tmp_path), servers=1, workers=1)
+    job.start_servers()
+    with pytest.raises(CheckpointError, match="server-0-of-1.pt is no snapshot of a parameter server"):
+        job.finish()
+
+
+ENVIRONMENT = {"WINDLASS_SERVERS": "2", "RANK": "3", "WORLD_SIZE": "6", "MASTER_PORT": "1234"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (False, 1)),
+        ({"RANK": "1"}, (True, 1)),
+        ({"RANK": "0", "WINDLASS_JOINS": "1"}, (False, -1)),
+    ],
+)
+def test_the_first_ranks_are_servers(changes: dict[str, str], expected: tuple[bool, int]) -> None:
+    role = role_of({**ENVIRONMENT, **changes})
+    assert (role.is_server, role.index) == expected and (role.servers, role.workers) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, "the environment has no numbers in WINDLASS_SERVERS, RANK, WORLD_SIZE, MASTER_PORT"),
+        (
+            {**ENVIRONMENT, "WINDLASS_SERVERS": "6"},
+            "WINDLASS_SERVERS = 6 of 6 ranks; at least one server and one worker",
+        ),
+    ],
+)
+def test_an_incomplete_environment_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(CommunicationError) as caught:
+        role_of(environ)
+    assert message in str(caught.value)

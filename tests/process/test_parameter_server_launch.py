@@ -1,0 +1,75 @@
+"""Tests of `windlass run --servers`: roles, a worker and a server that a signal ends, and refused flags."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+JOB = """
+import os, signal, sys
+import torch
+from windlass import parameter_server as ps
+kills = sys.argv[1:] == ["kill"]
+settings = ps.ParameterServerSettings(mode="asynchronous", snapshot="snapshots", snapshot_every=1)
+model = torch.nn.Linear(3, 2)
+if kills and os.environ["RANK"] == "1" and not os.path.exists("killed"):  # a server, after the first push
+    from windlass.parameter_server import server_shard
+    update = server_shard.ServerShard.update
+    def once(self, gradients):
+        update(self, gradients)
+        open("killed", "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    server_shard.ServerShard.update = once
+worker = ps.start(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), settings)
+if worker is None:
+    sys.exit()
+with worker:
+    for step in range(3):
+        worker.pull()
+        model(torch.ones(1, 3)).sum().backward()
+        worker.push()
+        if kills and worker.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("worker", worker.index, "of", os.environ["WINDLASS_SERVERS"], "servers at", worker.pull() > 2)
+"""
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(JOB)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER"))}
+    command = [sys.executable, "-m", "windlass", "run", *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**env, "PYTHONPATH": str(ROOT)}, timeout=240
+    )
+
+
+def test_a_killed_worker_leaves_and_a_killed_server_continues(tmp_path: Path) -> None:
+    done = run(tmp_path, "--servers", "2", "--workers", "2", "job.py", "kill")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[rank 2] worker 0 of 2 servers at True"]
+    assert "rank 1, a parameter server, was ended by SIGKILL: it is started again" in done.stderr
+    assert "rank 3, a worker, was ended by SIGKILL: the run goes on without it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--servers", "1"), "--servers 1 --workers 0: a parameter server job needs both"),
+        (("--servers", "1", "--workers", "2", "--nproc", "3"), "--nproc or --num_gpus with --servers and --workers"),
+        (("--servers", "1", "--workers", "2", "--max-restarts", "1"), "--max-restarts with --servers"),
+    ],
+)
+def test_flags_that_contradict_are_refused(words: tuple[str, ...], message: str) -> None:
+    from windlass.launch.launch_errors import LaunchError
+    from windlass.launch.launch_flags import build_run_parser, parse_flags
+    from windlass.launch.plan_from_flags import plan_from_args
+
+    with pytest.raises(LaunchError) as caught:
+        plan_from_args(parse_flags(build_run_parser(), [*words, "job.py"]), {})
+    assert message in str(caught.value)

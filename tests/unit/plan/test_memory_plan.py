@@ -1,0 +1,210 @@
+"""Laws of predicted memory: it equals what autograd saves, and never falls when the work grows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.causal_models import model_of
+from windlass.base.errors import ConfigError, ModelError
+from windlass.config import load_config
+from windlass.plan.activation_trace import BACKWARD, FORWARD, trace_step
+from windlass.plan.choose_config import Rung, choose_config, ladder
+from windlass.plan.memory_plan import DEVICE, DISK, HOST, MOMENTS, MemoryPlan
+from windlass.plan.plan_run import RunShape, plan_memory
+from windlass.plan.planned_layout import Target, plan_layout
+from windlass.plan.planned_model import build_from_shape, build_on_meta, enable_checkpointing
+from windlass.plan.rank_limits import RankLimits, gpu_bytes
+
+SIZES = {
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+GPU = Target("cuda", "nccl")
+
+
+def llama(**changes: Any) -> nn.Module:
+    return build_on_meta(lambda: model_of("LlamaForCausalLM", **{**SIZES, **changes}), "llama")
+
+
+def settings(stage: int = 0, micro: int = 1, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    return {"train_micro_batch_size_per_gpu": micro, "zero_optimization": zero, **more}
+
+
+def plan(model: nn.Module, config: dict[str, Any], ranks: int = 2, length: int = 16, **more: Any) -> MemoryPlan:
+    return plan_memory(model, load_config(config), RunShape(ranks, length, **more))
+
+
+class Narrow(nn.Module):
+    """Three layers, of which autograd saves the inputs and the outputs of the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layers(rows)
+
+
+def saved_bytes(model: nn.Module, run: Any) -> int:
+    """Return the bytes of the storages that autograd saves in a run with values, without parameters."""
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # keeps the address from being used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM"])
+def test_a_trace_saves_what_autograd_saves(kind: str) -> None:
+    values = {"GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}}
+    sizes: dict[str, Any] = values.get(kind) or {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    if kind == "OPTForCausalLM":
+        sizes = {**sizes, "ffn_dim": sizes.pop("intermediate_size"), "word_embed_proj_dim": 32}
+    model = model_of(kind, bos_token_id=0, eos_token_id=0, pad_token_id=1, **sizes).train()
+    ids = torch.zeros((2, 24), dtype=torch.long)
+    ids[:] = torch.arange(24)
+    real = saved_bytes(model, lambda: model(input_ids=ids, labels=ids))
+    trace = trace_step(
+        model, lambda: {k: torch.zeros((2, 24), dtype=torch.long) for k in ("input_ids", "labels")}, [""]
+    )
+    # The ids themselves are saved by the embedding, here once and there once per name.
+    assert abs(trace.saved_by_autograd - real) <= 2 * ids.numel() * 8
+    assert trace.saved >= real and trace.peak(BACKWARD) >= trace.saved
+
+
+def test_bytes_of_linear_layers_equal_the_formula() -> None:
+    trace = trace_step(Narrow(), lambda: torch.zeros(4, 32), ["layers.0"])
+    rows, hidden = 4 * 32 * 4, 4 * 64 * 4
+    assert trace.saved_by_autograd == rows + hidden  # the input of each linear layer; the second one is tanh's output
+    assert trace.inputs == rows
+    names = [(event.phase, event.kind) for event in trace.events if event.name == "layers.0"]
+    assert names == [(FORWARD, "begin"), (FORWARD, "end"), (BACKWARD, "begin")]
+
+
+def test_checkpointing_saves_less_and_trains_alike() -> None:
+    model = llama()
+    plain = plan(model, settings(micro=2))
+    enable_checkpointing(model)
+    less = plan(model, settings(micro=2))
+    for moment in (FORWARD, BACKWARD):
+        assert less.moments[moment].total(HOST) < plain.moments[moment].total(HOST)
+    assert less.moments["load"].host == plain.moments["load"].host
+
+
+@pytest.mark.parametrize(("stage", "target"), [(0, GPU), (1, Target()), (2, GPU), (3, Target()), (3, GPU)])
+def test_memory_never_falls_when_the_batch_grows_or_ranks_go(stage: int, target: Target) -> None:
+    model = llama()
+    by_batch = [plan(model, settings(stage, micro), target=target) for micro in (1, 2, 5)]
+    by_ranks = [plan(model, settings(stage), ranks, target=target) for ranks in (4, 3, 2)]
+    by_length = [plan(model, settings(stage), length=length, target=target) for length in (8, 40)]
+    # One rank is left out: it needs no buffers for peers.
+    # A unit is padded to 16 elements for each rank, and an element has at most 20 bytes, and a fifth more of holes.
+    padding = 4 * 16 * 24 * len(plan_layout(model, load_config(settings(stage)), 4, target).units)
+    for series, slack in ((by_batch, 0), (by_ranks, padding), (by_length, 0)):
+        for place in (DEVICE, HOST):
+            peaks = [one.peak(place, MOMENTS[2:]) for one in series]
+            assert all(before <= after + slack for before, after in pairwise(peaks))
+        assert series[-1].peak(HOST) + series[-1].peak(DEVICE) > 0
+
+
+def test_a_stage_holds_no_more_than_the_one_below() -> None:
+    model = llama()
+    found = [plan(model, settings(stage), 4, target=GPU).moments["step"].device for stage in range(4)]
+    kinds = ("parameters", "gradients", "master weights", "optimizer states")
+    held = [sum(amounts.get(kind, 0) for kind in kinds) for amounts in found]
+    assert held == sorted(held, reverse=True) and held[3] < 1.1 * held[0] / 4
+
+
+def test_offloaded_slots_move_to_the_host_and_to_disk() -> None:
+    model, host = llama(), {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    on_host = plan(model, settings(3, zero=host), target=GPU)
+    assert not {"optimizer states", "gradients", "parameters"} & set(on_host.moments["step"].device)
+    assert {"optimizer states", "gradients", "parameters"} <= set(on_host.moments["step"].host)
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
+    on_disk = plan(model, settings(3, zero=disk), target=GPU)
+    assert "optimizer states" in on_disk.moments["step"].disk and "staging" in on_disk.moments["step"].host
+    assert on_disk.peak(HOST) > 0 and on_disk.peak(DISK) > 0
+
+
+def test_the_ladder_stops_at_the_first_configuration_that_fits() -> None:
+    model, run = llama(), RunShape(2, 16, GPU)
+    everything = choose_config(model, settings(), run, RankLimits(device=0), nvme_path="/nvme")
+    assert everything.chosen is None and everything.nearest.missing[DEVICE] > 0
+    rungs = ladder(has_own_memory=True, can_checkpoint=True, nvme=True)
+    assert [one.rung for one in everything.tried] == rungs
+    for index in (0, 2, 3, 6, 9, 10):
+        limit = everything.tried[index].plan.peak(DEVICE)
+        found = choose_config(model, settings(), run, RankLimits(device=limit), nvme_path="/nvme")
+        first = next(i for i, one in enumerate(everything.tried) if one.plan.peak(DEVICE) <= limit)
+        assert found.chosen is not None and found.chosen.rung == rungs[first]
+        assert found.chosen.config["zero_optimization"]["stage"] == rungs[first].stage
+
+
+def test_a_rung_keeps_the_other_keys() -> None:
+    raw = settings(1, 4, zero={"overlap_comm": False, "offload_optimizer": {"device": "cpu", "ratio": 0.5}})
+    found = Rung(3, False, "nvme", "cpu").apply(raw, "/nvme")
+    zero = found["zero_optimization"]
+    assert found["train_micro_batch_size_per_gpu"] == 4 and zero["overlap_comm"] is False
+    assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5}
+    assert raw["zero_optimization"]["stage"] == 1
+    assert "offload_optimizer" not in Rung(2, False).apply(raw, None)["zero_optimization"]
+
+
+class _ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.steps = int(torch.arange(3).sum().item())
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(rows)[rows[:, 0] > 0]
+
+
+def test_a_model_that_reads_values_names_its_module() -> None:
+    with pytest.raises(ModelError, match=r"cannot be built without values: module .*_ReadsValues"):
+        build_on_meta(lambda: nn.Sequential(_ReadsValues()), "mine")
+    with pytest.raises(ModelError, match=r"module '1' \(_Branches\).*--activations"):
+        trace_step(nn.Sequential(nn.Linear(4, 4), _Branches()), lambda: torch.zeros(2, 4), [])
+
+
+def test_given_activations_replace_the_trace() -> None:
+    given = plan(llama(), settings(), activations=12345)
+    assert given.moments[FORWARD].host["activations"] == 12345
+    assert any("given bytes" in note for note in given.notes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [("h2000", "neither a known GPU nor a size"), ("1GB", "leaves nothing beside")]
+)
+def test_an_unknown_gpu_says_what_there_is(wrong: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        gpu_bytes(wrong)
+    assert gpu_bytes("80GB") == 76 << 30
+
+
+def test_shapes_and_axes_that_are_not_planned() -> None:
+    with pytest.raises(ModelError, match="125m, 1b"):
+        build_from_shape("6b")
+    with pytest.raises(ConfigError, match="tp = 2: memory is planned for data-parallel ranks only"):
+        plan(llama(), {**settings(), "parallel": {"tp": 2}})

@@ -1,0 +1,105 @@
+"""Connection of two processes over gloo that does not depend on any other process.
+
+A process group ends for all of its ranks when one of them ends. A link is a group of two, so processes may come and go:
+only their own links end. Messages are tensors; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from windlass.base.errors import CommunicationError
+
+HEADER = 8
+"""Number of integers at the head of a message."""
+
+
+class LinkClosedError(CommunicationError):
+    """End of a link: the other process has ended, or cannot be reached."""
+
+
+class PairLink:
+    """Link between two processes. Each side sends and receives on one thread at a time.
+
+    Args:
+        store: rendezvous store, on a connection of its own: the other side may take long to arrive.
+        name: name of the link, equal on both sides and used once.
+        first: True on one side, False on the other.
+        peer: description of the other side, for messages.
+        connect: longest wait for the other side to connect.
+        idle: longest wait for a message.
+    """
+
+    def __init__(
+        self, store: Any, name: str, *, first: bool, peer: str, connect: timedelta, idle: timedelta = timedelta(days=7)
+    ) -> None:
+        self.peer, self.bytes_sent, self.bytes_received = peer, 0, 0
+        self._other = int(first)
+        try:
+            self._group: Any = dist.ProcessGroupGloo(
+                PrefixStore(f"windlass link {name}", store), 0 if first else 1, 2, connect
+            )
+        except RuntimeError as error:  # torch raises it for every failure to connect
+            raise LinkClosedError(
+                f"{peer} did not connect within {connect.total_seconds():.0f} s: {_line(error)}"
+            ) from error
+        self._idle = idle
+
+    def send(self, header: Sequence[int], *tensors: torch.Tensor) -> None:
+        """Send integers, at most `HEADER`, and contiguous CPU tensors whose sizes the other side can tell from them.
+
+        Raises:
+            LinkClosedError: the other side has ended.
+        """
+        head = torch.zeros(HEADER, dtype=torch.int64)
+        head[: len(header)] = torch.tensor(list(header), dtype=torch.int64)
+        for tensor in (head, *tensors):
+            self.send_tensor(tensor)
+
+    def send_tensor(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous CPU tensor."""
+        if tensor.numel():
+            self._transfer("send", tensor.view(-1).view(torch.uint8))
+            self.bytes_sent += tensor.numel() * tensor.element_size()
+
+    def receive_header(self) -> list[int]:
+        """Receive the integers of the next message.
+
+        Raises:
+            LinkClosedError: the other side has ended.
+        """
+        head = torch.empty(HEADER, dtype=torch.int64)
+        self.receive(head)
+        return head.tolist()
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Receive into a contiguous CPU tensor, and return it."""
+        if tensor.numel():
+            self._transfer("recv", tensor.view(-1).view(torch.uint8))
+            self.bytes_received += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._group = None
+
+    def _transfer(self, operation: str, tensor: torch.Tensor) -> None:
+        if self._group is None:
+            raise LinkClosedError(f"the connection with {self.peer} is closed")
+        try:
+            getattr(self._group, operation)([tensor], self._other, 0).wait(self._idle)
+        except RuntimeError as error:
+            self.close()
+            raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    """Return the first line of gloo's message, without its source file and its advice."""
+    text = str(error).strip().splitlines()[0]
+    return text.rpartition(".cc:")[2].partition("] ")[2].partition(". This is")[0] or text

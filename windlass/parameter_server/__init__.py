@@ -1,0 +1,13 @@
+"""Parameter server: servers own shards of parameters and optimizer states, workers pull and push.
+
+Reading order: settings, parameter_cut, update_clock, server_shard, messages, model_layout, meeting, server,
+worker, job.
+"""
+
+from __future__ import annotations
+
+from windlass.parameter_server.job import start as start
+from windlass.parameter_server.settings import ParameterServerSettings as ParameterServerSettings
+from windlass.parameter_server.worker import ParameterServerWorker as ParameterServerWorker
+from windlass.parameter_server.worker import ServerLostError as ServerLostError
+from windlass.parameter_server.worker import StalePushError as StalePushError

@@ -1,0 +1,78 @@
+"""Layout of a model over the servers, computed alike on servers and workers."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import ModelError
+from windlass.parameter_server.parameter_cut import CutParameter, Fragment, cut_parameters
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Trainable parameters of a model, and each server's fragments of them.
+
+    Attributes:
+        tensors: the model's parameters.
+        dtype: dtype of values and gradients in messages and on servers: float32, or float64 if a parameter is.
+        fingerprint: equal on all processes with the same model.
+    """
+
+    parameters: tuple[CutParameter, ...]
+    tensors: tuple[nn.Parameter, ...]
+    fragments: tuple[tuple[Fragment, ...], ...]
+    dtype: torch.dtype
+    fingerprint: int
+
+    def values(self, server: int) -> Tensor:
+        """Return the elements of a server's shard, from the model, `[n]`."""
+        parts = [self.part(fragment).to("cpu", self.dtype) for fragment in self.fragments[server]]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+
+    def part(self, fragment: Fragment) -> Tensor:
+        """Return the elements of a fragment as a view of the model's parameter."""
+        return self.tensors[fragment.parameter].detach().view(-1)[fragment.begin : fragment.end]
+
+    def numel(self, server: int) -> int:
+        """Return the number of elements of a server's shard."""
+        return sum(fragment.numel for fragment in self.fragments[server])
+
+    def dense_numel(self, server: int) -> int:
+        """Return the number of elements of a server's dense fragments."""
+        return sum(one.numel for one in self.fragments[server] if not self.parameters[one.parameter].is_sparse)
+
+    def sparse_rows(self, server: int) -> list[int]:
+        """Return the elements of a row, of each sparse fragment of a server."""
+        rows = [self.parameters[one.parameter].row for one in self.fragments[server]]
+        return [row for row in rows if row > 1]
+
+
+def layout_of(model: nn.Module, servers: int) -> ModelLayout:
+    """Return the layout of a model. The weights of `nn.Embedding(sparse=True)` have sparse gradients.
+
+    Raises:
+        ModelError: the model has no trainable parameter, or one that is not contiguous.
+    """
+    sparse = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse}
+    named = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
+    if not named:
+        raise ModelError("parameter server: the model has no trainable parameter; set requires_grad on some")
+    for name, tensor in named:
+        if not tensor.is_contiguous():
+            raise ModelError(f"parameter server: parameter {name} is not contiguous; make it so before the start")
+    parameters = tuple(
+        CutParameter(name, tensor.numel(), tensor.shape[-1] if id(tensor) in sparse else 1) for name, tensor in named
+    )
+    wide = any(tensor.dtype is torch.float64 for _, tensor in named)
+    text = repr([(name, tuple(tensor.shape), row.row) for (name, tensor), row in zip(named, parameters, strict=True)])
+    return ModelLayout(
+        parameters,
+        tuple(tensor for _, tensor in named),
+        tuple(tuple(part) for part in cut_parameters(parameters, servers)),
+        torch.float64 if wide else torch.float32,
+        zlib.crc32(text.encode()),
+    )

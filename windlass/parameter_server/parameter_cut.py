@@ -1,0 +1,67 @@
+"""Cut of a model's parameters into one range of bytes for each server: arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CutParameter:
+    """Parameter as the cut sees it.
+
+    Args:
+        name: name in the model.
+        numel: number of elements.
+        row: elements of a row, which stays whole: those of an embedding's vector if gradients are sparse, else 1.
+    """
+
+    name: str
+    numel: int
+    row: int = 1
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if gradients are rows."""
+        return self.row > 1
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Range of one parameter, in elements, that one server owns."""
+
+    parameter: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+def cut_parameters(parameters: Sequence[CutParameter], servers: int) -> list[list[Fragment]]:
+    """Return each server's fragments, in the order of the parameters: equal ranges of their concatenation.
+
+    A boundary inside a row moves to the row's begin.
+    """
+    total = sum(parameter.numel for parameter in parameters)
+    bounds = [total * server // servers for server in range(servers + 1)]
+    starts = []
+    start = 0
+    for parameter in parameters:
+        starts.append(start)
+        bounds = [
+            bound - (bound - start) % parameter.row if start <= bound < start + parameter.numel else bound
+            for bound in bounds
+        ]
+        start += parameter.numel
+    found: list[list[Fragment]] = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        own = []
+        for index, (parameter, first) in enumerate(zip(parameters, starts, strict=True)):
+            low, high = max(begin, first), min(end, first + parameter.numel)
+            if low < high:
+                own.append(Fragment(index, low - first, high - first))
+        found.append(own)
+    return found

@@ -1,0 +1,126 @@
+"""Parameters and optimizer states that one server owns, and their snapshot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.base.errors import CheckpointError
+from windlass.parameter_server.parameter_cut import CutParameter, Fragment
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class ShardGradient:
+    """Gradient of one shard.
+
+    Attributes:
+        dense: `[n]`, the elements of all dense fragments, one after the other.
+        rows: for each sparse fragment, the indices of its rows `[k]` and their gradients `[k, row]`.
+    """
+
+    dense: Tensor
+    rows: list[tuple[Tensor, Tensor]]
+
+
+class ServerShard:
+    """Fragments as flat parameters of an optimizer of the user's class, whose rule must be elementwise.
+
+    Args:
+        parameters: all parameters of the model, for the cut.
+        fragments: the fragments of this server.
+        values: `[n]`, their elements.
+        make_optimizer: builds the optimizer from a list of parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[CutParameter],
+        fragments: Sequence[Fragment],
+        values: Tensor,
+        make_optimizer: MakeOptimizer,
+    ) -> None:
+        self.fragments = list(fragments)
+        self.rows = [parameters[fragment.parameter].row for fragment in fragments]
+        parts = values.split([fragment.numel for fragment in fragments]) if fragments else []
+        self._parameters = [
+            nn.Parameter(part.clone().view(-1, row) if row > 1 else part.clone())
+            for part, row in zip(parts, self.rows, strict=True)
+        ]
+        # An optimizer of torch refuses an empty list, which a server has if there are more servers than elements.
+        self._optimizer = make_optimizer(self._parameters) if self._parameters else None
+
+    def values(self) -> Tensor:
+        """Return a copy of all elements, `[n]`."""
+        if not self._parameters:
+            return torch.empty(0)
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+
+    def update(self, gradients: Sequence[ShardGradient]) -> None:
+        """Make one update with the mean of the gradients, added in the given order."""
+        if self._optimizer is None:
+            return
+        count = len(gradients)
+        total = gradients[0].dense.clone()
+        for gradient in gradients[1:]:
+            total.add_(gradient.dense)
+        total /= count
+        begin, sparse = 0, 0
+        for parameter, row in zip(self._parameters, self.rows, strict=True):
+            if row == 1:
+                parameter.grad = total[begin : begin + parameter.numel()]
+                begin += parameter.numel()
+                continue
+            indices = torch.cat([gradient.rows[sparse][0] for gradient in gradients])
+            rows = torch.cat([gradient.rows[sparse][1] for gradient in gradients]) / count
+            sparse += 1
+            if indices.numel():
+                grad = torch.sparse_coo_tensor(indices[None], rows, parameter.shape, check_invariants=True)
+                parameter.grad = grad.coalesce()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, path: Path, version: int) -> None:
+        """Write parameters and states to `path`, by one rename."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}.new")
+        torch.save(
+            {
+                "version": version,
+                "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
+                "values": self.values(),
+                "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+            },
+            new,
+        )
+        os.replace(new, path)
+
+    def load(self, path: Path) -> int:
+        """Restore from `path`, and return the version.
+
+        Raises:
+            CheckpointError: the snapshot is of another model or number of servers, or damaged.
+        """
+        try:
+            found: dict[str, Any] = torch.load(path, weights_only=True)
+            same = found["fragments"] == [(one.parameter, one.begin, one.end) for one in self.fragments]
+        except Exception as error:  # torch.load raises many kinds
+            raise CheckpointError(f"{path} is no snapshot of a parameter server: {error}; remove it") from error
+        if not same:
+            raise CheckpointError(
+                f"{path} is of another model or number of servers; start as many servers as before, or remove it"
+            )
+        parts = found["values"].split([fragment.numel for fragment in self.fragments]) if self.fragments else []
+        with torch.no_grad():
+            for parameter, part in zip(self._parameters, parts, strict=True):
+                parameter.copy_(part.view(parameter.shape))
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(found["optimizer"])
+        return int(found["version"])

@@ -1,0 +1,75 @@
+"""Settings of a parameter server job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from windlass.base.errors import ConfigError
+
+Mode = Literal["synchronous", "asynchronous", "bounded"]
+MODES = ("synchronous", "asynchronous", "bounded")
+
+
+@dataclass(frozen=True)
+class ParameterServerSettings:
+    """Settings, equal on all servers and workers.
+
+    Args:
+        mode: `synchronous`: an update is the mean of one gradient of each worker, as in data-parallel training;
+            `asynchronous`: each gradient is an update, at once; `bounded`: as asynchronous, but no worker is more than
+            `staleness` steps ahead of the slowest one.
+        staleness: for `bounded`.
+        backup_workers: number of workers for whose gradients a synchronous update does not wait: the slowest of each
+            step, whose gradients are dropped.
+        max_age: with `asynchronous` and `bounded`, the number of updates since its pull at which a gradient is refused;
+            None: never.
+        snapshot: folder in which each server stores its parameters and states; None: nowhere.
+        snapshot_every: updates between two snapshots: the most that the loss of a server costs.
+        connect_seconds: longest wait for the others at the start.
+        reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
+
+    Raises:
+        ConfigError: a value is out of range, or of no use with the mode.
+    """
+
+    mode: Mode = "synchronous"
+    staleness: int = 0
+    backup_workers: int = 0
+    max_age: int | None = None
+    snapshot: Path | None = None
+    snapshot_every: int = 100
+    connect_seconds: float = 300.0
+    reconnect_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"parameter server: mode = {self.mode!r} does not exist; use one of {', '.join(MODES)}")
+        for name in ("staleness", "backup_workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"parameter server: {name} = {getattr(self, name)} is negative; use 0 or more")
+        if self.staleness and self.mode != "bounded":
+            raise ConfigError(
+                f"parameter server: staleness = {self.staleness} is for mode = 'bounded', and the mode is {self.mode!r}"
+            )
+        if self.backup_workers and self.mode != "synchronous":
+            raise ConfigError(
+                f"parameter server: backup_workers = {self.backup_workers} is for mode = 'synchronous', and the mode "
+                f"is {self.mode!r}"
+            )
+        if self.max_age is not None and (self.max_age < 0 or self.mode == "synchronous"):
+            raise ConfigError(
+                f"parameter server: max_age = {self.max_age} needs to be 0 or more, and a mode other than synchronous, "
+                "which drops late gradients itself"
+            )
+        if self.snapshot_every < 1:
+            raise ConfigError(f"parameter server: snapshot_every = {self.snapshot_every}; use 1 or more")
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ConfigError unless a synchronous update waits for at least one of `workers` workers."""
+        if self.backup_workers >= workers:
+            raise ConfigError(
+                f"parameter server: backup_workers = {self.backup_workers} of {workers} workers leave none whose "
+                f"gradients count; use at most {workers - 1}"
+            )

@@ -1,0 +1,108 @@
+"""Order of pushes and pulls of one server: which gradients make an update, and which pull has to wait. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from windlass.parameter_server.settings import ParameterServerSettings
+
+
+class PushResult(Enum):
+    """Fate of a gradient."""
+
+    WAITS = 0  # for those of the other workers
+    COMPLETES = 1  # an update can be made now
+    DROPPED = 2  # its step was completed without it
+    TOO_OLD = 3  # more updates than `max_age` since its pull
+
+
+@dataclass
+class UpdateClock:
+    """Versions of a server's parameters, and the steps of its workers.
+
+    Attributes:
+        version: number of updates so far.
+        steps: number of pushes of each live worker.
+        waiting: workers whose gradients are here for the next synchronous update.
+        retired: workers that have left by `close`: synchronous updates no longer need them.
+    """
+
+    settings: ParameterServerSettings
+    workers: int
+    version: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    retired: set[int] = field(default_factory=set)
+
+    @property
+    def needed(self) -> int:
+        """Number of gradients of the next synchronous update."""
+        return max(1, self.workers - len(self.retired - self.waiting) - self.settings.backup_workers)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if a synchronous update can be made now."""
+        return self.settings.mode == "synchronous" and len(self.waiting) >= self.needed
+
+    def join(self, worker: int, step: int) -> None:
+        """Add a worker. `step`: the version of its last pull in synchronous mode; else ignored for new ones.
+
+        A server that was restored has an older version than its workers in synchronous mode, and takes theirs.
+        """
+        if self.settings.mode == "synchronous":
+            if step > self.version:
+                self.version = step
+                self.waiting.clear()
+            self.steps[worker] = step
+        else:  # a worker that comes late holds no other worker up
+            self.steps[worker] = max(step, min(self.steps.values(), default=0))
+
+    def leave(self, worker: int, *, retires: bool) -> None:
+        """Remove a worker: the others no longer wait for its steps. A gradient that it has pushed still counts.
+
+        Args:
+            retires: it has left by `close`; else it was lost, and a synchronous update still needs it.
+        """
+        self.steps.pop(worker, None)
+        if retires:
+            self.retired.add(worker)
+
+    def push(self, worker: int, pulled: int) -> PushResult:
+        """Register a gradient that belongs to version `pulled` of the parameters."""
+        if self.settings.mode == "synchronous":
+            if pulled < self.version or worker in self.waiting:
+                return PushResult.DROPPED
+            self.waiting.add(worker)
+            return PushResult.COMPLETES if self.is_complete else PushResult.WAITS
+        if self.settings.max_age is not None and self.version - pulled > self.settings.max_age:
+            return PushResult.TOO_OLD
+        self.steps[worker] = self.steps.get(worker, 0) + 1
+        return PushResult.COMPLETES
+
+    def complete(self) -> None:
+        """Register an update."""
+        self.version += 1
+        self.waiting.clear()
+
+    def may_pull(self, worker: int, wanted: int) -> bool:
+        """Return True if a worker may have the parameters now.
+
+        Args:
+            wanted: the least version, in synchronous mode.
+        """
+        if self.settings.mode == "synchronous":
+            return self.version >= wanted
+        if self.settings.mode == "asynchronous":
+            return True
+        own = self.steps.get(worker, 0)
+        return own - min(self.steps.values(), default=own) <= self.settings.staleness
+
+    def stuck_because(self) -> str:
+        """Return the reason for which no synchronous update can follow; empty if one can."""
+        if self.settings.mode != "synchronous":
+            return ""
+        able = len(self.waiting | set(self.steps))
+        if able >= self.needed:
+            return ""
+        return f"{able} of the {self.needed} workers that a synchronous update needs remain"

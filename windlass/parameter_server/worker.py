@@ -1,0 +1,251 @@
+"""Worker of a parameter server job: pulls parameters into its model and pushes gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from windlass.base.errors import CommunicationError, ModelError
+from windlass.base.log import logger
+from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.messages import MessageKind, receive_text, send_gradient
+from windlass.parameter_server.model_layout import ModelLayout
+from windlass.parameter_server.server_shard import ShardGradient
+from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.update_clock import PushResult
+
+T = TypeVar("T")
+
+
+class StalePushError(CommunicationError):
+    """Gradient that was refused because its parameters are too old (`max_age`). Pull, and compute it again."""
+
+
+class ServerLostError(CommunicationError):
+    """Server that ended, or cannot be reached, and was not replaced in time."""
+
+
+class ParameterServerWorker:
+    """Worker, from its start to `close`. Use it as a context manager.
+
+    ```python
+    with worker:
+        for batch in batches:
+            worker.pull()
+            loss(model, batch).backward()
+            worker.push()
+    ```
+
+    Attributes:
+        index: number of the worker.
+        pushes: number of gradients pushed.
+        dropped: number of those that arrived after their synchronous update (`backup_workers`).
+    """
+
+    def __init__(self, layout: ModelLayout, index: int, settings: ParameterServerSettings, meeting: Meeting) -> None:
+        self.index, self.pushes, self.dropped = index, 0, 0
+        self._layout, self._settings, self._meeting = layout, settings, meeting
+        self._servers = range(len(layout.fragments))
+        self._links: dict[int, PairLink] = {}
+        self._addresses: dict[int, ServerAddress] = {}
+        self._pulled = dict.fromkeys(self._servers, 0)
+        self._last: dict[int, tuple[int, ShardGradient]] = {}  # pushed, and not yet in a version that was pulled
+        self._closed_bytes = [0, 0]
+        for server in self._servers:
+            self._connect(server, settings.connect_seconds, "")
+
+    @property
+    def version(self) -> int:
+        """Number of updates in the parameters that were pulled last, by the server that is least advanced."""
+        return min(self._pulled.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent to all servers."""
+        return self._closed_bytes[0] + sum(link.bytes_sent for link in self._links.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received from all servers."""
+        return self._closed_bytes[1] + sum(link.bytes_received for link in self._links.values())
+
+    def pull(self) -> int:
+        """Receive the parameters into the model, and return their version.
+
+        In synchronous mode this waits for the update with this worker's last gradient; in bounded mode, until the
+        slowest worker is at most `staleness` steps behind.
+
+        Raises:
+            ServerLostError: a server was lost and not replaced.
+            CommunicationError: too few workers remain for a synchronous update.
+        """
+        for server in self._servers:
+            self._with_server(server, lambda server=server: self._pull_from(server))  # type: ignore[misc]
+        return self.version
+
+    def push(self) -> bool:
+        """Send the gradients of the model's parameters to the servers, and clear them.
+
+        Returns:
+            False if the gradient was dropped because its synchronous update was made without it.
+
+        Raises:
+            ModelError: a gradient is not finite. Nothing was sent.
+            StalePushError: more than `max_age` updates were made since the pull.
+            ServerLostError: a server was lost and not replaced.
+        """
+        self._check_gradients()
+        gradients = [self._gradient_of(server) for server in self._servers]
+        results = []
+        for server in self._servers:
+            self._last[server] = (self._pulled[server], gradients[server])
+            results.append(self._with_server(server, lambda server=server: self._push_to(server)))  # type: ignore[misc]
+        for tensor in self._layout.tensors:
+            tensor.grad = None
+        self.pushes += 1
+        for server, (result, version) in enumerate(results):
+            if result is PushResult.TOO_OLD:
+                pulled = self._pulled[server]
+                raise StalePushError(
+                    f"push {self.pushes} of worker {self.index}: its parameters are of version {pulled}, and "
+                    f"{self._addresses[server]} has {version}: {version - pulled} updates, "
+                    f"where max_age = {self._settings.max_age} are allowed; pull more often, or raise max_age"
+                )
+        was_dropped = any(result is PushResult.DROPPED for result, _ in results)
+        self.dropped += was_dropped
+        return not was_dropped
+
+    def close(self) -> None:
+        """Leave the run. The servers end when all workers have left."""
+        self._meeting.post(f"left {self.index}")
+        for link in self._links.values():
+            try:
+                link.send([MessageKind.BYE])
+            except LinkClosedError as error:
+                logger.warning("worker %d leaves: %s", self.index, error)
+            self._forget(link)
+        self._links = {}
+
+    def __enter__(self) -> ParameterServerWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connect(self, server: int, seconds: float, cause: str) -> None:
+        """Connect with the newest server of a shard, of a later generation than the one before, within a time."""
+        began, named = time.time(), str(self._addresses.get(server, f"server {server}"))
+        while True:
+            before = self._addresses.get(server)
+            left = max(0.0, began + seconds - time.time())
+            address = self._meeting.find_server(server, before.generation if before is not None else 0, left)
+            if address is None:
+                since = time.strftime("%H:%M:%S", time.localtime(began))
+                raise ServerLostError(
+                    f"worker {self.index} cannot reach {named} since {since} ({seconds:.0f} s): "
+                    f"{cause or 'it has not started'}; see its output; start it again with the same snapshot folder, "
+                    "or raise reconnect_seconds"
+                )
+            self._addresses[server] = address
+            try:
+                self._greet(server, self._meeting.call_server(address, self.index))
+            except LinkClosedError as error:  # it was lost meanwhile
+                cause = str(error)
+                continue
+            return
+
+    def _greet(self, server: int, link: PairLink) -> None:
+        step = self._pulled[server] if self._settings.mode == "synchronous" else 0
+        link.send([MessageKind.HELLO, self.index, step, self.pushes, self._layout.fingerprint])
+        version = self._receive(link, MessageKind.WELCOME)[0]
+        self._links[server] = link
+        last = self._last.get(server)
+        if last is not None and self._settings.mode == "synchronous" and version <= last[0]:
+            self._push_to(server)  # the server that was lost may have had it
+
+    def _with_server(self, server: int, action: Callable[[], T]) -> T:
+        """Run an exchange with a server. If the server is lost, connect with the one that replaces it, and repeat."""
+        while True:
+            try:
+                return action()
+            except LinkClosedError as error:
+                logger.warning("worker %d: %s; waits for another process in its place", self.index, error)
+                self._forget(self._links.pop(server))
+                self._connect(server, self._settings.reconnect_seconds, str(error))
+
+    def _forget(self, link: PairLink) -> None:
+        self._closed_bytes = [self._closed_bytes[0] + link.bytes_sent, self._closed_bytes[1] + link.bytes_received]
+        link.close()
+
+    def _pull_from(self, server: int) -> None:
+        link, layout = self._links[server], self._layout
+        synchronous = self._settings.mode == "synchronous"
+        last = self._last.get(server)
+        link.send([MessageKind.PULL, last[0] + 1 if last is not None and synchronous else 0])
+        version = self._receive(link, MessageKind.PARAMETERS)[0]
+        values = link.receive(torch.empty(layout.numel(server), dtype=layout.dtype))
+        begin = 0
+        for fragment in layout.fragments[server]:
+            layout.part(fragment).copy_(values[begin : begin + fragment.numel])
+            begin += fragment.numel
+        self._pulled[server] = version
+        self._last.pop(server, None)
+
+    def _push_to(self, server: int) -> tuple[PushResult, int]:
+        pulled, gradient = self._last[server]
+        link = self._links[server]
+        send_gradient(link, pulled, gradient)
+        result, version, *_ = self._receive(link, MessageKind.PUSHED)
+        return PushResult(result), version
+
+    def _receive(self, link: PairLink, expected: MessageKind) -> list[int]:
+        kind, *numbers = link.receive_header()
+        if kind == MessageKind.PROBLEM:
+            raise CommunicationError(f"parameter server: {receive_text(link, numbers[0])}")
+        assert kind == expected, f"{link.peer} sent message {kind} instead of {expected}"
+        return numbers
+
+    def _check_gradients(self) -> None:
+        for parameter, tensor in zip(self._layout.parameters, self._layout.tensors, strict=True):
+            if tensor.grad is None:
+                continue
+            values = tensor.grad._values() if tensor.grad.is_sparse else tensor.grad
+            if not bool(torch.isfinite(values).all()):
+                what = "NaN" if bool(torch.isnan(values).any()) else "an infinity"
+                raise ModelError(
+                    f"gradient of {parameter.name} contains {what} at push {self.pushes + 1} of worker {self.index}; "
+                    "nothing was sent; lower the learning rate, or look at this worker's batch"
+                )
+
+    def _gradient_of(self, server: int) -> ShardGradient:
+        layout = self._layout
+        dense, rows = [], []
+        for fragment in layout.fragments[server]:
+            parameter, tensor = layout.parameters[fragment.parameter], layout.tensors[fragment.parameter]
+            grad = tensor.grad
+            if parameter.is_sparse:
+                rows.append(self._rows_of(grad, fragment.begin // parameter.row, fragment.end // parameter.row, tensor))
+            elif grad is None:
+                dense.append(torch.zeros(fragment.numel, dtype=layout.dtype))
+            else:
+                part = grad.detach().reshape(-1)[fragment.begin : fragment.end]
+                dense.append(part.to("cpu", layout.dtype))
+        return ShardGradient(torch.cat(dense) if dense else torch.empty(0, dtype=layout.dtype), rows)
+
+    def _rows_of(
+        self, grad: torch.Tensor | None, begin: int, end: int, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of a sparse gradient that lie in a fragment, numbered within it."""
+        if grad is None:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, tensor.shape[-1], dtype=self._layout.dtype)
+        grad = grad.coalesce() if grad.is_sparse else grad.to_sparse(1).coalesce()
+        indices, values = grad.indices()[0].to("cpu"), grad.values().to("cpu", self._layout.dtype)
+        inside = (indices >= begin) & (indices < end)
+        return indices[inside] - begin, values[inside].contiguous()

@@ -1,0 +1,302 @@
+"""Trace of one forward and backward without memory: bytes that live at each moment, and the order of blocks.
+
+[Note: traced memory] The model runs on tensors that have shapes and no memory (`FakeTensorMode`, so that a CPU's
+kernels are chosen as in a run: attention by SDPA saves what its fused kernel saves). Every storage that an operator
+creates counts from its creation until it is freed, which includes what autograd saves, gradients on their way, and
+temporary tensors of losses; what a kernel allocates inside itself is not seen. Gradients leave `.grad` as they arrive,
+as in a run with `contiguous_gradients`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from windlass.base.errors import ModelError
+from windlass.base.tensor_tree import iterate_tensors
+
+_ALLOCATION = 64  # bytes: every block of memory is a multiple of this, in torch's CPU allocator
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """Event of a traced step.
+
+    Attributes:
+        phase: `forward` or `backward`.
+        kind: `begin` or `end` of a block's part of the phase, or `gradient` of a parameter.
+        name: Name of the block's module, or of the parameter.
+        peak: Largest number of live bytes since the event before.
+        live: Live bytes at the event.
+    """
+
+    phase: str
+    kind: str
+    name: str
+    peak: int
+    live: int
+
+
+@dataclass
+class ActivationTrace:
+    """Memory of one forward and backward of a micro-batch, in bytes, without parameters and their gradient buffers.
+
+    Attributes:
+        events: All events in their order. The last one of each phase has the kind `done`.
+        saved: Live bytes at the end of the forward: tensors that autograd saved, and the output.
+        saved_by_autograd: Those of them that autograd saved, without parameters.
+        inputs: Bytes of the batch.
+    """
+
+    events: list[MemoryEvent] = field(default_factory=list)
+    saved: int = 0
+    saved_by_autograd: int = 0
+    inputs: int = 0
+
+    def peak(self, phase: str) -> int:
+        """Return the largest number of live bytes of a phase."""
+        return max((event.peak for event in self.events if event.phase == phase), default=0)
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operators create, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, Any] = {}
+        self.requests: list[tuple[int, int]] = []
+        self._number = 0
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Do not count the memory of `tensor`."""
+        self._follow(tensor.untyped_storage(), 0)
+
+    def take_peak(self) -> int:
+        """Return the largest number of live bytes since the last call."""
+        peak, self.peak = max(self.peak, self.live), self.live
+        return peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # No values exist. True for a condition: transformers asks whether a batch is a plain one.
+            return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._follow(storage, -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        self._number += 1
+        number = self._number
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        if nbytes:
+            self.requests.append((number, nbytes))
+
+        def freed(_: Any) -> None:
+            self._known.pop(key, None)
+            self.live -= nbytes
+            if nbytes:
+                self.requests.append((number, 0))
+
+        self._known[key] = weakref.ref(storage, freed)
+
+
+def copy_without_memory(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of `model` whose parameters and buffers have shapes and no memory.
+
+    Args:
+        mode: Mode that the copies belong to.
+        dtype: Dtype of floating-point parameters; None: each keeps its own.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            casts = is_parameter and dtype is not None and tensor.is_floating_point()
+            like = torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype, device="cpu")
+            memo[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
+        return copy.deepcopy(model, memo)
+
+
+def trace_step(
+    model: nn.Module,
+    make_batch: Callable[[], Any],
+    blocks: list[str],
+    *,
+    param_dtype: torch.dtype | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    trains: bool = True,
+) -> ActivationTrace:
+    """Trace a forward and backward of `model`, whose parameters may be on the meta device.
+
+    Args:
+        make_batch: Makes the keyword arguments, or one positional argument, of the forward. Only shapes matter.
+        blocks: Names of the modules whose begin and end are events.
+        param_dtype: Dtype of floating-point parameters; None: each keeps its own.
+        autocast_dtype: Dtype of `torch.autocast`; None: there is none.
+        trains: False: a forward without gradients.
+
+    Raises:
+        ModelError: the forward or backward depends on values, as a mixture of experts does. Names the module.
+    """
+    mode = FakeTensorMode()
+    twin = copy_without_memory(model, mode, param_dtype)
+    recorder = _TraceRecorder(twin, set(blocks))
+    try:
+        with mode, _plain_masks(), recorder.storages:
+            batch = make_batch()
+            recorder.trace.inputs = sum(t.numel() * t.element_size() for t in iterate_tensors(batch))
+            amp = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+            with recorder.hooks(), torch.set_grad_enabled(trains):
+                with amp, recorder.saved_tensors():
+                    output = twin(**batch) if isinstance(batch, dict) else twin(batch)
+                    loss = _loss_of(output)
+                recorder.end_forward()
+                if trains:
+                    loss.backward()
+                recorder.end_backward()
+    except ModelError:
+        raise
+    except Exception as error:
+        where = _innermost_module(error, twin)
+        raise ModelError(
+            f"the memory of {type(model).__name__} cannot be traced without values: {where}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}; give the bytes of "
+            "activations of a micro-batch with --activations"
+        ) from error
+    return recorder.trace
+
+
+class _TraceRecorder:
+    def __init__(self, model: nn.Module, blocks: set[str]) -> None:
+        self.trace, self.storages = ActivationTrace(), _LiveStorages()
+        self._model, self._blocks, self._phase = model, blocks, FORWARD
+        self._own = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.storages.ignore(tensor)
+        self._saved: dict[int, int] = {}
+
+    def _record(self, kind: str, name: str) -> None:
+        storages = self.storages
+        self.trace.events.append(MemoryEvent(self._phase, kind, name, storages.take_peak(), storages.live))
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Context in which blocks and gradients are recorded."""
+        handles: list[Any] = []
+        for name, module in self._model.named_modules():
+            if name in self._blocks:
+                handles.append(module.register_forward_pre_hook(self._before_hook(name), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after_hook(name)))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._record("begin", name)
+            if self._phase == FORWARD:
+                for tensor in iterate_tensors((args, kwargs)):
+                    if tensor.requires_grad:  # its gradient is complete once the block's backward is
+                        tensor.register_hook(lambda _: self._record("end", name))
+
+        return hook
+
+    def _after_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._phase == BACKWARD:
+                return  # a recomputation, after which the block's backward follows at once
+            self._record("end", name)
+            for tensor in iterate_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._record("begin", name))
+
+        return hook
+
+    def _gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._record("gradient", name)
+            parameter.grad = None
+
+        return hook
+
+    def saved_tensors(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the bytes of saved tensors are counted."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._own:
+                self._saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def end_forward(self) -> None:
+        """Record the end of the forward."""
+        self._record("done", "")
+        self.trace.saved, self.trace.saved_by_autograd = self.storages.live, sum(self._saved.values())
+        self._phase = BACKWARD
+
+    def end_backward(self) -> None:
+        """Record the end of the backward."""
+        self._record("done", "")
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = next(t for t in iterate_tensors(output) if t.is_floating_point())
+    return first.float().mean()
+
+
+@contextlib.contextmanager
+def _plain_masks() -> Iterator[None]:
+    """Let transformers choose the mask of a plain batch, as in a run.
+
+    For tensors without values it would build a mask `[batch, 1, length, length]`, in case several documents are packed
+    into one sequence, which it otherwise finds out by looking at the positions.
+    """
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield
+        return
+    with mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False):
+        yield
+
+
+def _innermost_module(error: BaseException, model: nn.Module) -> str:
+    """Return the name and class of the innermost module whose forward raised `error`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = type(model).__name__, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            found = f"module {names[id(owner)] or 'model'!r} ({type(owner).__name__})"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,201 @@
+"""Ladder of configurations, from the fastest to the smallest: the first one that fits is chosen.
+
+[Note: order of the ladder] Stages 0 to 2 send the same bytes in a step, stage 3 half as much again; activation
+checkpointing computes each layer's forward twice; offloaded states cross the link to the host once a step, offloaded
+parameters twice, and NVMe is slower than the link. So the ladder raises the stage, then checkpoints, then offloads
+states, then parameters, then moves both to NVMe. The order is that of the tutorials of ZeRO, not of measured times.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from windlass.config import load_config
+from windlass.plan.activation_trace import ActivationTrace
+from windlass.plan.memory_plan import DEVICE, DISK, HOST, MemoryPlan
+from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.plan_run import RunShape, micro_batch_of, plan_notes, trace_of
+from windlass.plan.planned_layout import plan_layout
+from windlass.plan.planned_model import disable_checkpointing, enable_checkpointing
+from windlass.plan.rank_limits import RankLimits
+
+PLACES = (DEVICE, HOST, DISK)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Configuration of the ladder.
+
+    Attributes:
+        stage: ZeRO stage.
+        checkpointing: Activations are checkpointed.
+        states, parameters: Tier of optimizer states and of parameters, as `offload_*.device` has it.
+    """
+
+    stage: int
+    checkpointing: bool
+    states: str = "none"
+    parameters: str = "none"
+
+    def __str__(self) -> str:
+        parts = [f"stage {self.stage}"]
+        if self.checkpointing:
+            parts.append("checkpointing")
+        parts += [f"{what} on {tier}" for what, tier in self._offloaded()]
+        return ", ".join(parts)
+
+    def _offloaded(self) -> Iterator[tuple[str, str]]:
+        for what, tier in (("states", self.states), ("parameters", self.parameters)):
+            if tier != "none":
+                yield what, tier
+
+    def apply(self, raw: dict[str, Any], nvme_path: str | None) -> dict[str, Any]:
+        """Return the configuration `raw` with the stage and tiers of this rung."""
+        changed = copy.deepcopy(raw)
+        zero = changed.setdefault("zero_optimization", {})
+        zero["stage"] = self.stage
+        for key, tier in (("offload_optimizer", self.states), ("offload_param", self.parameters)):
+            before = zero.pop(key, None) or {}
+            if tier != "none":
+                section = {name: value for name, value in before.items() if name not in ("device", "nvme_path")}
+                zero[key] = {**section, "device": tier}
+                if tier == "nvme":
+                    zero[key]["nvme_path"] = before.get("nvme_path") or nvme_path
+        return changed
+
+
+@dataclass(frozen=True)
+class TriedRung:
+    """Rung with its predicted memory.
+
+    Attributes:
+        missing: Bytes beyond the limit, by place; empty: it fits.
+        config: The configuration.
+    """
+
+    rung: Rung
+    plan: MemoryPlan
+    missing: dict[str, int]
+    config: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Result of the walk.
+
+    Attributes:
+        tried: Rungs in the order of the ladder, up to the chosen one.
+        chosen: First rung that fits; None: none does.
+        nearest: Rung that lacks the fewest bytes.
+    """
+
+    tried: list[TriedRung]
+    chosen: TriedRung | None
+    nearest: TriedRung
+
+
+def ladder(*, has_own_memory: bool, can_checkpoint: bool, nvme: bool) -> list[Rung]:
+    """Return the rungs from the fastest to the smallest, see [Note: order of the ladder].
+
+    Args:
+        has_own_memory: The device has memory beside the host's; else offloading to the host moves nothing.
+        can_checkpoint: The model can checkpoint its activations.
+        nvme: There is a path for NVMe offload.
+    """
+    rungs = [Rung(stage, False) for stage in range(4)]
+    least = can_checkpoint
+    if can_checkpoint:
+        rungs += [Rung(stage, True) for stage in range(4)]
+    if has_own_memory:
+        rungs += [Rung(2, least, "cpu"), Rung(3, least, "cpu"), Rung(3, least, "cpu", "cpu")]
+    if nvme:
+        rungs += [Rung(3, least, "nvme", "cpu" if has_own_memory else "none"), Rung(3, least, "nvme", "nvme")]
+    return rungs
+
+
+def choose_config(
+    model: nn.Module,
+    raw: dict[str, Any],
+    run: RunShape,
+    limits: RankLimits,
+    *,
+    nvme_path: str | None = None,
+    on_tried: Callable[[TriedRung], None] = lambda tried: None,
+) -> Choice:
+    """Walk the ladder and stop at the first configuration that fits.
+
+    Args:
+        model: The model, possibly on the meta device; its checkpointing is switched as the rungs need.
+        raw: The user's configuration. Its stage and offload sections are replaced, everything else is kept.
+        nvme_path: Path of NVMe offload; None: NVMe is left out, unless `raw` names a path.
+        on_tried: Called with each rung once it is planned.
+    """
+    nvme_path = nvme_path or _named_path(raw)
+    rungs = ladder(
+        has_own_memory=run.target.has_own_memory,
+        can_checkpoint=_can_checkpoint(model),
+        nvme=nvme_path is not None,
+    )
+    traces: dict[tuple[bool, int], ActivationTrace] = {}
+    tried: list[TriedRung] = []
+    for rung in rungs:
+        one = _try(model, rung, raw, run, limits, nvme_path, traces)
+        on_tried(one)
+        tried.append(one)
+        if one.fits:
+            break
+    chosen = tried[-1] if tried[-1].fits else None
+    return Choice(tried, chosen, min(tried, key=lambda one: sum(one.missing.values())))
+
+
+def missing_bytes(plan: MemoryPlan, limits: RankLimits) -> dict[str, int]:
+    """Return the bytes by which a plan exceeds each limit; empty: it fits."""
+    pairs = [(place, limits.of(place)) for place in PLACES]
+    return {place: plan.peak(place) - most for place, most in pairs if most is not None and plan.peak(place) > most}
+
+
+def _try(
+    model: nn.Module,
+    rung: Rung,
+    raw: dict[str, Any],
+    run: RunShape,
+    limits: RankLimits,
+    nvme_path: str | None,
+    traces: dict[tuple[bool, int], ActivationTrace],
+) -> TriedRung:
+    changed = rung.apply(raw, nvme_path)
+    config = load_config(changed)
+    layout = plan_layout(model, config, run.world_size, run.target)
+    micro = micro_batch_of(config, run.world_size)
+    # A trace depends on neither stage nor tiers, unless they lead to other blocks.
+    key = (rung.checkpointing, len(layout.blocks))
+    if key not in traces:
+        if _can_checkpoint(model):
+            (enable_checkpointing if rung.checkpointing else disable_checkpointing)(model)
+        traces[key] = trace_of(model, config, layout, run, micro)
+    planner = MemoryPlanner(model, config, layout, traces[key], sharded_init=run.sharded_init)
+    plan = planner.plan(run.world_size, micro, run.length)
+    plan.notes += plan_notes(config, run, layout)
+    return TriedRung(rung, plan, missing_bytes(plan, limits), changed)
+
+
+def _can_checkpoint(model: nn.Module) -> bool:
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def _named_path(raw: dict[str, Any]) -> str | None:
+    zero = raw.get("zero_optimization") or {}
+    for key in ("offload_optimizer", "offload_param"):
+        path = (zero.get(key) or {}).get("nvme_path")
+        if path:
+            return str(path)
+    return None

@@ -1,0 +1,100 @@
+"""Plan of a run: from a model and a configuration to the memory of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from windlass.base.dtypes import parse_dtype
+from windlass.config import Config
+from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, MemoryEvent, trace_step
+from windlass.plan.memory_plan import MemoryPlan
+from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
+from windlass.plan.planned_model import language_batch
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """Properties of a run beside its configuration.
+
+    Attributes:
+        world_size: Number of ranks.
+        length: Tokens of a sample.
+        target: Machine.
+        sharded_init: The model is built under `zero.Init` or `from_pretrained`.
+        activations: Bytes of activations of a micro-batch, if the model cannot be traced; None: trace it.
+        make_batch: Returns, for a micro-batch and a length, a function that makes a batch.
+    """
+
+    world_size: int = 1
+    length: int = 1024
+    target: Target = Target()
+    sharded_init: bool = False
+    activations: int | None = None
+    make_batch: Callable[[int, int], Callable[[], Any]] = language_batch
+
+
+def plan_memory(model: nn.Module, config: Config, run: RunShape) -> MemoryPlan:
+    """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
+
+    Raises:
+        ConfigError: the configuration is not supported, or its batch or axes do not fit the ranks.
+        ModelError: the model cannot be traced.
+    """
+    layout = plan_layout(model, config, run.world_size, run.target)
+    micro = micro_batch_of(config, run.world_size)
+    trace = trace_of(model, config, layout, run, micro)
+    planner = MemoryPlanner(model, config, layout, trace, sharded_init=run.sharded_init)
+    plan = planner.plan(run.world_size, micro, run.length)
+    plan.notes += plan_notes(config, run, layout)
+    return plan
+
+
+def micro_batch_of(config: Config, world_size: int) -> int:
+    """Return the micro-batch of a rank.
+
+    Raises:
+        ConfigError: the batch sizes do not fit `world_size` ranks, or there are none.
+    """
+    return config.resolve_batch(world_size, "--world-size").micro
+
+
+def trace_of(model: nn.Module, config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
+    """Return the trace of a micro-batch, or one that holds the given bytes of activations."""
+    blocks = [block.name for block in layout.blocks]
+    if run.activations is not None:
+        return _given_trace(run.activations)
+    amp = config.torch_autocast
+    autocast = parse_dtype(config.dtype_table().compute_dtype) if amp.enabled else None
+    return trace_step(
+        model,
+        run.make_batch(micro, run.length),
+        blocks,
+        param_dtype=layout.settings.param_dtype,
+        autocast_dtype=autocast,
+    )
+
+
+def _given_trace(activations: int) -> ActivationTrace:
+    events = [MemoryEvent(phase, "done", "", activations, activations) for phase in (FORWARD, BACKWARD)]
+    return ActivationTrace(events, saved=activations, saved_by_autograd=activations)
+
+
+def plan_notes(config: Config, run: RunShape, layout: PlannedLayout) -> list[str]:
+    """Return what a plan assumes, and what it does not count."""
+    notes = []
+    if config.optimizer is None:
+        notes.append("the configuration has no optimizer: states of Adam, 8 bytes an element, are assumed")
+    if run.target.has_own_memory:
+        notes.append("not counted: the CUDA context, memory of NCCL, workspaces of cuBLAS and fragmentation")
+    else:
+        notes.append("not counted: the interpreter and its libraries; holes of the heap are a measured share of it")
+    if layout.staging:
+        notes.append("staging is an upper bound: how far it fills depends on the speed of the disk")
+    if run.activations is not None:
+        notes.append("activations are the given bytes; unsharded parameters of stage 3 are not counted")
+    return notes

@@ -1,0 +1,214 @@
+"""Units, gradients and chunks of one rank of a run that has not started: the engine's own code, without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.comm.mesh import Mesh
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_shape import DATA_AXES, MeshShape
+from windlass.comm.rank_group import DataMesh, RankGroup
+from windlass.config import Config
+from windlass.engine.sharded_model_builder import build_settings, planned_placements, staging_bytes
+from windlass.optim.elementwise_optimizers import measure_state_bytes
+from windlass.optim.optimizer_factory import build_optimizer
+from windlass.storage.slot import Tier
+from windlass.zero.core.completion_order import CompletionOrder
+from windlass.zero.core.dp_group import DataParallelGroup
+from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.core.gradient_slot import GradientSlot
+from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit_partition import Block, UnitPlan, plan_units
+from windlass.zero.core.zero_settings import Placements, ZeroSettings
+from windlass.zero.unit_builder import effective_tiers, make_units
+from windlass.zero.update.update_chunk import pipeline_numel
+
+_ASSUMED_STATE_BYTES = 8  # two float32 moments, if the script brings its own optimizer
+_ABSENT: Any = None  # stands for parts that only a started run has; nothing here calls them
+
+
+@dataclass(frozen=True)
+class Target:
+    """Machine that a run is planned for.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
+    """
+
+    device: str = "cpu"
+    transport: str = "auto"
+
+    @property
+    def has_own_memory(self) -> bool:
+        """True if the device has memory of its own, so that host memory is a separate tier."""
+        return self.device != "cpu"
+
+    def shares_memory(self, ranks: int) -> bool:
+        """Return True if `ranks` data ranks read each other's buffers in place."""
+        return self.device == "cpu" and ranks > 1 and self.transport in ("auto", "shm")
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """Parts of one rank's sharded model.
+
+    Attributes:
+        original: Plans of the units, with the parameters as the script built them.
+        units: Units in model order, bound to no memory.
+        reducer: Reducer of the trainable units; its buffers are not allocated.
+        batch_numel: Maximum elements of one optimizer call.
+        state_bytes: Bytes per element of optimizer states.
+        shares_memory: Ranks read each other's buffers in place.
+        staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
+    """
+
+    settings: ZeroSettings
+    tiers: Placements
+    blocks: list[Block]
+    original: list[UnitPlan]
+    units: list[Unit]
+    reducer: GradientReducer
+    batch_numel: int
+    state_bytes: int
+    target: Target
+    shares_memory: bool
+    staging: int
+
+    @property
+    def slots(self) -> list[GradientSlot]:
+        """Gradient slots of the trainable units."""
+        return self.reducer.slots
+
+    def group_size(self, unit: Unit) -> int:
+        """Return the number of ranks that the unit is sharded over, if it is."""
+        return unit.dp_group.group.size
+
+    def is_shared(self, unit: Unit) -> bool:
+        """Return True if all ranks of the host use one buffer of the unit's full parameters."""
+        return unit.buffer_request().shared and self.shares_memory and self.group_size(unit) > 1
+
+    def frees_memory(self, unit: Unit) -> bool:
+        """Return True if resharding frees the memory of the unit's full parameters."""
+        return unit.reshards and not self.is_shared(unit)
+
+    def master_dtype(self, unit: Unit, plan: UnitPlan) -> torch.dtype:
+        """Return the dtype of the unit's master weights."""
+        return self.settings.master_dtype or (torch.float64 if plan.dtype == torch.float64 else torch.float32)
+
+    def has_separate_masters(self, unit: Unit, plan: UnitPlan) -> bool:
+        """Return True if master weights are memory beside the parameters, see `MasterWeights`."""
+        if not unit.trainable:
+            return False
+        if self.settings.delayed_update or unit.dtype != self.master_dtype(unit, plan):
+            return True
+        tier = unit.tier if self.frees_memory(unit) else Tier.DEVICE
+        return unit.state_tier is Tier.NVME or tier is not unit.state_tier
+
+    def gradient_tier(self, unit: Unit) -> Tier:
+        """Return the tier of the unit's reduced gradient."""
+        return self.tiers.gradient if unit.state_tier is not Tier.DEVICE else Tier.DEVICE
+
+
+def plan_layout(model: nn.Module, config: Config, world_size: int, target: Target, *, rank: int = 0) -> PlannedLayout:
+    """Lay out `model`, which may be on the meta device, as `initialize` would for one of `world_size` ranks.
+
+    Raises:
+        ConfigError: the configuration asks for an axis that is not planned, or its axes do not fit the ranks.
+    """
+    axes = config.axes(world_size, "--world-size")
+    grid = MeshShape(**axes.sizes)
+    for axis in ("pp", "ep", "sp", "tp"):
+        if grid.size(axis) > 1:
+            raise ConfigError(
+                f"{axis} = {grid.size(axis)}: memory is planned for data-parallel ranks only; set {axis} to 1 to see "
+                "the memory of a whole model per rank"
+            )
+    mesh = _planned_mesh(grid, rank, axes.secondary_size)
+    is_on_disk = any(
+        section is not None and section.device == "nvme"
+        for section in (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param)
+    )
+    staging = staging_bytes(config) if is_on_disk else 0
+    settings = build_settings(model, config, mesh, planned_placements(config, staging or None), timedelta(minutes=30))
+    tiers = _effective_tiers(settings, target)
+    group = mesh.dense.shard if settings.policy.state else mesh.dense.data
+    dp_group = DataParallelGroup(mesh.dense, group, cast(Any, _NoTransport(group)), "planned")
+    blocks, plans = plan_units(model, settings.unit_rules)
+    units = make_units(plans, settings, tiers, mesh, [dp_group], _ABSENT, trains=True)
+    reducer = GradientReducer(
+        [unit for unit in units if unit.trainable],
+        settings.policy,
+        CompletionOrder(),
+        _ABSENT,
+        accumulation_dtype=settings.accumulation_dtype,
+        reduce_dtype=settings.reduce_dtype,
+        lowered_reduce_dtype=settings.lowered_reduce_dtype,
+        overlap=settings.overlap_comm,
+        predivide_factor=settings.predivide_factor,
+        postdivide_factor=settings.postdivide_factor,
+        contiguous=settings.contiguous_gradients,
+        offload=_ABSENT,
+    )
+    return PlannedLayout(
+        settings=settings,
+        tiers=tiers,
+        blocks=blocks,
+        original=plans,
+        units=units,
+        reducer=reducer,
+        batch_numel=min(settings.sub_group_size, pipeline_numel(reducer.slots), tiers.max_update_numel),
+        state_bytes=optimizer_state_bytes(config, settings.state_dtype or settings.master_dtype or torch.float32),
+        target=target,
+        shares_memory=target.shares_memory(group.size) and not settings.wire_options.quantizes,
+        staging=staging,
+    )
+
+
+def optimizer_state_bytes(config: Config, dtype: torch.dtype) -> int:
+    """Return the bytes per element of the states of the configuration's optimizer; those of Adam if it has none."""
+    section = config.optimizer
+    if section is None:
+        return _ASSUMED_STATE_BYTES
+    probe = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
+    groups: Any = [{"params": [probe], "use_muon": True}] if section.type.lower() == "muon" else [probe]
+    return measure_state_bytes(build_optimizer(section.type, dict(section.params), groups), dtype)
+
+
+@dataclass(frozen=True)
+class _NoTransport:
+    """Stands for a transport where only its ranks are read."""
+
+    group: RankGroup
+
+
+def _effective_tiers(settings: ZeroSettings, target: Target) -> Placements:
+    # On a CPU the host tier is the device tier. The planning machine may have other devices than the planned one.
+    if target.has_own_memory:
+        return settings.tiers
+    return effective_tiers(settings.tiers, torch.device("cpu"), delayed=settings.delayed_update)
+
+
+def _planned_mesh(grid: MeshShape, rank: int, secondary: int | None) -> Mesh:
+    """Return the mesh of a run that has not started. Its groups cannot communicate."""
+
+    def over(*axes: str) -> RankGroup:
+        ranks = grid.along(rank, *axes)
+        return RankGroup(_ABSENT, ranks, ranks.index(rank))
+
+    near = None
+    data = over(*DATA_AXES)
+    if secondary is not None and 1 < secondary < data.size:
+        start = data.index // secondary * secondary
+        ranks = data.ranks[start : start + secondary]
+        near = RankGroup(_ABSENT, ranks, ranks.index(rank))
+    shard = over(*(axis for axis in DATA_AXES if axis != "dp_replicate"))
+    dense = DataMesh(data, shard, over("dp_replicate"), near)
+    axes = {name: MeshAxis(name, over(name)) for name in ("pp", "ep", "sp", "tp")}
+    return Mesh(grid, RankGroup(_ABSENT, tuple(range(grid.world)), rank), dense, dense, axes)

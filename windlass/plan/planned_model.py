@@ -1,0 +1,152 @@
+"""Models that are planned: built on the meta device from a directory, a cached name, a configuration or a shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+
+SHAPES: dict[str, dict[str, int]] = {
+    "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
+    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "30b": {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52},
+    "70b": {
+        **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        "num_key_value_heads": 8,
+    },
+}
+"""Sizes of Llama models by name, with a vocabulary of 32,000."""
+
+
+def build_from_shape(shape: str) -> nn.Module:
+    """Build a Llama model of a known size on the meta device.
+
+    Raises:
+        ModelError: there is no such shape.
+    """
+    sizes = SHAPES.get(shape.lower())
+    if sizes is None:
+        raise ModelError(f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, or a model's config.json")
+    transformers = _import_transformers()
+    return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
+
+
+def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
+    """Build a causal language model on the meta device.
+
+    Args:
+        name: A directory with a config.json, such a file, or the name of a model in the hub's cache on this machine.
+        trust_remote_code: Run Python files that come with the model.
+
+    Raises:
+        ModelError: there is no such model, or its construction reads values. Names the module that does.
+    """
+    transformers = _import_transformers()
+    path = Path(name)
+    where: Any = path.parent if path.name == "config.json" and path.is_file() else path if path.exists() else name
+    local = {"trust_remote_code": trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, **local)
+    except Exception as error:  # the hub's client raises its own exception types
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refusal(name)) from error
+        raise ModelError(
+            f"no model at {name!r}: {_first_line(error)}; give a directory with a config.json, a name in the hub's "
+            "cache of this machine, or --shape 7b"
+        ) from error
+    return build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config, **local), name)
+
+
+def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
+    """Call `make` with the meta device as the default, and return the model in training mode.
+
+    Raises:
+        ModelError: the construction reads values of tensors. Names the module that does.
+    """
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r} cannot be built without values: {_constructed_module(error)}: {_first_line(error)}; build "
+            "tensors from numbers there, or plan a model of the same sizes with --shape"
+        ) from error
+    own_config = getattr(model, "config", None)
+    if own_config is not None and getattr(own_config, "use_cache", False):
+        own_config.use_cache = False  # training makes no use of cached keys and values
+    return model.train()
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Enable activation checkpointing of each layer, as transformers does.
+
+    Raises:
+        ModelError: the model has no switch for it.
+    """
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if enable is not None:
+        enable(options)
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ModelError(
+            f"{type(model).__name__} has no switch for activation checkpointing; leave --checkpointing out"
+        )
+    enable(gradient_checkpointing_kwargs=options)
+
+
+def disable_checkpointing(model: nn.Module) -> None:
+    """Undo `enable_checkpointing`."""
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        disable: Any = getattr(model, name, None)
+        if disable is not None:
+            disable()
+            return
+
+
+def language_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
+    """Return a function that makes token ids and labels `[micro_batch, length]`."""
+
+    def make() -> dict[str, torch.Tensor]:
+        ids = torch.zeros((micro_batch, length), dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def _constructed_module(error: BaseException) -> str:
+    """Return the class of the innermost module whose constructor raised `error`."""
+    found, trace = "its constructor", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and trace.tb_frame.f_code.co_name == "__init__":
+            found = f"module {type(owner).__module__}.{type(owner).__name__}"
+        trace = trace.tb_next
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("models need transformers: pip install 'windlass[hf]'") from error
+    talk: Any = transformers.logging
+    talk.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return transformers
