@@ -31,6 +31,7 @@ class CompressedPhase:
         chunks: chunks of the update; chunks that are added later are seen.
         keys: names of the other per-rank states, beside the error feedback.
         codec: registered name of the codec of messages.
+        errors: names of the error feedback; by default those of both phases at stage 0, else that of the senders.
     """
 
     def __init__(
@@ -40,10 +41,13 @@ class CompressedPhase:
         chunks: list[UpdateChunk],
         keys: tuple[str, ...] = (),
         codec: str = CODEC,
+        errors: tuple[str, ...] | None = None,
     ) -> None:
         self._optimizer, self._chunks, self.shards = optimizer, chunks, context.shards_states
         self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
-        self._keys = (WORKER_ERROR, *(() if self.shards else (SERVER_ERROR,)), *keys)
+        if errors is None:
+            errors = (WORKER_ERROR,) if self.shards else (WORKER_ERROR, SERVER_ERROR)
+        self._keys = (*errors, *keys)
         self._states: dict[str, dict[int, torch.Tensor]] = {}  # by key and unit: flat [padded]
         self._held: tuple[str, ...] = ()
 

@@ -10,6 +10,7 @@ from windlass.optim.diloco import DiLoCo
 from windlass.optim.elementwise_optimizers import is_elementwise
 from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.optim.one_bit_lamb import OneBitLamb
+from windlass.optim.power_sgd import PowerSGD
 from windlass.optim.update_registry import find_registered_update
 from windlass.optim.zero_one_adam import ZeroOneAdam
 from windlass.storage.slot import Tier
@@ -18,6 +19,7 @@ from windlass.zero.update.diloco_update import DiLoCoUpdate
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.one_bit_lamb_update import OneBitLambUpdate
+from windlass.zero.update.power_sgd_update import PowerSGDUpdate
 from windlass.zero.update.update_protocol import Update
 from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 from windlass.zero.update.zero_one_adam_update import ZeroOneAdamUpdate
@@ -27,6 +29,7 @@ _ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {
     OneBitLamb: OneBitLambUpdate,
     ZeroOneAdam: ZeroOneAdamUpdate,
     DiLoCo: DiLoCoUpdate,
+    PowerSGD: PowerSGDUpdate,
 }
 _MODEL_AXES = ("pp", "ep", "sp", "tp")
 _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
@@ -98,6 +101,11 @@ def _check_one_bit(optimizer: torch.optim.Optimizer, settings: ZeroSettings) -> 
         raise ConfigError(
             f"zero_optimization.stage is {settings.policy.stage}, and each rank of {name} takes local steps with whole "
             "parameters and states of its own; set it to 0, or use ZeroOneAdam"
+        )
+    if isinstance(optimizer, PowerSGD) and settings.policy.stage:
+        raise ConfigError(
+            f"zero_optimization.stage is {settings.policy.stage}, where new parameters are gathered in full, so that "
+            f"the thin matrices of {name} would save half at most; set it to 0, or use OneBitAdam or ZeroOneAdam"
         )
     if settings.policy.stage == 3:
         raise ConfigError(
