@@ -29,6 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "local_step_scaler": 1,
         "local_step_clipper": HELD,
     },
+    "powersgd": {"type": "PowerSGD", "stage": 0, "start_step": 1},
     "diloco": {"type": "DiLoCo", "stage": 0, "inner_steps": INNER_STEPS},
 }
 """Optimizer and stage by name of the method; none is torch's DistributedDataParallel."""

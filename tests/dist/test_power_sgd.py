@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import windlass
 from tests.dist.equivalence_runs import specimen, start, whole_params
@@ -27,7 +26,7 @@ BASE = Case(optimizer="PowerSGD", steps=5)
 
 def config(case: Case, **more: Any) -> dict[str, Any]:
     params = {"lr": LR, "momentum": MOMENTUM, "rank": RANK, "start_step": 0, **more}
-    return {**case.config(), "optimizer": {"type": "PowerSGD", "params": params}}
+    return {**Case.config(case), "optimizer": {"type": "PowerSGD", "params": params}}
 
 
 def test_thin_matrices_are_used_where_they_are_smaller() -> None:
@@ -35,6 +34,34 @@ def test_thin_matrices_are_used_where_they_are_smaller() -> None:
     shapes = [(64, 64), (64, 2, 32), (8, 64), (64,), (), (3, 1000), (0, 4)]
     assert [thin_columns(torch.Size(shape), group) for shape in shapes] == [4, 4, 0, 0, 0, 0, 0]
     assert thin_columns(torch.Size((3, 1000)), {"rank": 1, "min_compression_rate": 1.0}) == 1
+
+
+class Bucket:
+    """All gradients of a model, as DistributedDataParallel passes them to its hook."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._flat = torch.zeros(sum(p.numel() for p in self._parameters))
+
+    def fill(self) -> None:
+        torch.cat([p.grad.reshape(-1) for p in self._parameters if p.grad is not None], out=self._flat)
+
+    def give_back(self) -> None:
+        for parameter, gradient in zip(self._parameters, self.gradients(), strict=True):
+            parameter.grad = gradient.clone()
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = self._flat.split([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
 
 
 def with_hook(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
@@ -49,12 +76,14 @@ def with_hook(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
         return torch.randn(8, 24, generator=generator)
 
     model = build()
-    ddp = DistributedDataParallel(model)
+    bucket: Any = Bucket(model)
     state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for step in range(steps):
-        ddp(batch(step)).square().mean().backward()
+        model(batch(step)).square().mean().backward()
+        bucket.fill()
+        powerSGD_hook(state, bucket).wait()
+        bucket.give_back()
         optimizer.step()
         optimizer.zero_grad()
     ours = build()
