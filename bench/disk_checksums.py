@@ -22,10 +22,15 @@ from torch import nn
 import windlass
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.kernels.kernel_dispatch import apply_updates
+from windlass.kernels.page_sums import PageSums
+from windlass.kernels.update_rules import AdamRule
+from windlass.kernels.update_tensors import UpdateTensors
 from windlass.storage.io_engine import native_module
 
 _RESULTS = Path(__file__).parent / "results" / "checksums.json"
 _KERNEL_BYTES = 256 << 20
+_UPDATE_NUMEL = 8 << 20
 _TARGET_RATIO = 1.02
 
 
@@ -35,37 +40,43 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="How many.")] = 12,
     batch: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 1024,
     rounds: Annotated[int, typer.Option(min=6, help="Rounds of two steps of each engine.")] = 15,
+    in_update: Annotated[bool, typer.Option(help="Sum the pages of the optimizer in the update.")] = True,
     results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
 ) -> None:
     """Print the ratio of each round, their median with its interval, and the CPU time of the kernel; write JSON.
 
     On a shared machine rounds differ by more than the cost to be measured. The computed cost does not: the checksummed
-    bytes of a step are counted, and the kernel's rate is measured in CPU seconds of its thread. The exit code is 1 if
-    both exceed the target: the computed cost, and the lower end of the interval.
+    bytes of a step are counted, and the rates of the kernel and of the update are measured in CPU seconds of a thread.
+    The exit code is 1 if both exceed the target: the computed cost, and the lower end of the interval.
     """
-    rates = _time_kernel()
+    rates, update_rate = _time_kernel(), _time_update()
     with tempfile.TemporaryDirectory(prefix="windlass-checksums-", dir=path) as folder:
-        summed: list[int] = []
+        moved: list[int] = []
+        updated: list[int] = []
         steps = {
-            checks: _make_step(f"{folder}/{checks}", width, layers, batch, summed if checks else None)
-            for checks in (True, False)
+            True: _make_step(f"{folder}/True", width, layers, batch, moved, updated if in_update else None),
+            False: _make_step(f"{folder}/False", width, layers, batch, None, None),
         }
         for step in steps.values():
             step(), step()
-        summed.clear()
+        moved.clear()
+        updated.clear()
         seconds = dict[bool, list[float]]({True: [], False: []})
         for _ in range(rounds):
             # A step's last writes delay the step after it, of whichever engine: each engine follows each one once.
             for checks in (True, False, False, True):
                 seconds[checks].append(steps[checks]())
-    nbytes = sum(summed) / (2 * rounds)
+    nbytes, of_updates = sum(moved) / (2 * rounds), sum(updated) / (2 * rounds)
     ratios = [item / other for item, other in zip(_in_pairs(seconds[True]), _in_pairs(seconds[False]), strict=True)]
     middle, (low, high), sure = statistics.median(ratios), *interval(ratios)
     rate = max(rates.values()) if rates else math.nan
-    kernel, shortest = nbytes / rate, min(seconds[True] + seconds[False])
+    kernel = (nbytes - of_updates) / rate + of_updates / update_rate
+    shortest = min(seconds[True] + seconds[False])
     account = {
         "bytes_a_step": nbytes,
+        "of_these_in_updates": of_updates,
         "bytes_a_second": rate,
+        "bytes_a_second_in_updates": update_rate,
         "processor_seconds_a_step": kernel,
         "of_the_median_step": kernel / statistics.median(seconds[False]),
         "of_the_shortest_step": kernel / shortest,
@@ -76,7 +87,10 @@ def main(
         say(f"  {name} checksums: median {statistics.median(seconds[checks]):.3f} s a step")
     say(f"  ratios {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     say(f"  median ratio {middle:.3f}, with {100 * sure:.0f} % confidence in [{low:.3f}, {high:.3f}]")
-    say(f"  summed {nbytes / 1e9:.2f} GB a step at {rate / 1e9:.1f} GB/s of one core: {1000 * kernel:.1f} ms")
+    say(
+        f"  summed {(nbytes - of_updates) / 1e9:.2f} GB a step at {rate / 1e9:.1f} GB/s of one core, "
+        f"{of_updates / 1e9:.2f} GB in updates at {update_rate / 1e9:.1f}: {1000 * kernel:.1f} ms"
+    )
     say(
         f"  which is {100 * account['of_the_median_step']:.2f} % of the median step, "
         f"{100 * account['of_the_shortest_step']:.2f} % of the shortest one"
@@ -116,11 +130,14 @@ def _in_pairs(values: Sequence[float]) -> list[float]:
     return [first + second for first, second in zip(values[::2], values[1::2], strict=True)]
 
 
-def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[int] | None) -> Callable[[], float]:
+def _make_step(
+    folder: str, width: int, layers: int, batch: int, moved: list[int] | None, updated: list[int] | None
+) -> Callable[[], float]:
     """Return a function that runs one training step of a new engine and returns its seconds.
 
     Args:
-        summed: called with the bytes of each checksummed transfer; None: no checksums.
+        moved: receives the bytes of each checksummed transfer; None: no checksums.
+        updated: receives those bytes of it that updates sum; None: updates sum nothing.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(layers)))
@@ -138,17 +155,23 @@ def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[in
         },
     }
     engine, *_ = windlass.initialize(model=model, config=config)
-    mover = engine._sharded.tiers.disk._transfers
-    spans = mover._spans
+    disk: Any = engine._sharded.tiers.disk
+    spans, page_sums = disk._transfers._spans, disk.page_sums
 
     def noted(*where: Any) -> Any:
         result = spans(*where)
-        if summed is None:
+        if moved is None:
             return [(*span[:4], 0) for span in result]
-        summed.append(sum(span[3] for span in result))
+        moved.append(sum(span[3] for span in result))
         return result
 
-    mover._spans = noted
+    def noted_sums(*where: Any) -> Any:
+        sums = None if updated is None else page_sums(*where)
+        if updated is not None and sums is not None:
+            updated.append(2 * sums.memory.numel())  # of the read and of the write
+        return sums
+
+    disk._transfers._spans, disk.page_sums = noted, noted_sums
     rows = torch.randn(batch, width, dtype=torch.bfloat16)
 
     def step() -> float:
@@ -158,6 +181,25 @@ def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[in
         return time.perf_counter() - begin
 
     return step
+
+
+def _time_update() -> float:
+    """Return the bytes that an update of Adam sums in each CPU second that it takes longer than without checksums."""
+    numel = _UPDATE_NUMEL
+    record = torch.zeros(12 * numel, dtype=torch.uint8)
+    record = record[-record.data_ptr() % 4096 :][: 12 * numel - 4096]
+    parameter, *states = record.view(torch.float32)[: 3 * (numel - 1024)].chunk(3)
+    gradient, copy = torch.randn(numel - 1024).bfloat16(), torch.empty(numel - 1024, dtype=torch.bfloat16)
+    rule = AdamRule(1e-3, (0.9, 0.999), 1e-8, 0.0, decoupled=True, amsgrad=False, maximize=False, step=1)
+    sums = PageSums(record, torch.zeros(record.numel() // 4096, dtype=torch.int32))
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for checks in (True, False) * 10:
+        sums.states.zero_()
+        begin = time.thread_time()
+        tensors = UpdateTensors(parameter, gradient, tuple(states), low_precision_copy=copy)
+        apply_updates(rule, [tensors], threads=1, page_sums=[sums] if checks else [])
+        took[checks].append(time.thread_time() - begin)
+    return 24 * (numel - 1024) / (statistics.median(took[True]) - statistics.median(took[False]))
 
 
 def _time_kernel() -> dict[str, float]:

@@ -61,7 +61,9 @@ def main(
 def _predict(case: MemoryCase) -> int:
     import transformers
 
-    model = build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(case.model_config()), case.name)
+    model = build_on_meta(
+        lambda: transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False), case.name
+    )
     if case.checkpointing:
         enable_checkpointing(model)
     run = RunShape(case.ranks, case.length, Target("cpu", case.transport))

@@ -43,7 +43,7 @@ class MemoryRank:
         world_group().barrier()
         sampler = MemorySampler(torch.device("cpu"))
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(case.model_config()).train()
+        model = transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False).train()
         if case.checkpointing:
             enable_checkpointing(model)
         peaks = {"init": sampler.peak_bytes()}
@@ -70,7 +70,7 @@ def _warm_up() -> None:
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     ids = torch.zeros((1, 16), dtype=torch.long)
     model(input_ids=ids, labels=ids).loss.backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()

@@ -19,6 +19,7 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.worker import ParameterServerWorker
 
 CONNECT = timedelta(seconds=240)  # a test machine may stand still
+_RANDOM = threading.Lock()  # all threads share torch's generator: a seed of one must not reach the model of another
 
 
 class Job:
@@ -58,7 +59,7 @@ class Job:
 
     def build_from(self, seed: int) -> nn.Module:
         """Build the model from a seed of its own: only that of server 0 counts."""
-        with torch.random.fork_rng():
+        with _RANDOM, torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.build()
 

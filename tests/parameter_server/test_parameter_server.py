@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,24 @@ def test_a_loss_costs_at_most_the_updates_since_the_snapshot(tmp_path: Path) -> 
     close(dict(model.named_parameters()), plain(job.build_from(0), sgd, 1, steps=3))
     worker.close()
     job.finish()
+
+
+def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: Path) -> None:
+    """The worker connects with the process in its place at once, not after the longest wait for the lost one."""
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_server(0)
+    while 0 not in job.servers:
+        time.sleep(0.01)
+    lose(job, 0)
+    meeting = job.meeting()
+    silent = meeting.register_server(0)
+    job.start_worker(0, lambda model, worker: train_once(model, worker, 0))
+    while not meeting.count_calls(silent):
+        time.sleep(0.01)
+    job.start_server(0)
+    job.finish()
+    assert job.servers[0].version == 1
 
 
 def test_a_server_that_is_not_replaced_is_named() -> None:

@@ -147,7 +147,8 @@ def round_within_loss(
     Raises:
         ConfigError: no choice is within the limit. The message has the least loss that was reached.
     """
-    share, reached = 1.0, []
+    share = 1.0
+    reached: list[float] = []
     for attempt in range(ATTEMPTS):
         try:
             choice = chooser.choose(attempt, share)

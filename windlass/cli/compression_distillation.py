@@ -135,7 +135,7 @@ def distil_directory(
     config = _training_config(settings, rounded)
     if rounded:
         init_compression(model, config)
-    distillation = Distillation(teacher, **settings.losses)
+    distillation = Distillation(teacher, cache=None, **settings.losses)
     distillation.attach(model)
     is_own_group = not dist.is_initialized()
     tokens = open_tokens(corpus.tokens)

@@ -28,7 +28,7 @@ class PairLink:
     """Link between two processes. Each side sends and receives on one thread at a time.
 
     Args:
-        store: rendezvous store, on a connection of its own: the other side may take long to arrive.
+        store: rendezvous store, whose waits do not hold up its other users (`PollingStore`).
         name: name of the link, equal on both sides and used once.
         first: True on one side, False on the other.
         peer: description of the other side, for messages.

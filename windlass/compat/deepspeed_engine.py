@@ -219,7 +219,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             if self.zero_cpu_offload():
                 optimizer.accumulated_grads_in_cpu = HostGradients(optimizer)
         optimizer.quantize_nontrainable_params = _refused_method(
-            "optimizer.quantize_nontrainable_params", "quantized gathers are not built"
+            "optimizer.quantize_nontrainable_params",
+            "set zero_quantized_nontrainable_weights, with which each gather of a frozen weight is quantized",
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -332,15 +333,14 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         else:
             self._flush_coalesced_reduction_zero12(self.optimizer)
 
-    def _flush_coalesced_reduction_zero3(self, optimizer: Any) -> None:
+    def _flush_coalesced_reduction(self, optimizer: Any) -> None:
         """Reduce the gradients that were accumulated locally. Collective."""
         self._sharded.reduce_accumulated()
         optimizer.micro_step_id += 1
 
-    def _flush_coalesced_reduction_zero12(self, optimizer: Any) -> None:
-        """Reduce the gradients that were accumulated locally. Collective."""
-        self._sharded.reduce_accumulated()
-        optimizer.micro_step_id += 1
+    # DeepSpeed has one for each kind of optimizer, and scripts replace either.
+    _flush_coalesced_reduction_zero12 = _flush_coalesced_reduction
+    _flush_coalesced_reduction_zero3 = _flush_coalesced_reduction
 
     def _end_gradients(self) -> None:
         super()._end_gradients()

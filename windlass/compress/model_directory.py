@@ -75,7 +75,7 @@ class ModelDirectory:
         try:
             with open(place.path, "rb", buffering=0) as file:
                 file.seek(place.offset)
-                left = memoryview(memory.numpy())
+                left = memory.numpy().data
                 while len(left):
                     count = file.readinto(left)
                     if not count:

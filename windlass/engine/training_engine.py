@@ -218,9 +218,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._nonfinite_locator.micro_batch = self.progress.micro_steps
         self._sharded.disk_health.require_intact("a forward")
         if self.module.training or torch.is_grad_enabled():
-            self._sharded.show_local_weights()
+            self._sharded.replicas.show_local_weights()
         else:
-            self._sharded.show_common_weights()
+            self._sharded.replicas.show_common_weights()
         activity.is_evaluating = not self.module.training
         together = self.module.training or not self._alone_in_eval
         with (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError, WindlassError
+from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.base.text import one_line
 from windlass.comm.mesh_axis import MeshAxis
@@ -64,7 +65,7 @@ def load_model(
         ModelError: there is no model, it is damaged, it needs its own code, it is an encoder-decoder, or transformers
             is missing.
     """
-    transformers = _import_transformers()
+    transformers = import_transformers("directories of models")
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
@@ -93,7 +94,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelError: there is none.
     """
-    return _load(_import_transformers().AutoConfig, path, trust_remote_code)
+    return _load(import_transformers("directories of models").AutoConfig, path, trust_remote_code)
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -102,7 +103,7 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
     Raises:
         ModelError: there is none, or its files are damaged, so that it cannot be used.
     """
-    tokenizer = _load(_import_transformers().AutoTokenizer, path, trust_remote_code)
+    tokenizer = _load(import_transformers("directories of models").AutoTokenizer, path, trust_remote_code)
     try:
         tokenizer.decode(tokenizer("a").input_ids)
     except Exception as error:  # code of transformers with values that it does not check
@@ -133,14 +134,6 @@ def find_max_length(model: Any) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return _DEFAULT_LENGTH
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError("inference of a model's directory needs transformers: pip install 'windlass[hf]'") from error
-    return transformers
 
 
 def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -15,6 +15,7 @@ import torch
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.kernels import reference
+from windlass.kernels.page_sums import PageSums
 from windlass.kernels.update_rules import UpdateRule
 from windlass.kernels.update_tensors import UpdateTensors
 
@@ -71,6 +72,7 @@ def apply_updates(
     *,
     path: str | None = None,
     threads: int | None = None,
+    page_sums: Sequence[PageSums] = (),
 ) -> None:
     """Apply `rule` to every update in one pass over memory: unscale, update, write the 16-bit copy.
 
@@ -78,6 +80,8 @@ def apply_updates(
         divisor: gradients are divided by it (loss scale over clip coefficient).
         path: one of `list_kernel_paths()` in place of the active one.
         threads: threads of the native code; by default torch's number.
+        page_sums: memory with checksums, in which tensors of the updates lie. Native code compares each of its pages
+            before it changes the page, and renews the checksum after that.
 
     Raises:
         ModelError: tensors do not match, have no memory, or overlap. The message names them.
@@ -95,7 +99,20 @@ def apply_updates(
             for piece in group:
                 reference.update_with_reference(rule, piece, divisor)
         else:
-            _run_native(rule, formats, group, divisor, path, threads or torch.get_num_threads())
+            _run_native(rule, formats, group, divisor, path, threads or torch.get_num_threads(), page_sums)
+
+
+def can_sum_pages() -> bool:
+    """Return True if the active path compares and renews checksums of pages."""
+    return get_active_kernel_path().is_native
+
+
+def compare_pages(page_sums: PageSums) -> None:
+    """Compare all pages that were not compared before. `can_sum_pages` must be true."""
+    module, why = _native_module()
+    if module is None:
+        raise ConfigError(f"no checksums can be compared: {why}")
+    module.compare_pages(page_sums.addresses)
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
@@ -112,6 +129,7 @@ def _run_native(
     divisor: float,
     path: str,
     threads: int,
+    page_sums: Sequence[PageSums],
 ) -> None:
     module, why = _native_module()
     if module is None:
@@ -127,6 +145,7 @@ def _run_native(
             -divisor if rule.maximize else divisor,
             rule.seed & 0xFFFFFFFF,
             threads,
+            [sums.addresses for sums in page_sums],
         )
     except ValueError as error:  # raised before anything was changed
         raise ModelError(f"nothing was updated: {error}") from error

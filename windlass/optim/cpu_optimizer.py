@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 from windlass.base.errors import ConfigError, ModelError
 from windlass.kernels import reference
 from windlass.kernels.kernel_dispatch import apply_updates, prefer_huge_pages
+from windlass.kernels.page_sums import PageSums
 from windlass.kernels.update_rules import UpdateRule
 from windlass.kernels.update_tensors import UpdateTensors, count_scales
 from windlass.optim import quantized_states
@@ -43,13 +44,14 @@ class StateFormat:
 class CPUOptimizer(torch.optim.Optimizer):
     """Base of the optimizers whose step is one pass over host memory (`docs/kernels.md`).
 
-    `step()` reads four attributes, which are unset or empty by default:
+    `step()` reads five attributes, which are unset or empty by default:
     - `grad_scale`: one-element tensor by which gradients are divided, without writing them; set by
       `torch.amp.GradScaler`;
     - `found_inf`: one-element tensor; if it is 1, nothing is updated, including the step counters;
     - `low_precision_copies`: maps a parameter to a bf16 or fp16 tensor that receives the updated parameter, rounded to
       nearest even;
-    - `gradient_overrides`: maps a parameter to a gradient that replaces `.grad`, in fp32, bf16 or fp16.
+    - `gradient_overrides`: maps a parameter to a gradient that replaces `.grad`, in fp32, bf16 or fp16;
+    - `page_sums`: checksums of the memory in which parameters and states lie, compared and renewed in the same pass.
 
     Args:
         state_dtype: dtype of the moments: "fp32"; "bf16", with stochastic rounding; or "8bit", where two moments take
@@ -62,6 +64,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     found_inf: torch.Tensor | None
     low_precision_copies: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
     gradient_overrides: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
+    page_sums: Sequence[PageSums] = ()
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], state_dtype: str | torch.dtype) -> None:
         super().__init__(params, {**defaults, "state_dtype": _state_dtype_name(type(self).__name__, state_dtype)})
@@ -127,7 +130,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             by_rule[rule].append(self._update_tensors(parameter, values, gradient, state, group))
             stepped.append(parameter)
         for rule, pieces in by_rule.items():
-            apply_updates(rule, pieces, divisor)
+            apply_updates(rule, pieces, divisor, page_sums=self.page_sums)
         for parameter, values in scattered:
             parameter.copy_(values)
         if stepped:

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
+from windlass.optim.one_bit_adam import keep_options
 
 CODECS = ("identity", "bf16", "fp8", "int8", "int4", "sign")
 
@@ -67,10 +68,7 @@ class DiLoCo(torch.optim.AdamW):
             "codec": codec,
             "applied_steps": 0,
         }
-        for group in self.param_groups:
-            for key, value in kept.items():
-                group.setdefault(key, value)
-        self.defaults |= kept
+        keep_options(self, kept)
 
 
 def fragment_due(step: int, unit: int, group: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from windlass.kernels.kernel_dispatch import get_active_kernel_path
+from windlass.kernels.kernel_dispatch import can_sum_pages, get_active_kernel_path
 from windlass.optim.cpu_adagrad import CPUAdagrad
 from windlass.optim.cpu_adam import CPUAdam
 from windlass.optim.cpu_lion import CPULion
@@ -44,6 +44,11 @@ def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.
     twin.defaults.update(optimizer.defaults)
     twin.state.update(optimizer.state)
     return twin
+
+
+def updates_page_sums(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `optimizer.step` compares and renews `CPUOptimizer.page_sums` wherever it changes that memory."""
+    return get_step_class(optimizer) in _CPU_CLASSES.values() and can_sum_pages()
 
 
 def _has_default_options(group: dict[str, Any]) -> bool:

@@ -53,10 +53,15 @@ class OneBitAdam(torch.optim.AdamW):
             bias_correction=bias_correction,
         )  # fmt: skip
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        for group in self.param_groups:
-            group.setdefault("freeze_step", freeze_step)
-            group.setdefault("applied_steps", 0)
-        self.defaults |= {"freeze_step": freeze_step, "applied_steps": 0}
+        keep_options(self, {"freeze_step": freeze_step, "applied_steps": 0})
+
+
+def keep_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+    """Add options that the class of torch does not know to its defaults and to the groups that have none."""
+    for group in optimizer.param_groups:
+        for key, value in options.items():
+            group.setdefault(key, value)
+    optimizer.defaults |= options
 
 
 def check_one_bit_options(

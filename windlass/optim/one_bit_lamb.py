@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
 from windlass.optim.lamb import Lamb, trust_ratio
-from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options
+from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep_options
 
 
 class OneBitLamb(Lamb):
@@ -71,10 +71,7 @@ class OneBitLamb(Lamb):
             "factor_threshold": factor_threshold,
             "applied_steps": 0,
         }
-        for group in self.param_groups:
-            for key, value in kept.items():
-                group.setdefault(key, value)
-        self.defaults |= kept
+        keep_options(self, kept)
 
     def _ratio(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         ratio = trust_ratio(parameter, update, group["min_coeff"], group["max_coeff"])

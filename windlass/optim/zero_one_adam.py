@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options
+from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep_options
 
 
 class StepKind(Enum):
@@ -77,10 +77,7 @@ class ZeroOneAdam(torch.optim.AdamW):
                 raise ConfigError(f"ZeroOneAdam: {name} is {value}; write at least 1")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         kept = {"var_freeze_step": var_freeze_step, **policies, "applied_steps": 0}
-        for group in self.param_groups:
-            for key, value in kept.items():
-                group.setdefault(key, value)
-        self.defaults |= kept
+        keep_options(self, kept)
 
 
 def kind_of_step(step: int, group: dict[str, Any]) -> StepKind:

@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from windlass.base.errors import CommunicationError
 from windlass.comm.pair_link import PairLink
+from windlass.comm.polling_store import PollingStore
 
 _PAUSE = 0.02
 
@@ -40,9 +41,10 @@ class Meeting:
     """
 
     def __init__(self, address: str, port: int, *, serve: bool, connect: timedelta) -> None:
-        self._address, self._port, self._connect = address, port, connect
-        self._own = self._open(serve)
-        self._store = PrefixStore("windlass parameter server", self._own)
+        self._connect = connect
+        self._tcp = _open(address, port, serve=serve, connect=connect)
+        self._store = PrefixStore("windlass parameter server", self._tcp)
+        self._links = PollingStore(self._tcp, connect)
 
     def register_server(self, server: int) -> ServerAddress:
         """Register this process as the server of a shard, in place of an earlier one."""
@@ -54,7 +56,7 @@ class Meeting:
         """Return the newest server of a shard, of a later generation than `after`; None if none comes in time."""
         until = time.monotonic() + seconds
         while True:
-            generation = self._store.add(f"generations {server}", 0)
+            generation = self._generation(server)
             if generation > after and self._store.check([f"server {server} {generation}"]):
                 host, pid = self._store.get(f"server {server} {generation}").decode().rsplit(" ", 1)
                 return ServerAddress(server, generation, host, int(pid))
@@ -63,11 +65,19 @@ class Meeting:
             time.sleep(_PAUSE)
 
     def call_server(self, address: ServerAddress, worker: int) -> PairLink:
-        """Connect with a server, as a worker."""
+        """Connect with a server, as a worker.
+
+        Raises:
+            LinkClosedError: the server was replaced before it answered, or does not answer in time.
+        """
         ticket = self._store.add(f"tickets {address.server} {address.generation}", 1)
         name = f"{address.server}.{address.generation}.{ticket}"
         self._store.set(f"caller {name}", str(worker))
-        return PairLink(self._open(False), name, first=False, peer=str(address), connect=self._connect)
+        store = PollingStore(self._tcp, self._connect, lambda: self._generation(address.server) > address.generation)
+        return PairLink(store, name, first=False, peer=str(address), connect=self._connect)
+
+    def _generation(self, server: int) -> int:
+        return int(self._store.add(f"generations {server}", 0))
 
     def count_calls(self, here: ServerAddress) -> int:
         """Return the number of workers' calls of this server so far."""
@@ -76,12 +86,12 @@ class Meeting:
     def answer_call(self, here: ServerAddress, ticket: int) -> PairLink:
         """Connect with the worker of a call, as the server."""
         name = f"{here.server}.{here.generation}.{ticket}"
-        return PairLink(self._open(False), name, first=True, peer=f"the worker of call {ticket}", connect=self._connect)
+        return PairLink(self._links, name, first=True, peer=f"the worker of call {ticket}", connect=self._connect)
 
     def link_servers(self, server: int, *, first: bool) -> PairLink:
         """Connect server 0 (`first`) with another server at the start of a run."""
         peer = f"server {server if first else 0}"
-        return PairLink(self._open(False), f"start {server}", first=first, peer=peer, connect=self._connect)
+        return PairLink(self._links, f"start {server}", first=first, peer=peer, connect=self._connect)
 
     def post(self, key: str, text: str = "") -> None:
         """Write a note."""
@@ -111,18 +121,12 @@ class Meeting:
         """Return the number of a worker that joins a run of `workers` workers."""
         return workers + int(self._store.add("joined", 1)) - 1
 
-    def _open(self, serve: bool) -> Any:
-        try:
-            return TCPStore(
-                self._address,
-                self._port,
-                is_master=serve,
-                timeout=self._connect,
-                wait_for_workers=False,
-                multi_tenant=serve,
-            )
-        except RuntimeError as error:  # torch raises it for every failure to connect
-            raise CommunicationError(
-                f"parameter server: no store at {self._address}:{self._port}: {str(error).splitlines()[0]}; check "
-                "MASTER_ADDR and MASTER_PORT"
-            ) from error
+
+def _open(address: str, port: int, *, serve: bool, connect: timedelta) -> Any:
+    try:
+        return TCPStore(address, port, is_master=serve, timeout=connect, wait_for_workers=False, multi_tenant=serve)
+    except RuntimeError as error:  # torch raises it for every failure to connect
+        raise CommunicationError(
+            f"parameter server: no store at {address}:{port}: {str(error).splitlines()[0]}; check MASTER_ADDR and "
+            "MASTER_PORT"
+        ) from error

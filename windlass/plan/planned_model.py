@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -37,7 +37,7 @@ def build_from_shape(shape: str) -> nn.Module:
     sizes = SHAPES.get(shape.lower())
     if sizes is None:
         raise ModelError(f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, or a model's config.json")
-    transformers = _import_transformers()
+    transformers = import_transformers("models", quiet=True)
     return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
 
 
@@ -51,12 +51,13 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
     Raises:
         ModelError: there is no such model, or its construction reads values. Names the module that does.
     """
-    transformers = _import_transformers()
+    transformers = import_transformers("models", quiet=True)
     path = Path(name)
     where: Any = path.parent if path.name == "config.json" and path.is_file() else path if path.exists() else name
-    local = {"trust_remote_code": trust_remote_code}
     try:
-        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, **local)
+        config = transformers.AutoConfig.from_pretrained(
+            where, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the hub's client raises its own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(name)) from error
@@ -64,7 +65,9 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
             f"no model at {name!r}: {_first_line(error)}; give a directory with a config.json, a name in the hub's "
             "cache of this machine, or --shape 7b"
         ) from error
-    return build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config, **local), name)
+    return build_on_meta(
+        lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), name
+    )
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
@@ -139,14 +142,3 @@ def _constructed_module(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError("models need transformers: pip install 'windlass[hf]'") from error
-    talk: Any = transformers.logging
-    talk.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return transformers

@@ -10,6 +10,7 @@ import torch
 from windlass.base.errors import DamageError, StorageError
 from windlass.base.log import logger
 from windlass.base.pending import Pending
+from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
 
@@ -78,7 +79,7 @@ class DeferredFailureTier(DiskTier):
         if extent not in self._unallocated:
             super().discard(extent)
 
-    def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
+    def write(self, extent: Extent, offset: int, source: torch.Tensor, *, sums: PageSums | None = None) -> Pending:
         """Write as `DiskTier.write` does."""
         self._check_extent(extent)
 
@@ -86,19 +87,31 @@ class DeferredFailureTier(DiskTier):
             self.damaged_extents.setdefault(extent, error)
             self._record_failure(error)
 
-        return _DeferredFailureTransfer(lambda: super(DeferredFailureTier, self).write(extent, offset, source), failed)
+        return _DeferredFailureTransfer(
+            lambda: super(DeferredFailureTier, self).write(extent, offset, source, sums=sums), failed
+        )
 
-    def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
+    def read(self, extent: Extent, offset: int, into: torch.Tensor, *, sums: PageSums | None = None) -> Pending:
         """Read as `DiskTier.read` does. A failed read fills `into` with NaN."""
         self._check_extent(extent)
 
-        def failed(error: StorageError) -> None:
-            into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
-            if isinstance(error, DamageError):  # other errors may be temporary, and the bytes on the disk intact
-                self.damaged_extents.setdefault(extent, error)
-            self._record_failure(error)
+        return _DeferredFailureTransfer(
+            lambda: super(DeferredFailureTier, self).read(extent, offset, into, sums=sums),
+            lambda error: self._fail_read(extent, into, error),
+        )
 
-        return _DeferredFailureTransfer(lambda: super(DeferredFailureTier, self).read(extent, offset, into), failed)
+    def compare(self, extent: Extent, sums: PageSums) -> None:
+        """Compare as `DiskTier.compare` does. Damaged memory is filled with NaN."""
+        try:
+            super().compare(extent, sums)
+        except DamageError as error:
+            self._fail_read(extent, sums.memory, error)
+
+    def _fail_read(self, extent: Extent, into: torch.Tensor, error: StorageError) -> None:
+        into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
+        if isinstance(error, DamageError):  # other errors may be temporary, and the bytes on the disk intact
+            self.damaged_extents.setdefault(extent, error)
+        self._record_failure(error)
 
     def _check_extent(self, extent: Extent) -> None:
         self._transfers.check_usable(None if extent in self._unallocated else extent)

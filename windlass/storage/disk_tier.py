@@ -14,6 +14,8 @@ import torch
 from windlass.base.errors import StorageError
 from windlass.base.log import logger
 from windlass.base.pending import Pending
+from windlass.kernels.kernel_dispatch import can_sum_pages, compare_pages
+from windlass.kernels.page_sums import PageSums
 from windlass.storage.byte_ranges import ByteRanges
 from windlass.storage.disk_error_messages import error_name
 from windlass.storage.extent_allocator import PAGE, ExtentAllocator, page_up
@@ -130,32 +132,55 @@ class DiskTier:
                 transfer.finish()
             extent.written_ranges = ByteRanges()
 
-    def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
+    def write(self, extent: Extent, offset: int, source: torch.Tensor, *, sums: PageSums | None = None) -> Pending:
         """Start writing a tensor's bytes at `offset` bytes into the extent.
 
         Args:
             offset: any byte. A partial page at either end costs the write of a page, and a read if the page has other
                 contents.
             source: contiguous, on the CPU, of any dtype. It must not change until the transfer has finished.
+            sums: current checksums of all of `source`. The engine then computes none.
 
         Raises:
             StorageError: the range exceeds the extent. Disk errors are raised by `poll` and `wait` of the result.
         """
         _wait_until_writable(extent)
-        return self._transfers.start(True, extent, offset, source)
+        return self._transfers.start(True, extent, offset, source, sums)
 
-    def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
+    def read(self, extent: Extent, offset: int, into: torch.Tensor, *, sums: PageSums | None = None) -> Pending:
         """Start reading from `offset` bytes into the extent, as many bytes as the tensor `into` has.
 
         Args:
             offset: any byte, as in `write`.
             into: contiguous, on the CPU, of any dtype. Its contents are undefined until the transfer has finished.
+            sums: result of `page_sums`. The engine then compares nothing, and `compare` must follow.
 
         Raises:
             StorageError: the range exceeds the extent or was never written. Disk errors are raised by `poll` and
                 `wait`, as `DamageError` if the disk returned other bytes than were written.
         """
-        return self._transfers.start(False, extent, offset, into)
+        return self._transfers.start(False, extent, offset, into, sums)
+
+    def page_sums(self, extent: Extent, into: torch.Tensor) -> PageSums | None:
+        """Return checksums for a `read` into `into` from the start of an extent; None if only the engine can compare.
+
+        `into` must be whole pages at a page boundary. An update that changes it compares and renews the checksums of
+        the pages that it changes, while they are in the cache ([Note: checksums of pages]).
+        """
+        nbytes = into.numel() * into.element_size()
+        if self._engine_choice.name == "python" or not can_sum_pages() or nbytes % PAGE or into.data_ptr() % PAGE:
+            return None
+        return PageSums(into, extent.page_checksums[: nbytes // PAGE])
+
+    def compare(self, extent: Extent, sums: PageSums) -> None:
+        """Compare the pages of a finished read that no update has compared.
+
+        Raises:
+            DamageError: of a page that was compared here or by an update.
+        """
+        compare_pages(sums)
+        if (page := sums.first_damaged()) is not None:
+            raise self._transfers.damage_error(extent, page, sums.memory.numel())
 
     def read_unguarded(self, extent: Extent, offset: int, into: torch.Tensor) -> None:
         """Read and wait. A disk error is raised here and recorded nowhere else."""

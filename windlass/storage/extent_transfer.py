@@ -33,7 +33,8 @@ class Extent:
     whose write was lost, or a block of another file. So the engine computes a checksum of every page that it writes,
     from the memory to be written, and compares it with the checksum of the page that it reads. All transfers are of
     whole pages, so a checksum always covers a whole page. Checksums are in memory only, since no other process reads
-    the files, and take a thousandth of the bytes on disk.
+    the files, and take a thousandth of the bytes on disk. Sums of pages that lie in memory cost the time to read them.
+    So a native update does both itself (`PageSums`), for the pages that it changes, while it has them in the cache.
     """
 
     name: str

@@ -12,6 +12,7 @@ from windlass.base.errors import DamageError, StorageError
 from windlass.base.log import logger
 from windlass.base.native_memory import native_access_problem
 from windlass.base.pending import DONE, Pending
+from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_error_messages import advice_for, error_name, format_bytes, is_data_lost
 from windlass.storage.extent_allocator import PAGE, page_down, page_up, split_at_pages
 from windlass.storage.extent_transfer import DiskTransfer, Extent, PartialPage
@@ -56,8 +57,14 @@ class TransferQueue:
                 f"{extent.name} is no longer on this disk tier (freed, or of another one); allocate it anew"
             )
 
-    def start(self, write: bool, extent: Extent, first: int, tensor: torch.Tensor) -> Pending:
-        """Start moving all bytes of `tensor` to or from the extent, starting at its byte `first`."""
+    def start(
+        self, write: bool, extent: Extent, first: int, tensor: torch.Tensor, sums: PageSums | None = None
+    ) -> Pending:
+        """Start moving all bytes of `tensor` to or from the extent, starting at its byte `first`.
+
+        Args:
+            sums: checksums of all of `tensor`, which are computed and compared elsewhere; None: by the engine.
+        """
         data = _byte_view(tensor, extent)
         last = first + data.numel()
         with self.lock:
@@ -79,7 +86,7 @@ class TransferQueue:
                     f"bytes {gap[0]} to {gap[1]} of {extent.name} have no value: they were never written, "
                     "or their last write failed; write them before reading"
                 )
-            return self._submit(write, extent, first, data)
+            return self._submit(write, extent, first, data, sums)
 
     def collect_finished(self, extent: Extent) -> None:
         """Record the extent's finished transfers, so that their tensors are freed."""
@@ -110,10 +117,23 @@ class TransferQueue:
                     logger.error("a transfer failed, and no call waited for it: %s", transfer.error)
             self._failed_transfers, self.extents = [], set()
 
-    def _submit(self, write: bool, extent: Extent, first: int, data: torch.Tensor) -> DiskTransfer:
+    def damage_error(self, extent: Extent, page: int, last: int) -> StorageError:
+        """Return the error of a read of bytes `[0, last)` of an extent that found a page damaged."""
+        read = DiskTransfer(False, extent, 0, last, None, [], None, self._finish_transfer)
+        with self.lock:
+            (place,) = self._stripes.locate(extent.start + page * PAGE, extent.start + (page + 1) * PAGE)
+            return self._build_error(read, errno.EBADMSG, place.file, place.offset, 0)
+
+    def _submit(
+        self, write: bool, extent: Extent, first: int, data: torch.Tensor, sums: PageSums | None
+    ) -> DiskTransfer:
         parts, (body, end) = split_at_pages(first, first + data.numel())
         edges = [self._partial_page(write, extent, low, data[low - first : high - first]) for low, high in parts]
         spans = self._spans(extent, body, end, data.data_ptr() + body - first)
+        if sums is not None:
+            spans = [(*span[:4], 0) for span in spans]
+            if write:
+                extent.page_checksums[body // PAGE : end // PAGE] = sums.renewed
         for edge in edges:
             spans += self._spans(extent, edge.page_offset, edge.page_offset + PAGE, edge.page_buffer.data_ptr())
         transfer = DiskTransfer(write, extent, first, first + data.numel(), data, edges, None, self._finish_transfer)

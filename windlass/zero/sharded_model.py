@@ -43,6 +43,7 @@ from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data
 from windlass.zero.core.unit_partition import Block, plan_units
 from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
 from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
+from windlass.zero.differing_replicas import DifferingReplicas
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_generate import ShardedGenerate, attach_generation
 from windlass.zero.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
@@ -220,8 +221,6 @@ class ShardedModel:
         )
         self._unshards_on_access = True
         self.update: Update | None = None
-        # Parameters differ from master weights, alike on all ranks ([Note: replicas that differ]).
-        self._replicas_differ = self._has_common_weights = False
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
@@ -238,6 +237,9 @@ class ShardedModel:
         self._attach(blocks)
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
+        )
+        self.replicas = DifferingReplicas(
+            self.update, self.masters, self.slots, self.recapture_parameters, self._gather_updated
         )
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer, callbacks.script_gradients)
@@ -433,8 +435,8 @@ class ShardedModel:
         self.scheduler.sync(SyncPoint.STEP)
         # The delayed update of the previous step has to end before this step changes the same master weights.
         trouble = self._await_result()
-        self._restore_local_weights()
-        lost = self._refused_edit() or self.masters.pop_lost_edit(self.units)
+        self.replicas.restore_local_weights()
+        lost = self.replicas.refused_edit() or self.masters.pop_lost_edit(self.units)
         none_since = float(self._gradients_consumed and not self.reducer.backward_count)
         retries = float(self.disk_health.update_changed_nothing)
         # One exchange carries the norm, the caller's flags and the errors of all ranks, so that all decide the same.
@@ -463,9 +465,9 @@ class ShardedModel:
         if lost_edits:
             lost = self.agreement.first_name(lost)
             self.drop_gradients()
-            if self._replicas_differ:
-                self._equalize_replicas()
-                raise self._edit_error(lost, ", and this step was skipped")
+            if self.replicas.differ:
+                self.replicas.equalize()
+                raise self.replicas.edit_error(lost, ", and this step was skipped")
             raise ModelError(
                 f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
                 "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
@@ -524,12 +526,12 @@ class ShardedModel:
             ModelError: a parameter was changed in place while replicas differed. The change was undone.
             UpdateError: the update failed on some rank.
         """
-        if self._replicas_differ:
+        if self.replicas.differ:
             self.scheduler.sync(SyncPoint.STATE_CHANGE)
-            edited = self.agreement.first_name(self._refused_edit())
-            self._equalize_replicas()
+            edited = self.agreement.first_name(self.replicas.refused_edit())
+            self.replicas.equalize()
             if edited:
-                raise self._edit_error(edited)
+                raise self.replicas.edit_error(edited)
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
         self.scheduler.sync(SyncPoint.DELAYED_UPDATE_END)
@@ -538,90 +540,6 @@ class ShardedModel:
         if self.mesh.world.size > 1:  # also ensures that no peer still computes with the old parameters
             self.mesh.world.all_reduce(failed)
         self._finish_result(trouble, failed.item())
-
-    def _equalize_replicas(self) -> None:
-        """Copy the master weights to the parameters of all ranks. Collective."""
-        self._write_master_weights()
-        self._gather_updated([slot.unit for slot in self.slots])
-        self._replicas_differ = self._has_common_weights = False
-        self._accept_weights()
-
-    # [Note: replicas that differ] An update that publishes by itself leaves parameters that are not copies of the
-    # master weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank
-    # with the local steps of that rank in it. So a change is refused on all ranks, at the next step or
-    # `finish_update`, and undone. Where ranks take local steps (stage 0), every rank has all master weights: an
-    # evaluation computes with them, without a message, and the next training forward with the local weights again.
-
-    def show_common_weights(self) -> None:
-        """Let parameters have the values that are equal on all ranks, for an evaluation. Not collective.
-
-        Does nothing unless ranks take local steps.
-        """
-        if self._replicas_differ and not self._has_common_weights and self._keeps_local_weights():
-            edited = self._refused_edit()
-            self._write_master_weights()
-            self._has_common_weights = True
-            self._accept_weights()
-            if edited:  # undone just now, so that no step can refuse it
-                raise self._edit_error(edited)
-
-    def show_local_weights(self) -> None:
-        """Let parameters have the values with which this rank trains. Not collective.
-
-        Does nothing unless ranks take local steps.
-        """
-        if self._replicas_differ:
-            self._restore_local_weights()
-        elif self._keeps_local_weights():  # after `finish_update`, or a load: changes of a script are allowed there
-            units = [slot.unit for slot in self.slots]
-            self.recapture_parameters()
-            self.masters.copy_all_edits(units)
-            self._publish_local_weights(units)
-            self._replicas_differ = True
-            self._accept_weights()
-
-    def _keeps_local_weights(self) -> bool:
-        return self.update is not None and self.update.keeps_local_weights
-
-    def _restore_local_weights(self) -> None:
-        """Replace common weights by local ones."""
-        if self._has_common_weights and not self._refused_edit():  # the next step refuses an edit
-            self._publish_local_weights([slot.unit for slot in self.slots])
-            self._has_common_weights = False
-            self._accept_weights()
-
-    def _publish_local_weights(self, units: list[Unit]) -> None:
-        assert self.update is not None
-        self.update.publish(units)
-
-    def _write_master_weights(self) -> None:
-        for slot in self.slots:
-            with self.masters.resident([slot.unit], changes=True):
-                _wait([self.masters.write_back(chunk) for chunk in self.masters.chunks_of(slot.unit)])
-
-    def _accept_weights(self) -> None:
-        """Let backwards through earlier graphs raise, as after an in-place change, and later changes be found."""
-        units = [slot.unit for slot in self.slots]
-        for unit in units:
-            torch.autograd.graph.increment_version(unit.parameters)
-        self.masters.remember_versions(units)
-        self.masters.follow_edits(units, refuses=self._replicas_differ)
-
-    def _refused_edit(self) -> str:
-        """Return the name of a parameter that was changed in place while replicas differ; empty if there is none."""
-        if not self._replicas_differ:
-            return ""
-        self.recapture_parameters()
-        return self.masters.first_edited([slot.unit for slot in self.slots]) or ""
-
-    def _edit_error(self, name: str, consequence: str = "") -> ModelError:
-        optimizer = type(self.update.optimizer).__name__ if self.update is not None else ""
-        return ModelError(
-            f"{name!r} was changed in place while parameters differ from the master weights ({optimizer} between two "
-            f"synchronizations). The change was undone{consequence}: call engine.finish_update() on all ranks first, "
-            "then change it on all ranks, or inside `with windlass.zero.GatheredParameters([parameter], "
-            "modifier_rank=0)`"
-        )
 
     def choose_gradient_mode(self) -> None:
         """Let gradients be reduced or stay local as the next step needs them. Between steps, and after a load."""
@@ -650,7 +568,7 @@ class ShardedModel:
 
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
         """Record that a script reads `.data` of a parameter, so that changes made through it are detected."""
-        late = self._replicas_differ or self._update_in_progress()
+        late = self.replicas.differ or self._update_in_progress()
         self.masters.track_data_edits(place.unit, place.index, late=late)
 
     def drop_gradients(self) -> None:
@@ -904,8 +822,7 @@ class ShardedModel:
         # All ranks must start the collectives in the same order.
         units = [updated[index] for index in sorted(updated, reverse=True)]
         if publishes:
-            self._replicas_differ, self._has_common_weights = True, False
-            self.update.publish(units)
+            self.replicas.publish(units)
         else:
             self._gather_updated(units)
         _mark_updated(units)

@@ -12,8 +12,10 @@ import torch
 from tests.unit.storage.conftest import MakeTier
 from windlass.base.errors import DamageError, StorageError
 from windlass.kernels import reference
+from windlass.kernels.kernel_dispatch import can_sum_pages
 from windlass.storage import DeferredFailureTier, DiskTier, Extent
 from windlass.storage.io_engine import native_module
+from windlass.storage.staging_memory import aligned_buffer
 
 PAGE = 4096
 
@@ -167,3 +169,41 @@ def test_deferred_failure_tier_records_damaged_pages_as_lost(tmp_path: Path) -> 
         tier.write(extent, 0, values).wait()
         tier.read(extent, 0, into.view(torch.uint8)).wait()
         assert torch.equal(into.view(torch.uint8), values) and tier.take_failure() is None
+
+
+def test_sums_of_the_caller_replace_those_of_the_engine(make_tier: MakeTier, engine: str) -> None:
+    tier = make_tier(engine=engine)
+    extent, values = filled(tier, 10 * PAGE)
+    into = aligned_buffer(10 * PAGE)[0]
+    sums = tier.page_sums(extent, into)
+    if engine == "python" or not can_sum_pages():
+        assert sums is None
+        return
+    assert sums is not None and tier.page_sums(extent, into[1:]) is None and tier.page_sums(extent, into[64:]) is None
+    flip(tier, extent, 7 * PAGE + 5)
+    tier.read(extent, 0, into, sums=sums).wait()
+    with pytest.raises(DamageError, match=rf"reading .* of moments failed .*bytes {7 * PAGE} to {8 * PAGE} of it"):
+        tier.compare(extent, sums)
+    into[:] = values.flip(0)
+    sums.states.zero_()
+    sums.expected.copy_(torch.tensor(native_module()[0].page_checksums(into.data_ptr(), 10 * PAGE)).to(torch.int32))
+    tier.compare(extent, sums)  # fills `renewed`
+    extent.page_checksums.zero_()
+    tier.write(extent, 0, into, sums=sums).wait()
+    again = torch.empty_like(values)
+    tier.read(extent, 0, again).wait()  # compared by the engine, with the sums of the caller
+    assert torch.equal(again, values.flip(0))
+
+
+def test_deferred_failure_tier_records_damage_that_an_update_found(tmp_path: Path) -> None:
+    with DeferredFailureTier([tmp_path]) as tier:
+        extent, _ = filled(tier, 3 * PAGE)
+        into = aligned_buffer(3 * PAGE)[0]
+        if (sums := tier.page_sums(extent, into)) is None:
+            return
+        flip(tier, extent, PAGE)
+        tier.read(extent, 0, into, sums=sums).wait()
+        assert tier.failure is None
+        tier.compare(extent, sums)
+        assert bool(into.view(torch.float32).isnan().all()) and not sums.is_current
+        assert isinstance(tier.take_failure(), DamageError) and list(tier.damaged_extents) == [extent]

@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unit.kernels.rule_cases import RULES
+from tests.unit.storage.test_page_checksums import flip
 from windlass.base.device_memory import DeviceMemoryLedger
+from windlass.base.errors import DamageError
+from windlass.kernels.kernel_dispatch import apply_updates, can_sum_pages
+from windlass.kernels.update_tensors import UpdateTensors
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.slot import Tier
 from windlass.storage.staging_pool import StagingPool
@@ -30,21 +35,21 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
         yield disk
 
 
-def residence_of(tier: DiskTier) -> tuple[OptimizerStateOffload, UpdateChunk]:
-    """Return an offload and a chunk of two state entries on disk, without states yet."""
+def residence_of(tier: DiskTier, numel: int = N, keys: int = 2) -> tuple[OptimizerStateOffload, UpdateChunk]:
+    """Return an offload and a chunk of some state entries on disk, without states yet."""
     residence = OptimizerStateOffload(
         torch.device("cpu"),
         DeviceMemoryLedger(),
         tier,
         StagingPool(tier, 1 << 30),
         pin=False,
-        callbacks=StateOffloadCallbacks(),
+        callbacks=StateOffloadCallbacks(state_name_of=lambda chunk, state_key: "weight"),
     )
-    unit = SimpleNamespace(names=["weight"], state_start=0, layout=UnitLayout((N,), 1))
-    slot: Any = SimpleNamespace(unit=unit, holds=False)
-    chunk = UpdateChunk(slot, 0, N, Tier.NVME)
-    chunk.master = torch.arange(float(N))
-    chunk.state_keys = [nn.Parameter(torch.empty(0)) for _ in range(2)]
+    unit = SimpleNamespace(names=["weight"], state_start=0, layout=UnitLayout((numel,), 1))
+    slot: Any = SimpleNamespace(unit=unit, holds=False, stepped=None, names_in=lambda first, last: ["'weight'"])
+    chunk = UpdateChunk(slot, 0, numel, Tier.NVME)
+    chunk.master = torch.arange(float(numel))
+    chunk.state_keys = [nn.Parameter(torch.empty(0)) for _ in range(keys)]
     for tenant in chunk.state_keys:
         residence.states[tenant] = {}
     residence.store(chunk)
@@ -184,6 +189,78 @@ def test_prefetch_follows_step_order_and_limit(tier: DiskTier) -> None:
     residence.read_ahead(chunks[3:])
     assert under_way() == [3], "in the next step there may be room again"
     residence.discard_read_ahead()
+
+
+PAGES = 9_000  # elements: 27 pages of fp32 master weights and two states
+sums_pages = pytest.mark.skipif(not can_sum_pages(), reason="only native updates sum pages")
+
+
+def stepped_chunk(tier: DiskTier) -> tuple[OptimizerStateOffload, UpdateChunk]:
+    """Return a chunk of one parameter, whose record has several pages, after one step of Adam."""
+    residence, chunk = residence_of(tier, PAGES, keys=1)
+    residence.states[chunk.state_keys[0]] |= {"exp_avg": torch.zeros(PAGES), "exp_avg_sq": torch.zeros(PAGES)}
+    chunk.master = torch.linspace(0, 1, PAGES)
+    residence.store(chunk)
+    step(residence, chunk)
+    assert residence._staging is not None
+    residence._staging.wait_all()
+    return residence, chunk
+
+
+def step(residence: OptimizerStateOffload, chunk: UpdateChunk, after: float | None = None) -> list[torch.Tensor]:
+    """Update a chunk in one pass with its checksums. Return copies of its master weights and states.
+
+    Args:
+        after: set the first master weight to this value after the update.
+    """
+    copies = []
+    for _ in residence.iterate_batches([[chunk]], sums_pages=True):
+        sums, state = residence.page_sums(chunk), residence.states[chunk.state_keys[0]]
+        assert sums is not None
+        tensors = UpdateTensors(chunk.values(), torch.ones(PAGES), (state["exp_avg"], state["exp_avg_sq"]))
+        apply_updates(RULES["adamw"](1), [tensors], page_sums=[sums])
+        if after is not None:
+            chunk.values()[0] = after
+        copies = [chunk.values().clone(), *(value.clone() for value in state.values())]
+    return copies
+
+
+@sums_pages
+@pytest.mark.parametrize("after", [None, 7.0])
+def test_update_with_checksums_is_read_back(tier: DiskTier, after: float | None) -> None:
+    residence, chunk = stepped_chunk(tier)
+    expected = step(residence, chunk, after)
+    for _ in residence.iterate_batches([[chunk]], sums_pages=True):  # nothing is updated: all pages keep their sums
+        assert torch.equal(chunk.values(), expected[0])
+    with residence.resident([chunk]):
+        assert residence.page_sums(chunk) is None
+        found = [chunk.values(), *residence.states[chunk.state_keys[0]].values()]
+        assert all(map(torch.equal, found, expected))
+        chunk.values().add_(1)
+    with residence.resident([chunk], changes=False):
+        assert torch.equal(chunk.values(), expected[0] + 1)
+
+
+@sums_pages
+@pytest.mark.parametrize(("page", "name"), [(1, "the master weight of 'weight'"), (12, "exp_avg of 'weight'")])
+def test_damage_found_by_an_update_is_located(tier: DiskTier, page: int, name: str) -> None:
+    residence, chunk = stepped_chunk(tier)
+    record = residence.record_of(chunk)
+    assert record is not None
+    flip(tier, record.extent, page * 4096 + 9)
+    with pytest.raises(DamageError, match=rf"bytes {page * 4096} to {page * 4096 + 4096} of it, of {name}"):
+        step(residence, chunk)
+
+
+@sums_pages
+def test_damage_is_found_before_a_change_without_checksums(tier: DiskTier) -> None:
+    residence, chunk = stepped_chunk(tier)
+    record = residence.record_of(chunk)
+    assert record is not None
+    flip(tier, record.extent, 0)
+    with pytest.raises(DamageError, match=r"the master weight of 'weight'"):
+        for _ in residence.iterate_batches([[chunk]], sums_pages=True):
+            residence.compare_pages(chunk)
 
 
 @given(st.integers(0, 5000), st.integers(1, 2000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
+from windlass.base.import_transformers import import_transformers
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.cli.training.default_recipe import (
     BUILT_IN_MODELS,
@@ -37,7 +37,7 @@ def build_model(
         ModelError: transformers is missing, the model does not exist, it needs its own code, or its vocabulary is
             smaller than the tokenizer's.
     """
-    transformers = _import_transformers()
+    transformers = import_transformers("models", quiet=True)
     torch.manual_seed(seed % 2**63)
     if name == TINY_MODEL:
         config = transformers.LlamaConfig(**tiny_llama_config(vocab_size, seq_len), bos_token_id=eos, eos_token_id=eos)
@@ -132,16 +132,3 @@ def _check_vocab_size(model: Any, name: str, vocab_size: int) -> nn.Module:
     model.config.use_cache = False  # training makes no use of cached keys and values
     assert isinstance(model, nn.Module)
     return model
-
-
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError("models need transformers: pip install 'windlass[hf]'") from error
-    talk: Any = transformers.logging
-    talk.set_verbosity_error()
-    talk.disable_progress_bar()
-    # it logs each attempt; the ModelError that follows is enough
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return transformers

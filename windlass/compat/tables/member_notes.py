@@ -66,7 +66,9 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
         "", "does nothing: a forward frees the parameters that it gathered when it ends"
     ),
     "engine.get_compile_time": differs("", "0: torch compiles at the first forward and does not report the time"),
-    "optimizer.quantize_nontrainable_params": refused("quantized gathers are not built"),
+    "optimizer.quantize_nontrainable_params": refused(
+        "set zero_quantized_nontrainable_weights, with which each gather of a frozen weight is quantized"
+    ),
     "optimizer.bit16_groups_flat": differs(
         "windlass.compat.optimizer_group_views:FlatParameters", "copies, made at each access"
     ),

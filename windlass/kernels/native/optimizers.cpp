@@ -16,6 +16,7 @@
 #endif
 
 #include "job.hpp"
+#include "page_sums.hpp"
 #include "team.hpp"
 
 namespace nb = nanobind;
@@ -24,6 +25,7 @@ namespace windlass {
 namespace {
 
 using Addresses = std::array<std::uint64_t, 10>;
+using PageAddresses = std::array<std::uint64_t, 5>;  // pages, their number, expected sums, renewed sums, states
 
 // Best first.
 std::vector<const InstructionSet*> supported() {
@@ -66,10 +68,11 @@ const InstructionSet& find(const std::string& name) {
 }
 
 // Elements of one part of the work. Each thread gets several parts, so that a delayed thread does not delay the others.
+constexpr std::int64_t kLeastGrain = 128 * kBlock;  // 384 KiB of a parameter and two states in fp32: they fit into L2
+
 std::int64_t grain(std::int64_t elements, int threads) {
-    constexpr std::int64_t least = 128 * kBlock;
     const std::int64_t share = elements / (threads * 8) / kBlock * kBlock;
-    return share < least ? least : share;
+    return share < kLeastGrain ? kLeastGrain : share;
 }
 
 struct Part {
@@ -77,10 +80,10 @@ struct Part {
     std::int64_t begin, end;
 };
 
-std::vector<Part> cut(const std::vector<Piece>& pieces, int threads) {
+std::vector<Part> cut(const std::vector<Piece>& pieces, int threads, bool sums) {
     std::int64_t elements = 0;
     for (const Piece& piece : pieces) elements += piece.count;
-    const std::int64_t size = grain(elements, threads);
+    const std::int64_t size = sums ? kLeastGrain : grain(elements, threads);
     std::vector<Part> parts;
     for (int number = 0; number < static_cast<int>(pieces.size()); ++number) {
         const std::int64_t count = pieces[number].count;
@@ -192,9 +195,42 @@ void check(const Job& job, const std::vector<Piece>& pieces, std::size_t numbers
     refuse_overlaps(ranges_of(job, pieces));
 }
 
+// Calls `act(begin, end)` with the memory of each tensor of a part that an update reads and writes.
+template <class Act>
+void each_updated(const Job& job, const Piece& piece, const Part& part, Act act) {
+    const auto span = [&](std::uint64_t address, std::int64_t bytes) {
+        if (address != 0) act(address + part.begin * bytes, address + part.end * bytes);
+    };
+    span(piece.parameter, width(job.parameter));
+    for (int state = 0; state < kMostStates; ++state) {
+        span(piece.state[state], width(job.state));
+        if (const std::uint64_t scales = piece.scale[state]) {
+            act(scales + part.begin / kBlock * 4, scales + (part.end + kBlock - 1) / kBlock * 4);
+        }
+    }
+}
+
+PageSums page_sums(const std::vector<PageAddresses>& addresses) {
+    std::vector<SummedPages> memory;
+    for (const PageAddresses& a : addresses) {
+        if (a[0] % kCrcPage) throw std::invalid_argument("checksums are of whole pages of 4096 bytes");
+        if (a[1] == 0) continue;
+        if (!a[0] || !a[2] || !a[3] || !a[4]) throw std::invalid_argument("checksums have no memory (address 0)");
+        memory.push_back({a[0], a[1], reinterpret_cast<const std::uint32_t*>(a[2]),
+                          reinterpret_cast<std::uint32_t*>(a[3]), reinterpret_cast<PageState*>(a[4])});
+    }
+    return PageSums(std::move(memory));
+}
+
+// Compares all pages that were not compared before.
+void compare_pages(const PageAddresses& address) {
+    page_sums({address}).inside(address[0], address[0] + address[1] * kCrcPage,
+                                [](const SummedPages& memory, auto first, auto last) { memory.compare(first, last); });
+}
+
 void update(const std::string& instruction_set, int rule, unsigned flags, const std::vector<double>& numbers,
             const std::array<int, 4>& formats, const std::vector<Addresses>& addresses, double divisor,
-            std::uint32_t seed, int threads) {
+            std::uint32_t seed, int threads, const std::vector<PageAddresses>& summed) {
     const InstructionSet& set = find(instruction_set);
     const Job job = {static_cast<Rule>(rule), static_cast<Format>(formats[0]), static_cast<Format>(formats[1]),
                      static_cast<Format>(formats[2]), static_cast<Format>(formats[3]), flags,
@@ -204,13 +240,34 @@ void update(const std::string& instruction_set, int rule, unsigned flags, const 
         pieces.push_back({a[1], a[2], a[3], {a[4], a[5], a[6]}, {a[7], a[8], a[9]}, static_cast<std::int64_t>(a[0])});
     }
     check(job, pieces, numbers.size(), threads);
-    const std::vector<Part> parts = cut(pieces, threads);
+    const PageSums sums = page_sums(summed);
+    const auto compare = [](const SummedPages& memory, auto first, auto last) { memory.compare(first, last); };
+    const auto renew = [](const SummedPages& memory, auto first, auto last) { memory.renew(first, last); };
+    const std::vector<Part> parts = cut(pieces, threads, !sums.empty());
+    // Pages of which several parts or tensors have a piece: compared before any of these is changed, summed after all.
+    const auto at_edges = [&](auto act) {
+        for (const Part& part : parts) {
+            if (sums.empty()) break;
+            each_updated(job, pieces[part.piece], part, [&](std::uint64_t begin, std::uint64_t end) {
+                if (begin % kCrcPage) sums.around(begin, act);
+                if (end % kCrcPage) sums.around(end, act);
+            });
+        }
+    };
+    at_edges(compare);
     std::vector<float> ratios(pieces.size(), 1.0f);
     if (job.rule == Rule::lamb) ratios = trust_ratios(set, job, pieces, parts, threads);
     run_in_team(threads, static_cast<int>(parts.size()), [&](int number) {
         const Part& part = parts[number];
-        set.update(job, pieces[part.piece], part.begin, part.end, ratios[part.piece]);
+        const Piece& piece = pieces[part.piece];
+        const auto whole = [&](auto act) {
+            each_updated(job, piece, part, [&](auto begin, auto end) { sums.inside(begin, end, act); });
+        };
+        whole(compare);  // brings the pages into the cache
+        set.update(job, piece, part.begin, part.end, ratios[part.piece]);
+        whole(renew);
     });
+    at_edges(renew);
 }
 
 // Requests huge pages for memory that was not written to yet; ignored by systems without them.
@@ -233,6 +290,8 @@ NB_MODULE(_optimizers, m) {
     m.def("instruction_sets", &windlass::instruction_sets);
     m.def("update", &windlass::update, nb::arg("instruction_set"), nb::arg("rule"), nb::arg("flags"),
           nb::arg("numbers"), nb::arg("formats"), nb::arg("addresses"), nb::arg("divisor"), nb::arg("seed"),
-          nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
+          nb::arg("threads"), nb::arg("summed") = std::vector<windlass::PageAddresses>(),
+          nb::call_guard<nb::gil_scoped_release>());
+    m.def("compare_pages", &windlass::compare_pages, nb::arg("address"), nb::call_guard<nb::gil_scoped_release>());
     m.def("prefer_huge_pages", &windlass::prefer_huge_pages, nb::arg("address"), nb::arg("bytes"));
 }

@@ -8,7 +8,7 @@ own state, `step` included. So a parameter without a gradient is skipped exactly
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.kernels.page_sums import PageSums
 from windlass.optim.cpu_optimizer import CPUOptimizer, StateFormat
 from windlass.optim.elementwise_optimizers import SCALAR_STATES, supports_grad_scale
-from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent
+from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent, updates_page_sums
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
-from windlass.zero.update.update_protocol import UpdateContext
+from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
 
 
 class ParameterSegment:
@@ -77,7 +78,7 @@ def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return twin
 
 
-class ElementwiseUpdate:
+class ElementwiseUpdate(OrdinaryUpdate):
     """Update of this rank's master weights with an elementwise optimizer, a bounded number of elements at a time.
 
     Args:
@@ -101,40 +102,13 @@ class ElementwiseUpdate:
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
         self._sub_group = context.sub_group_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
+        self._page_sums: list[PageSums] = []
         self.add_chunks(chunks)
         for chunk in chunks:
             # A chunk on NVMe is stored again with the states that it gets here.
             with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
-
-    @classmethod
-    def separates_masters(cls, shards_states: bool) -> bool:
-        """See `Update.separates_masters`."""
-        return False
-
-    @property
-    def takes_local_gradients(self) -> bool:
-        """See `Update.takes_local_gradients`."""
-        return False
-
-    @property
-    def keeps_local_weights(self) -> bool:
-        """See `Update.keeps_local_weights`."""
-        return False
-
-    @property
-    def publishes_itself(self) -> bool:
-        """See `Update.publishes_itself`."""
-        return False
-
-    def publish(self, units: list[Unit]) -> None:
-        """See `Update.publish`. Never called."""
-        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
-
-    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
-        """See `Update.open_rank_states`."""
-        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Update these chunks, too. They must be in `masters.chunks` already."""
@@ -191,7 +165,8 @@ class ElementwiseUpdate:
     def _run(
         self, session: OptimizerStepSession, used: dict[int, list[bool]], divisor: float, group_of: dict[int, int]
     ) -> Iterator[list[UpdateChunk]]:
-        for batch in self.state_offload.iterate_batches(self._batches):
+        sums_pages = updates_page_sums(self._inner)
+        for batch in self.state_offload.iterate_batches(self._batches, sums_pages=sums_pages):
             chosen: dict[int, list[ParameterSegment]] = defaultdict(list)
             widened: list[tuple[UpdateChunk, torch.Tensor]] = []
             for chunk in batch:
@@ -200,8 +175,11 @@ class ElementwiseUpdate:
                     continue
                 gradient, values = self._gradient(chunk, chunk.gradient, divisor), chunk.values()
                 if _widened(chunk):
+                    self.state_offload.compare_pages(chunk)  # the narrow master weights are changed below
                     values = values.to(chunk.state_dtype)
                     widened.append((chunk, values))
+                if (sums := self.state_offload.page_sums(chunk)) is not None:
+                    self._page_sums.append(sums)
                 skipped = False
                 for segment in self._of_chunk[id(chunk)]:
                     group = group_of.get(id(segment.parameter))
@@ -268,15 +246,17 @@ class ElementwiseUpdate:
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             # `GradScaler` sets both attributes. Zero, because a step with non-finite gradients does not get here.
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        if self._page_sums:
+            inner.page_sums = self._page_sums  # type: ignore[attr-defined]
         if self._lowered:
             inner.low_precision_copies = self._lowered  # type: ignore[attr-defined]
         try:
             for part in self._parts(chosen):
                 session.step(part)
         finally:  # also after an error: the next batch sets its own divisor and copies, or none
-            for name in ("grad_scale", "found_inf", "low_precision_copies"):
+            for name in ("grad_scale", "found_inf", "low_precision_copies", "page_sums"):
                 inner.__dict__.pop(name, None)
-            self._lowered = {}
+            self._lowered, self._page_sums = {}, []
 
     def _parts(self, chosen: dict[int, list[ParameterSegment]]) -> list[dict[int, list[nn.Parameter]]]:
         """Divide the tensors, by group number, into parts for one optimizer call each.

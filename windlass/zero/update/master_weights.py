@@ -355,8 +355,10 @@ class MasterWeights:
             parameter = unit.parameters[piece.index]
             place = slice(piece.offset, piece.offset + piece.numel)
             if parameter._version != self._versions.get(id(parameter)):
+                self.state_offload.compare_pages(chunk)
                 chunk.values()[place].copy_(source[place])
             elif id(parameter) in self._data_snapshots:
+                self.state_offload.compare_pages(chunk)
                 # Any element may have changed; unchanged ones must not be rounded to the param_dtype.
                 _copy_differing(chunk.values()[place], source[place])
 

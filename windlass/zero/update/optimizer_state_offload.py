@@ -32,8 +32,10 @@ from windlass.base.device_memory import (
     emulated_device_memory,
 )
 from windlass.base.pending import DONE, Pending
+from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_error_messages import abbreviate_names
 from windlass.storage.disk_tier import DiskTier
+from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.slot import Slot, Tier
 from windlass.storage.staging_memory import aligned_buffer
@@ -76,7 +78,7 @@ class _StateRecord:
 
     Attributes:
         entries: its tensors, in order of their offsets.
-        nbytes: bytes up to the end of the last tensor. The extent may be larger.
+        nbytes: bytes up to the end of the last tensor, in whole pages. The extent may be larger.
         extent: its location; None until the first write.
         discarded: the record has no content until it is written again.
     """
@@ -107,6 +109,7 @@ class _FetchedChunk:
     Attributes:
         record: staging buffer with its record; None if the chunk is not on NVMe.
         pending: read of the record.
+        sums: checksums of the record, if the read did not compare them; None once `compare_pages` has.
         own: staging buffer with its gradient, if the gradient was read from NVMe.
         gradient: chunk's part of the reduced gradient, `[chunk.numel]`; None if there is none or none was requested.
         gradient_pending: transfer of the gradient.
@@ -115,6 +118,7 @@ class _FetchedChunk:
     chunk: UpdateChunk
     record: torch.Tensor | None
     pending: Pending
+    sums: PageSums | None = None
     own: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     gradient_pending: Pending = DONE
@@ -205,10 +209,15 @@ class OptimizerStateOffload:
         while self._read_ahead_queue and self._has_room([self._read_ahead_queue[0]], spare=_SPARE):
             self._start_fetch(self._read_ahead_queue.popleft())
 
-    def iterate_batches(self, batches: list[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
+    def iterate_batches(
+        self, batches: list[list[UpdateChunk]], *, sums_pages: bool = False
+    ) -> Iterator[list[UpdateChunk]]:
         """Yield each batch once its master weights, states and gradients are in memory.
 
         A batch is stored on its tier when the next batch is requested.
+
+        Args:
+            sums_pages: the caller compares and renews the checksums of `page_sums` wherever it changes a record.
         """
         self._recover_failed_step()
         self._read_ahead_queue.clear()  # the loop below reads the remaining chunks
@@ -221,7 +230,7 @@ class OptimizerStateOffload:
                     self._start_gradient_fetch(chunk)
                 ahead += 1
             for chunk in batch:
-                self._finish_fetch(chunk)
+                self._finish_fetch(chunk, compare=not sums_pages)
             yield batch
             for chunk in batch:
                 self._start_store(chunk)
@@ -292,6 +301,18 @@ class OptimizerStateOffload:
                 state.update({key: like for key, like in likes.items() if key not in state})
             self._materialize_states(chunk)
             yield
+
+    def page_sums(self, chunk: UpdateChunk) -> PageSums | None:
+        """Return the checksums of a chunk's record in memory, if they are not compared yet."""
+        fetched = self._fetched.get(id(chunk))
+        return None if fetched is None else fetched.sums
+
+    def compare_pages(self, chunk: UpdateChunk) -> None:
+        """Compare a chunk's record in memory with its checksums, before a change that does not renew them."""
+        fetched = self._fetched.get(id(chunk))
+        if fetched is not None and fetched.sums is not None:
+            self._compare(chunk, fetched.sums)
+            fetched.sums = None
 
     def describe_state(self, chunk: UpdateChunk, state_key: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer state of a parameter of a chunk. Tensors on NVMe are replaced by meta tensors."""
@@ -378,12 +399,14 @@ class OptimizerStateOffload:
             if record.discarded:  # there is nothing to read: the caller is about to replace all values
                 on_resident.zero_()
                 pending: Pending = DONE
+                sums: PageSums | None = None
             else:
-                pending = self._tier.read(record.extent, 0, on_resident)
+                sums = self._tier.page_sums(record.extent, on_resident)
+                pending = self._tier.read(record.extent, 0, on_resident, sums=sums)
         except BaseException:
             self._staging.release(buffer)
             raise
-        self._fetched[id(chunk)] = _FetchedChunk(chunk, buffer, pending)
+        self._fetched[id(chunk)] = _FetchedChunk(chunk, buffer, pending, sums)
 
     def _start_gradient_fetch(self, chunk: UpdateChunk) -> None:
         """Start to copy the chunk's part of the reduced gradient to the memory in which the chunk is updated.
@@ -407,16 +430,25 @@ class OptimizerStateOffload:
             on_device, visit.gradient = visit.gradient, empty_host_tensor(chunk.numel, source.dtype, pin=self._pin)
             visit.gradient_pending = copy_to_host(visit.gradient, on_device)
 
-    def _finish_fetch(self, chunk: UpdateChunk) -> None:
+    def _finish_fetch(self, chunk: UpdateChunk, *, compare: bool = True) -> None:
         """Wait for the transfers of a chunk, and set its master weights, states and gradient."""
         visit = self._fetched.get(id(chunk))
         if visit is not None:
             visit.pending.wait()
             visit.gradient_pending.wait()
+            if visit.sums is not None and not visit.sums.is_current:  # the read failed, and its memory is NaN
+                visit.sums = None
+            if compare:
+                self.compare_pages(chunk)
             chunk.gradient = visit.gradient
             if visit.record is not None:
                 self._unpack(chunk, visit.record)
         self._callbacks.on_fetched(chunk)
+
+    def _compare(self, chunk: UpdateChunk, sums: PageSums) -> None:
+        extent = self._records[id(chunk)].extent
+        assert self._tier is not None and extent is not None
+        self._tier.compare(extent, sums)
 
     def _unpack(self, chunk: UpdateChunk, buffer: torch.Tensor) -> None:
         """Make the master weights and states of a chunk views of the buffer with its record."""
@@ -453,6 +485,9 @@ class OptimizerStateOffload:
         if chunk.tier is not Tier.NVME:
             return
         assert self._tier is not None and self._staging is not None
+        sums = visit.sums if visit is not None else None
+        if sums is not None:
+            self._compare(chunk, sums)  # the pages that the update did not change; raises or records their damage
         stored = self._tensors_to_store(chunk)
         record = self._records.setdefault(id(chunk), _StateRecord())
         laid = _lay_out(stored)
@@ -461,7 +496,7 @@ class OptimizerStateOffload:
         if record.extent is None or nbytes > record.extent.nbytes:
             if record.extent is not None:
                 self._tier.free(record.extent)
-            most = max(nbytes, self.record_nbytes(chunk, chunk.dtype))
+            most = page_up(max(nbytes, self.record_nbytes(chunk, chunk.dtype)))
             record.extent = self._tier.allocate(most, f"master weights and optimizer states of {chunk.name}")
             record.extent.describe_content = partial(_describe, ref(self), ref(chunk))
         record.entries, record.nbytes, record.discarded = laid, nbytes, False
@@ -478,11 +513,14 @@ class OptimizerStateOffload:
                 del self.states[entry.state_key][entry.key]  # a view of the buffer, which will be reused
         if buffer is not None and target is not buffer:
             self._staging.release(buffer)
+        # Checksums of a buffer that any other operation has changed are void: the engine computes them.
+        if sums is not None and not (target is buffer and nbytes == sums.memory.numel() and sums.is_current):
+            sums = None
         chunk.master = None
         for state_key in chunk.state_keys:
             state_key.data = state_key.data.new_empty(0)  # it is a view of the buffer, too
         # The pool reuses the buffer after the write. A failure of the write surfaces at the next check.
-        self._staging.release(target, self._tier.write(record.extent, 0, target[:nbytes]))
+        self._staging.release(target, self._tier.write(record.extent, 0, target[:nbytes], sums=sums))
 
     def _drop_gradient(self, visit: _FetchedChunk) -> None:
         """Release the gradient of a chunk, after its transfer has finished."""
@@ -568,8 +606,8 @@ def _same_form(value: torch.Tensor, like: torch.Tensor | None) -> bool:
 
 
 def _record_end(laid: list[_RecordEntry]) -> int:
-    """Return the size of a record in bytes."""
-    return laid[-1].offset + laid[-1].nbytes
+    """Return the size of a record in bytes: whole pages, so that no transfer has a part of one."""
+    return page_up(laid[-1].offset + laid[-1].nbytes)
 
 
 def _lay_out(found: list[_Found]) -> list[_RecordEntry]:

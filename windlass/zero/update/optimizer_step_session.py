@@ -14,7 +14,7 @@ from windlass.comm.rank_group import RankGroup
 _NOT_SHARED = frozenset(
     """
     state param_groups step _optimizer_step_pre_hooks _optimizer_step_post_hooks
-    grad_scale found_inf low_precision_copies
+    grad_scale found_inf low_precision_copies page_sums
     """.split()  # noqa: SIM905
 )
 

@@ -17,7 +17,7 @@ Master weights and states with one value per element are sharded as with any upd
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from windlass.zero.core.unit import Unit
 from windlass.zero.update.elementwise_update import ParameterSegment
 from windlass.zero.update.rank_state import RankState, RelayRule
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
-from windlass.zero.update.update_protocol import UpdateContext
+from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LocalParameter:
     options: Mapping[str, Any]
 
 
-class SelfReducingUpdate:
+class SelfReducingUpdate(OrdinaryUpdate):
     """Update that receives local gradients and communicates by itself. Subclasses define `step_parameters`.
 
     Construction is collective over the data-parallel ranks, so a subclass may create its collectives in `__init__`. The
@@ -102,33 +102,10 @@ class SelfReducingUpdate:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
 
-    @classmethod
-    def separates_masters(cls, shards_states: bool) -> bool:
-        """See `Update.separates_masters`."""
-        return False
-
     @property
     def takes_local_gradients(self) -> bool:
         """See `Update.takes_local_gradients`."""
         return True
-
-    @property
-    def keeps_local_weights(self) -> bool:
-        """See `Update.keeps_local_weights`."""
-        return False
-
-    @property
-    def publishes_itself(self) -> bool:
-        """See `Update.publishes_itself`."""
-        return False
-
-    def publish(self, units: list[Unit]) -> None:
-        """See `Update.publish`. Never called."""
-        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
-
-    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
-        """See `Update.open_rank_states`."""
-        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """See `Update.add_chunks`."""

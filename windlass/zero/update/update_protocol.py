@@ -136,3 +136,35 @@ class Update(Protocol):
             are skipped. divisor: divisor of the gradients: the loss scale over the clip coefficient.
         """
         ...
+
+
+class OrdinaryUpdate:
+    """Answers to `Update` of an update whose gradients and results the engine sends."""
+
+    @classmethod
+    def separates_masters(cls, shards_states: bool) -> bool:
+        """See `Update.separates_masters`."""
+        return False
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """See `Update.takes_local_gradients`."""
+        return False
+
+    @property
+    def keeps_local_weights(self) -> bool:
+        """See `Update.keeps_local_weights`."""
+        return False
+
+    @property
+    def publishes_itself(self) -> bool:
+        """See `Update.publishes_itself`."""
+        return False
+
+    def publish(self, units: list[Unit]) -> None:
+        """See `Update.publish`. Never called."""
+        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        return frozenset()

@@ -13,7 +13,7 @@ saved in the same parts as the parameter. A state of another shape (one value pe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from windlass.zero.update.elementwise_update import clone_optimizer, formats_of,
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
-from windlass.zero.update.update_protocol import UpdateContext
+from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class OwnedParameter:
         return self.owner == self.group.index
 
 
-class WholeParameterUpdate:
+class WholeParameterUpdate(OrdinaryUpdate):
     """Update with any optimizer whose update of a parameter depends on no other parameter.
 
     Args:
@@ -112,34 +112,6 @@ class WholeParameterUpdate:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
-
-    @classmethod
-    def separates_masters(cls, shards_states: bool) -> bool:
-        """See `Update.separates_masters`."""
-        return False
-
-    @property
-    def takes_local_gradients(self) -> bool:
-        """See `Update.takes_local_gradients`."""
-        return False
-
-    @property
-    def keeps_local_weights(self) -> bool:
-        """See `Update.keeps_local_weights`."""
-        return False
-
-    @property
-    def publishes_itself(self) -> bool:
-        """See `Update.publishes_itself`."""
-        return False
-
-    def publish(self, units: list[Unit]) -> None:
-        """See `Update.publish`. Never called."""
-        raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
-
-    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
-        """See `Update.open_rank_states`."""
-        return frozenset()
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Update these chunks, too, and assign owners to their parameters. All ranks pass the same units."""

@@ -1,0 +1,31 @@
+"""Import of transformers, an optional dependency."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from windlass.base.errors import ModelError
+
+
+def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
+    """Return the module transformers.
+
+    Args:
+        purpose: what needs it, a plural, for the error.
+        quiet: Show errors alone: no progress bars, and no log line of each attempt to reach the hub.
+
+    Raises:
+        ModelError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"{purpose} need transformers: pip install 'windlass[hf]'") from error
+    if quiet:
+        talk: Any = transformers.logging
+        talk.set_verbosity_error()
+        talk.disable_progress_bar()
+        # it logs each attempt; the ModelError that follows is enough
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return transformers

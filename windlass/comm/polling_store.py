@@ -1,0 +1,62 @@
+"""Store on the connection of another one, whose waits do not hold up the other users of the connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_PAUSE = 0.005
+
+
+class PollingStore(Store):
+    """View of a store for the construction of a process group while other threads use the store.
+
+    A wait of `TCPStore` keeps its connection until the key is there. Opening a connection for each group instead can
+    take seconds: torch looks up the name of the address, on machines where no name server may answer.
+
+    Args:
+        store: store whose operations can be called from several threads.
+        timeout: longest wait for a key.
+        is_over: returns True if the key will not come, for example because the process that was to write it was
+            replaced by another one.
+    """
+
+    def __init__(self, store: Any, timeout: timedelta, is_over: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self._store, self._longest, self._is_over = store, timeout, is_over
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value. `TCPStore.set` takes text only, so bytes are written in hexadecimal."""
+        self._store.set(key, (value.encode() if isinstance(value, str) else bytes(value)).hex())
+
+    def get(self, key: str) -> bytes:
+        """Return a value, after waiting for it."""
+        self.wait([key])
+        return bytes.fromhex(self._store.get(key).decode())
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, and return it."""
+        return int(self._store.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return True if all keys are there."""
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for all keys.
+
+        Raises:
+            RuntimeError: they are not written in time, as from torch's stores, or will not be.
+        """
+        limit = self._longest if timeout is None else timeout
+        until = time.monotonic() + limit.total_seconds()
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                raise RuntimeError(f"wait timeout after {limit.total_seconds():.0f} s, keys: {', '.join(keys)}")
+            if self._is_over():
+                raise RuntimeError(f"no process writes the keys {', '.join(keys)} any more")
+            time.sleep(_PAUSE)

@@ -1,0 +1,131 @@
+"""Parameters that are not copies of the master weights: of updates that publish by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.base.pending import Pending
+from windlass.zero.core.gradient_slot import GradientSlot
+from windlass.zero.core.unit import Unit
+from windlass.zero.update.master_weights import MasterWeights
+from windlass.zero.update.update_protocol import Update
+
+
+class DifferingReplicas:
+    """Weights with which ranks train while these differ from the master weights.
+
+    [Note: replicas that differ] An update that publishes by itself leaves parameters that are not copies of the master
+    weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank with the
+    local steps of that rank in it. So a change is refused on all ranks, at the next step or `finish_update`, and
+    undone. Where ranks take local steps (stage 0), every rank has all master weights: an evaluation computes with them,
+    without a message, and the next training forward with the local weights again.
+
+    Args:
+        update: the model's update; None without an optimizer.
+        masters: the master weights.
+        slots: those of the trainable units; units that are unfrozen later are appended.
+        recapture: `ShardedModel.recapture_parameters`.
+        gather: brings the written master weights of units to all ranks. Collective.
+
+    Attributes:
+        differ: parameters may differ from the master weights. Equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        update: Update | None,
+        masters: MasterWeights,
+        slots: list[GradientSlot],
+        recapture: Callable[[], None],
+        gather: Callable[[list[Unit]], None],
+    ) -> None:
+        self._update, self._masters, self._slots = update, masters, slots
+        self._recapture, self._gather = recapture, gather
+        self.differ = self._has_common_weights = False
+
+    def publish(self, units: list[Unit]) -> None:
+        """Let the update bring the result of a step to the parameters. Collective."""
+        assert self._update is not None
+        self.differ, self._has_common_weights = True, False
+        self._update.publish(units)
+
+    def equalize(self) -> None:
+        """Copy the master weights to the parameters of all ranks. Collective."""
+        self._write_master_weights()
+        self._gather(self._units)
+        self.differ = self._has_common_weights = False
+        self._accept_weights()
+
+    def show_common_weights(self) -> None:
+        """Let parameters have the values that are equal on all ranks, for an evaluation. Not collective.
+
+        Does nothing unless ranks take local steps.
+        """
+        if self.differ and not self._has_common_weights and self._keeps_local_weights:
+            edited = self.refused_edit()
+            self._write_master_weights()
+            self._has_common_weights = True
+            self._accept_weights()
+            if edited:  # undone just now, so that no step can refuse it
+                raise self.edit_error(edited)
+
+    def show_local_weights(self) -> None:
+        """Let parameters have the values with which this rank trains. Not collective.
+
+        Does nothing unless ranks take local steps.
+        """
+        if self.differ:
+            self.restore_local_weights()
+        elif self._keeps_local_weights:  # after `finish_update`, or a load: changes of a script are allowed there
+            self._recapture()
+            self._masters.copy_all_edits(self._units)
+            self.publish(self._units)
+            self._accept_weights()
+
+    def restore_local_weights(self) -> None:
+        """Replace common weights by local ones."""
+        if self._has_common_weights and not self.refused_edit():  # the next step refuses an edit
+            self.publish(self._units)
+            self._accept_weights()
+
+    def refused_edit(self) -> str:
+        """Return the name of a parameter that was changed in place while replicas differ; empty if there is none."""
+        if not self.differ:
+            return ""
+        self._recapture()
+        return self._masters.first_edited(self._units) or ""
+
+    def edit_error(self, name: str, consequence: str = "") -> ModelError:
+        """Return the error for a refused change, which was undone."""
+        optimizer = type(self._update.optimizer).__name__ if self._update is not None else ""
+        return ModelError(
+            f"{name!r} was changed in place while parameters differ from the master weights ({optimizer} between two "
+            f"synchronizations). The change was undone{consequence}: call engine.finish_update() on all ranks first, "
+            "then change it on all ranks, or inside `with windlass.zero.GatheredParameters([parameter], "
+            "modifier_rank=0)`"
+        )
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [slot.unit for slot in self._slots]
+
+    @property
+    def _keeps_local_weights(self) -> bool:
+        return self._update is not None and self._update.keeps_local_weights
+
+    def _write_master_weights(self) -> None:
+        for unit in self._units:
+            with self._masters.resident([unit], changes=True):
+                written: list[Pending] = [self._masters.write_back(chunk) for chunk in self._masters.chunks_of(unit)]
+                for one in written:
+                    one.wait()
+
+    def _accept_weights(self) -> None:
+        """Let backwards through earlier graphs raise, as after an in-place change, and later changes be found."""
+        for unit in self._units:
+            torch.autograd.graph.increment_version(unit.parameters)
+        self._masters.remember_versions(self._units)
+        self._masters.follow_edits(self._units, refuses=self.differ)
