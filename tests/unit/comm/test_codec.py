@@ -80,7 +80,7 @@ def test_sums_are_in_float32_or_wider() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_codec_registry() -> None:
-    assert list_codecs() == ["bf16", "fp8", "identity", "int4", "int8", "sign", "topk"]
+    assert list_codecs() == ["bf16", "fp8", "identity", "int4", "int8", "lowrank", "sign", "topk"]
     local = SignCodec()
     register_codec(local)
     register_codec(local)  # registering the same codec again is not an error
