@@ -130,6 +130,8 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "outer_momentum": ParameterSpec("float", 0.9, minimum=0, less_than=1),
         "fragments": ParameterSpec("int", 1, minimum=1),
         "codec": ParameterSpec("str", "int8", choices=("identity", "bf16", "fp8", "int8", "int4", "sign")),
+        "overlap_steps": ParameterSpec("int", 0, minimum=0),
+        "mixing": ParameterSpec("float", 0.5, minimum=0, less_than=1),
     },
     "PowerSGD": {
         **_LR, **_DECAY,
@@ -148,7 +150,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 }  # fmt: skip
 """Parameters by optimizer, known without importing torch: DeepSpeed's names, and those that every torch version has."""
 
-COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 0, "DiLoCo": 0, "PowerSGD": 0}
+COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 2, "DiLoCo": 0, "PowerSGD": 0}
 """Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
 UNSUPPORTED_OPTIMIZERS = {
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",

@@ -29,13 +29,14 @@ import torch
 from windlass.base.log import logger
 from windlass.optim.one_bit_adam import count_step, is_frozen
 from windlass.zero.core.unit import Unit
+from windlass.zero.update.compressed_messages import Batch
 from windlass.zero.update.compressed_phase import CODEC, LOCAL_CHANGE, CompressedPhase, Options
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
-_PART = 1 << 17  # elements that are stepped at once, so that temporary tensors stay in a cache
+PART = 1 << 17  # elements that are stepped at once, so that temporary tensors stay in a cache
 
 
 class OneBitAdamUpdate(ElementwiseUpdate):
@@ -95,8 +96,9 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        for messages in self._phase.local_messages(used, divisor, options):
-            self._phase.exchange(messages, None if self._shards else lambda unit: self._momenta(unit, options))
+        momenta = None if self._shards else lambda unit: self._momenta(unit, options)
+        for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options), momenta):
+            pass
         yield from self._step_chunks(used, options)
 
     def _step_chunks(self, used: dict[int, list[bool]], options: Options) -> Iterator[list[UpdateChunk]]:
@@ -109,13 +111,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
                     self._step_chunk(chunk, used[chunk.unit.index], options)
             yield batch
 
-    def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor]]:
-        """Yield the common momentum times beta1, at stage 0: every rank has all of it."""
+    def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor, float]]:
+        """Yield the common momentum with its factor beta1, at stage 0: every rank has all of it."""
         for chunk in self._masters.chunks_of(unit):
             for segment in self._of_chunk[id(chunk)]:
                 state, given = self._inner.state.get(segment.tensor), options.get(id(segment.parameter))
                 if state and given is not None:
-                    yield segment.piece.index, segment.piece.start, state["exp_avg"] * given["betas"][0]
+                    yield segment.piece.index, segment.piece.start, state["exp_avg"], given["betas"][0]
 
     @torch.no_grad()
     def _step_chunk(self, chunk: UpdateChunk, used: list[bool], options: Options) -> None:
@@ -162,7 +164,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         state["step"] += 1
         lr, beta1 = float(given["lr"]), given["betas"][0]
         rate, decay = lr / (1 - beta1 ** float(state["step"])), 1 - lr * given["weight_decay"]
-        momenta, variances, parts = (t.split(_PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
+        momenta, variances, parts = (t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
         for momentum, variance, part in zip(momenta, variances, parts, strict=True):
             change = momentum.to(values.dtype) / self._root(segment, variance.to(values.dtype), options)
             part.mul_(decay).sub_(change.masked_fill_(variance == 0, 0.0), alpha=rate)
@@ -202,6 +204,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         layout, piece = segment.chunk.unit.layout, segment.piece
         return flat.narrow(0, layout.offsets[piece.index] + piece.start, piece.numel)
 
+    def _chosen(self, messages: Batch) -> Iterator[tuple[ParameterSegment, torch.Tensor]]:
+        """Yield the fragments that take part in messages, with their values there."""
+        for message in messages:
+            for segment in self._segments_of(message.unit):
+                if message.chosen[segment.piece.index]:
+                    yield segment, self._view(message.flat, segment)
+
     def _own(self, key: str, segment: ParameterSegment) -> torch.Tensor:
         return self._view(self._phase.state(key, segment.chunk.unit), segment)
 
@@ -214,8 +223,10 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         """Set this rank's parameters to the master weights minus its local change."""
         for unit in units:
             for segment in self._segments_of(unit):
-                change = self._own(LOCAL_CHANGE, segment)
-                self._view(unit.full, segment).copy_(self._master(segment).float() - change)
+                change, out = self._own(LOCAL_CHANGE, segment), self._view(unit.full, segment)
+                parts = (tensor.split(PART) for tensor in (out, self._master(segment), change))
+                for target, master, moved in zip(*parts, strict=True):
+                    target.copy_(master.float() - moved)
 
     def rank_states(self) -> Iterator[RankState]:
         """See `Update.rank_states`. None before the first compressed step."""
