@@ -31,10 +31,10 @@ GOALS = {"1-bit adam": 8.0, "diloco": 20.0}
 """Least factor over DistributedDataParallel at 10 MiB/s."""
 GOAL_RATE, GOAL_SHARE = 10 * _MIB, 0.85
 EXPLANATION = (
-    "bytes: what a rank receives in a step, on average over a cycle of the method. bytes / rate: seconds that they take "
-    "at the rate of the link. compute: forward and backward alone, without the method. free: the method's step on a link "
-    "without limit, codec and optimizer included. of sum: bytes / rate and free together, over the step: above 100 % "
-    "where messages travel during the computation. of rate: bytes / rate over the step."
+    "bytes: what a rank receives in a step, on average over a cycle of the method. bytes / rate: seconds that they "
+    "take at the rate of the link. compute: forward and backward alone, without the method. free: the method's step on "
+    "a link without limit, codec and optimizer included. of sum: bytes / rate and free together, over the step: above "
+    "100 % where messages travel during the computation. of rate: bytes / rate over the step."
 )
 
 

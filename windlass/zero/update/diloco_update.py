@@ -130,11 +130,12 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         own = (self._own(key, segment) for key in (MOMENT, VARIANCE, LOCAL_CHANGE))
         parts = (tensor.split(PART) for tensor in (gradient, self._master(segment), *own))
         for part, master, moment, variance, change in zip(*parts, strict=True):  # each part stays in the cache
-            moment.mul_(beta1).add_(part, alpha=1 - beta1)
+            moment.lerp_(part, 1 - beta1)
             variance.mul_(beta2).addcmul_(part, part, value=1 - beta2)
-            move = (variance / (1 - beta2**steps)).sqrt_().add_(given["eps"])
-            torch.div(moment, move, out=move).mul_(lr / (1 - beta1**steps))
-            change.add_(move.add_(master.float() - change, alpha=lr * given["weight_decay"]))
+            root = (variance / (1 - beta2**steps)).sqrt_().add_(given["eps"])
+            if given["weight_decay"]:  # lr decay (master - change), which is the local weight
+                change.lerp_(master.to(change.dtype), lr * given["weight_decay"])
+            change.addcdiv_(moment, root, value=lr / (1 - beta1**steps))
 
     # Overlapped outer steps.
 

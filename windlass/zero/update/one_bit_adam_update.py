@@ -28,6 +28,7 @@ import torch
 
 from windlass.base.log import logger
 from windlass.optim.one_bit_adam import count_step, is_frozen
+from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
 from windlass.zero.update.compressed_phase import CODEC, LOCAL_CHANGE, CompressedPhase, Options
@@ -54,6 +55,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         self._phase = CompressedPhase(
             optimizer, context, self.chunks, self.rank_state_keys(self._shards), self.codec_of(optimizer)
         )
+        self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
         self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
         if self.takes_local_gradients:
             self._phase.begin()
@@ -165,9 +167,22 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         lr, beta1 = float(given["lr"]), given["betas"][0]
         rate, decay = lr / (1 - beta1 ** float(state["step"])), 1 - lr * given["weight_decay"]
         momenta, variances, parts = (t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
+        masks = self._may_have_zeros(segment)
         for momentum, variance, part in zip(momenta, variances, parts, strict=True):
             change = momentum.to(values.dtype) / self._root(segment, variance.to(values.dtype), options)
-            part.mul_(decay).sub_(change.masked_fill_(variance == 0, 0.0), alpha=rate)
+            if masks:
+                change.masked_fill_(variance == 0, 0.0)
+            part.mul_(decay).sub_(change, alpha=rate)
+
+    def _may_have_zeros(self, segment: ParameterSegment) -> bool:
+        """Return False if no element of a fragment's variance is 0. A variance in memory is read once per change."""
+        variance = self._inner.state[segment.tensor]["exp_avg_sq"]
+        if segment.chunk.tier is not Tier.DEVICE:  # its memory is filled without a trace
+            return True
+        known = variance.data_ptr(), variance._version
+        if segment not in self._zeros or self._zeros[segment][0] != known:
+            self._zeros[segment] = known, bool((variance == 0).any())
+        return self._zeros[segment][1]
 
     def _denominator(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> torch.Tensor:
         """Return the root of the variance with the bias correction of its last step, plus eps."""
@@ -226,7 +241,10 @@ class OneBitAdamUpdate(ElementwiseUpdate):
                 change, out = self._own(LOCAL_CHANGE, segment), self._view(unit.full, segment)
                 parts = (tensor.split(PART) for tensor in (out, self._master(segment), change))
                 for target, master, moved in zip(*parts, strict=True):
-                    target.copy_(master.float() - moved)
+                    if target.dtype == master.dtype == moved.dtype:
+                        torch.sub(master, moved, out=target)
+                    else:
+                        target.copy_(master.float() - moved)
 
     def rank_states(self) -> Iterator[RankState]:
         """See `Update.rank_states`. None before the first compressed step."""
@@ -234,4 +252,5 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
+        self._zeros.clear()  # the load may fill memory without a trace
         return self._phase.open_rank_states(saved)
