@@ -144,7 +144,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             plain.masked_fill_(variance == 0, 0.0)
         return plain
 
-    def _parts(self, segment: ParameterSegment, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _cached_parts(self, segment: ParameterSegment, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield parts of momentum, variance and weight that stay in a cache."""
         state = self._inner.state[segment.tensor]
         yield from zip(*(t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values)), strict=True)
@@ -152,7 +152,7 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def _squares(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> torch.Tensor:
         """Return the sums of squares of weight, update, and update without weight decay."""
         sums, decay = torch.zeros(3, dtype=torch.float64), options[id(segment.parameter)]["weight_decay"]
-        for momentum, variance, part in self._parts(segment, values):
+        for momentum, variance, part in self._cached_parts(segment, values):
             plain = self._plain(momentum, variance, options, segment)
             update = plain.add(part, alpha=decay) if decay else plain
             sums += torch.stack([one.double().square().sum() for one in (part, update, plain)]).cpu()
@@ -186,6 +186,6 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
             ratio, seen = float(coefficient) * float(state[FACTOR]), float(state["variance_steps"])
         if given["bias_correction"]:
             size *= (1 - beta2**seen) ** 0.5 / (1 - beta1 ** float(state["step"]))
-        for momentum, variance, part in self._parts(segment, values):
+        for momentum, variance, part in self._cached_parts(segment, values):
             move = self._plain(momentum, variance, options, segment)
             part.sub_(move.add_(part, alpha=decay) if decay else move, alpha=ratio * size)
