@@ -5,7 +5,7 @@ See [Note: per-rank states].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -70,7 +70,7 @@ class RankStateLoader:
                 )
             saved_ranks = stored.shape[0]
             self.was_relaid |= saved_ranks != ranks
-            storage = _RelaidStorage(state, saved_ranks, model.mesh.dense.data.index, ranks)
+            storage = _RelaidStorage(state, saved_ranks, model.mesh.dense.data.index, ranks, self._note_change)
             resting = LazyFlatTensor(saved_ranks * state.values.numel(), state.values.dtype, storage, storage.rows)
             shape = (saved_ranks, *state.shape)
             self.shards.append(FlatShard(row.name, shape, 0, resting, _rows_placement(state, saved_ranks)))
@@ -81,11 +81,18 @@ class RankStateLoader:
             )
 
 
+    def _note_change(self) -> None:
+        self.was_relaid = True
+
+
 class _RelaidStorage:
     """All saved rows of one state, while they are read and distributed."""
 
-    def __init__(self, state: RankState, saved_ranks: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, state: RankState, saved_ranks: int, rank: int, ranks: int, on_change: Callable[[], None]
+    ) -> None:
         self._state, self._saved_ranks, self._rank, self._ranks = state, saved_ranks, rank, ranks
+        self._on_change = on_change
         self._rows: torch.Tensor | None = None
 
     @property
@@ -99,6 +106,9 @@ class _RelaidStorage:
         self._rows = torch.empty(self._saved_ranks, values.numel(), dtype=values.dtype, device="cpu")
         yield
         values.copy_(self._state.relay(self._rows, self._ranks)[self._rank])
+        # on the same number of ranks the rule changes rows where ranks own other elements than before
+        if self._rank < self._saved_ranks and not torch.equal(values.cpu(), self._rows[self._rank]):
+            self._on_change()
         self._rows = None
 
     def rows(self) -> torch.Tensor:
