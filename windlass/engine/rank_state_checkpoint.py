@@ -80,7 +80,6 @@ class RankStateLoader:
                 f"{plural(ranks, 'rank')} by the rule of {type(model.update).__name__}"
             )
 
-
     def _note_change(self) -> None:
         self.was_relaid = True
 
