@@ -24,8 +24,8 @@ from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.cli.benches.rank_pool import RankPool
 from windlass.config import load_config
-from windlass.plan.planned_model import SHAPES
 from windlass.parallel.model_shape import ModelShape, from_transformers
+from windlass.plan.planned_model import SHAPES
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
 from windlass.simulate.model_states import checkpoint_bytes, state_bytes_of_rank

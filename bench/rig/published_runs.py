@@ -213,5 +213,3 @@ def cluster_of(run: PublishedRun) -> Cluster:
     if "attention" in run.extra:
         place = replace(place, device=replace(place.device, attention_efficiency=run.extra["attention"]))
     return place
-
-

@@ -74,9 +74,7 @@ class TimedRank:
         out = torch.zeros(elements // self._ranks)
 
         def both() -> None:
-            reduction = ours.reduce(
-                0, gradients, out, add=False, factor=1.0, elements=elements, wire=torch.float32
-            )
+            reduction = ours.reduce(0, gradients, out, add=False, factor=1.0, elements=elements, wire=torch.float32)
             reduction.wait()
             ours.publish(parameters)
             ours.all_gather(parameters, elements=elements).wait()

@@ -95,7 +95,9 @@ def check(ranks: int, cases: list[tuple[dict[str, Any], int, dict[str, Any]]]) -
         simulated = predict_step(shapes["ep" in axes], settings, place, world_size=ranks, length=LENGTH).moved
         for rank in results:
             pipe, counted = rank[number]
-            expected = {axis: {k: v for k, v in of.items() if v and k != "replicate"} for axis, of in simulated[pipe].items()}
+            expected = {
+                axis: {k: v for k, v in of.items() if v and k != "replicate"} for axis, of in simulated[pipe].items()
+            }
             assert counted == {axis: of for axis, of in expected.items() if of}, (axes, stage, zero)
 
 

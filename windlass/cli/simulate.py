@@ -34,7 +34,8 @@ def simulate(
         str | None, typer.Argument(help="Directory with a config.json, or a name in the hub's cache.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="Path of the ds_config.json, or base64 of it; by default bf16, a micro-batch of 1.")
+        str | None,
+        typer.Option(help="Path of the ds_config.json, or base64 of it; by default bf16, a micro-batch of 1."),
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="Size of a Llama instead of MODEL (7b, ... 1t), or hidden=4096,layers=32,...")
@@ -51,7 +52,8 @@ def simulate(
         float, typer.Option(min=0, help="Hours between failures of one device; 0: the cluster file's, if it has one.")
     ] = 0.0,
     checkpoint_time: Annotated[
-        str | None, typer.Option(help="Time for which a checkpoint blocks training (30s). [its bytes at the disks' rate]")
+        str | None,
+        typer.Option(help="Time for which a checkpoint blocks training (30s). [its bytes at the disks' rate]"),
     ] = None,
     restart_time: Annotated[str, typer.Option(help="Time from a failure until training goes on.")] = "600s",
     as_json: Annotated[bool, typer.Option("--json", help="Print the predictions as JSON.")] = False,

@@ -128,9 +128,7 @@ class Cluster:
             )
         if self.network.topology in ("torus", "links"):
             return self
-        return Cluster(
-            self.device, self.host, hosts, self.network, self.device_mtbf, self.overlaps, self.name
-        )
+        return Cluster(self.device, self.host, hosts, self.network, self.device_mtbf, self.overlaps, self.name)
 
     def link_part(self, kind: str) -> LinkPart:
         """Return rate and latency of links of a kind, uplinks of a switch together."""
@@ -144,7 +142,9 @@ class Cluster:
             return LinkPart(host.nic.rate, host.nic.latency, host.nic.efficiency)
         if kind == "leaf":
             below = network.hosts_per_leaf * (host.nics if network.topology == "fat-tree" else 1)
-            return LinkPart(host.nic.rate * below / network.oversubscription, network.switch_latency, host.nic.efficiency)
+            return LinkPart(
+                host.nic.rate * below / network.oversubscription, network.switch_latency, host.nic.efficiency
+            )
         return self._explicit[kind].part
 
     @cached_property
@@ -253,7 +253,7 @@ class Cluster:
 
 
 def _host_at(place: object, sides: tuple[int, ...]) -> str:
-    places = tuple(reversed(place)) if isinstance(place, tuple) else (place,)
+    places = place if isinstance(place, tuple) else (place,)
     number = 0
     for side, at in zip(sides, places, strict=True):
         number = number * side + int(at)

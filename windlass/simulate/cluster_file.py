@@ -113,10 +113,14 @@ class _Reader:
         """Return a string."""
         found = table.get(key, default)
         if not isinstance(found, str) or (choices and found not in choices):
-            raise self.fail(key, found, f"does not exist; write one of {', '.join(choices)}" if choices else "is no text")
+            raise self.fail(
+                key, found, f"does not exist; write one of {', '.join(choices)}" if choices else "is no text"
+            )
         return found
 
-    def number(self, table: Mapping[str, Any], key: str, default: float, *, where: str = "", most: float = 1e18) -> float:
+    def number(
+        self, table: Mapping[str, Any], key: str, default: float, *, where: str = "", most: float = 1e18
+    ) -> float:
         """Return a number of at least 0."""
         found = table.get(key, default)
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= most:
@@ -142,7 +146,7 @@ class _Reader:
         if key not in table and default is not None:
             return default
         if key not in table:
-            raise ConfigError(f"{self._source}: {where}{key} is missing; write e.g. {key} = \"25GB/s\"")
+            raise ConfigError(f'{self._source}: {where}{key} is missing; write e.g. {key} = "25GB/s"')
         return parse_rate(table[key], f"{self._source}: {where}{key}")
 
     def link(self, table: Mapping[str, Any], key: str, default: LinkPart | None) -> LinkPart | None:
@@ -217,7 +221,7 @@ class _Reader:
         if device_link is None or nic is None:
             key = "device_link" if device_link is None else "nic"
             raise ConfigError(
-                f"{self._source}: host.{key} is missing; write e.g. {key} = \"25GB/s\", or host.part = one of "
+                f'{self._source}: host.{key} is missing; write e.g. {key} = "25GB/s", or host.part = one of '
                 f"{', '.join(HOSTS)}"
             )
         part = part or HostPart("host", 1, device_link, nic)
@@ -257,9 +261,7 @@ class _Reader:
             max(1e-6, self.number(table, "oversubscription", 1.0, where="network.", most=1e6)),
             tuple(shape),
             links,
-            parse_seconds(
-                table.get("switch_latency", plain.switch_latency), f"{self._source}: network.switch_latency"
-            ),
+            parse_seconds(table.get("switch_latency", plain.switch_latency), f"{self._source}: network.switch_latency"),
         )
 
     def links(self, data: Mapping[str, Any], hosts: int, devices: int) -> tuple[ExplicitLink, ...]:

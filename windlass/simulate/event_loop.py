@@ -183,24 +183,33 @@ class EventLoop:
 
 
 def share_links(transfers: list[_Transfer], rates: dict[LinkKey, float]) -> None:
-    """Set the speed of each transfer by max-min fairness: links fill up at equal rates until one of them is full."""
-    open_ones = list(transfers)
+    """Set the speed of each transfer by max-min fairness.
+
+    Each user of a link gets an equal part of it. Transfers on a link whose users all take their whole part are settled,
+    and what they leave of other links is divided anew.
+    """
+    unsettled = list(transfers)
     free = {link: rates[link] for one in transfers for link, n in one.task.loads.items() if n}
-    while open_ones:
-        users: dict[LinkKey, int] = defaultdict(int)
-        for one in open_ones:
-            for link, nbytes in one.task.loads.items():
-                users[link] += nbytes > 0
-        # Each user of a link gets an equal part of what is left of it; the transfer with the least speed is settled.
-        speeds = [
-            min(free[link] / users[link] / nbytes for link, nbytes in one.task.loads.items() if nbytes)
-            for one in open_ones
-        ]
-        slowest = min(speeds)
-        settled = [one for one, speed in zip(open_ones, speeds, strict=True) if speed <= slowest * (1 + 1e-12)]
-        for one in settled:
-            one.speed = slowest
+    while unsettled:
+        users: dict[LinkKey, list[_Transfer]] = defaultdict(list)
+        for one in unsettled:
             for link, nbytes in one.task.loads.items():
                 if nbytes:
-                    free[link] = max(0.0, free[link] - slowest * nbytes)
-        open_ones = [one for one in open_ones if one not in settled]
+                    users[link].append(one)
+        parts = {link: free[link] / len(ones) for link, ones in users.items()}
+        for one in unsettled:
+            one.speed = min(parts[link] / nbytes for link, nbytes in one.task.loads.items() if nbytes)
+        full = {
+            link
+            for link, ones in users.items()
+            if all(one.speed * one.task.loads[link] >= parts[link] * (1 - 1e-12) for one in ones)
+        }
+        settled = [one for one in unsettled if any(link in full for link, nbytes in one.task.loads.items() if nbytes)]
+        if not settled:  # transfers that limit one another on different links
+            settled = [min(unsettled, key=lambda one: one.speed)]
+        for one in settled:
+            for link, nbytes in one.task.loads.items():
+                if nbytes:
+                    free[link] = max(0.0, free[link] - one.speed * nbytes)
+        gone = {id(one) for one in settled}
+        unsettled = [one for one in unsettled if id(one) not in gone]

@@ -47,7 +47,7 @@ def expected_goodput(
         devices: Number of devices.
         device_mtbf: Mean seconds between failures of one device.
         checkpoint: Seconds for which a checkpoint blocks training.
-        restart: Seconds from a failure until training goes on from the last checkpoint.
+        restart: Seconds from a failure until training resumes from the last checkpoint.
         interval: Seconds of work between checkpoints; None: Daly's.
 
     Raises:

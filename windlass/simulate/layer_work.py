@@ -24,7 +24,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp64": 8}
 
 @dataclass(frozen=True)
 class ComputeStyle:
-    """How a model computes.
+    """Style of a model's computation.
 
     Attributes:
         dtype: Short name of the computation's dtype.
@@ -158,7 +158,9 @@ def elementwise(elements: float, eager: float, fused: float, launches: int, styl
     )
 
 
-def attention(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, device: DevicePart, *, back: bool) -> Operation:
+def attention(
+    shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, device: DevicePart, *, back: bool
+) -> Operation:
     """Return the attention of one layer: scores, softmax and weighted values. Its backward recomputes the scores."""
     width, size = shape.resolved_head_dim, style.itemsize
     scores = float(sizes.attended) * sizes.length * sizes.attention_heads
@@ -216,9 +218,7 @@ def layer_forward(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, dev
     )
     experts = max(1, sizes.local_experts)
     ways = 2 if shape.gated else 1
-    inner = replace(
-        product(sizes.rows, hidden, ways * sizes.inner, style, weights=experts), launches=ways * experts
-    )
+    inner = replace(product(sizes.rows, hidden, ways * sizes.inner, style, weights=experts), launches=ways * experts)
     routing = [product(sizes.tokens, hidden, shape.experts, style, linear=False)] if shape.experts else []
     moved = elementwise(sizes.rows * hidden, 4 * size, 4 * size, 2, style)
     return [
@@ -255,7 +255,9 @@ def recomputed(segments: list[Segment], style: ComputeStyle) -> list[Segment]:
     if style.checkpointing == "none":
         return []
     if style.checkpointing == "full":
-        return [replace(one, operations=tuple(replace(op, model_flops=0.0) for op in one.operations)) for one in segments]
+        return [
+            replace(one, operations=tuple(replace(op, model_flops=0.0) for op in one.operations)) for one in segments
+        ]
     found, products = [], 0
     for one in segments:
         kept = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,9 +122,7 @@ def build_chunk(work: StepWork, device: DevicePart, number: int) -> ModelChunk:
     for layer in range(before, before + work.chunk_layers(number)):
         units, kept = _layer_units(work, f"layer {layer}")
         small += kept
-        blocks.append(
-            SimulatedBlock(f"layer {layer}", "layer", forward_segments, backward_segments, again, units)
-        )
+        blocks.append(SimulatedBlock(f"layer {layer}", "layer", forward_segments, backward_segments, again, units))
     if last:
         forward, backward = head_work(shape, sizes, style)
         unit = table if shape.tied and table is not None else None
@@ -173,12 +170,8 @@ def _accumulation(work: StepWork, style: ComputeStyle) -> Operation:
 
 def global_model_flops(work: StepWork, device: DevicePart) -> float:
     """Return the FLOPs of a step of the global batch, without recomputation: three times those of its forward."""
-    sizes = layer_sizes(
-        work.shape, work.samples, work.length, tp=1, sp=1, ep=1, ulysses=1, sequence_norms=False
-    )
+    sizes = layer_sizes(work.shape, work.samples, work.length, tp=1, sp=1, ep=1, ulysses=1, sequence_norms=False)
     layer = sum(one.model_flops for one in layer_forward(work.shape, sizes, work.style, device))
     head = head_work(work.shape, sizes, work.style)[0].model_flops
     batches = work.volumes.micro_batches * work.grid.data_loading_size
     return 3.0 * batches * (work.shape.layers * layer + head)
-
-

@@ -122,7 +122,9 @@ def _spans(tasks: list[SimulatedTask]) -> list[Span]:
     found = []
     for task in tasks:
         if task.end > task.begin:
-            found += [Span(process, lane, task.name, task.begin, task.end, task.nbytes) for process, lane in task.streams]
+            found += [
+                Span(process, lane, task.name, task.begin, task.end, task.nbytes) for process, lane in task.streams
+            ]
             found += [
                 Span("links", f"{kind} of {process}", task.name, task.begin + task.seconds, task.end, int(nbytes))
                 for (process, kind), nbytes in task.loads.items()
@@ -134,7 +136,8 @@ def _spans(tasks: list[SimulatedTask]) -> list[Span]:
 def _notes(work: StepWork, cluster: Cluster) -> list[str]:
     notes = [
         f"rates: {cluster.device.name} reaches {cluster.device.matmul_efficiency:.0%} of its peak in products and "
-        f"{cluster.device.memory_efficiency:.0%} of its memory's rate; links {cluster.host.nic.efficiency:.0%} of theirs"
+        f"{cluster.device.memory_efficiency:.0%} of its memory's rate; "
+        f"links {cluster.host.nic.efficiency:.0%} of theirs"
     ]
     if work.shape.experts and work.grid.ep > 1:
         notes.append("tokens are spread evenly over experts")

@@ -72,9 +72,7 @@ class RankLanes:
         cost = self.costs.cost(pattern, operation, nbytes, algorithm)
         for name, received in (counted or {}).items():
             self.moved[axis][name] += received
-        return self.phases(
-            cost, f"{operation} {label}", axis, stream or axis, after, sum((counted or {}).values())
-        )
+        return self.phases(cost, f"{operation} {label}", axis, stream or axis, after, sum((counted or {}).values()))
 
     def phases(
         self,
@@ -113,9 +111,7 @@ class RankLanes:
     def work_on_host(self, label: str, seconds: float, after: list[SimulatedTask | None]) -> SimulatedTask:
         """Add computation of the host's processors."""
         before = [one for one in after if one is not None]
-        return self._loop.add(
-            SimulatedTask(label, "host", ((self.process, "host"),), seconds, {}, before)
-        )
+        return self._loop.add(SimulatedTask(label, "host", ((self.process, "host"),), seconds, {}, before))
 
     def block_on(self, task: SimulatedTask | None) -> None:
         """Let the next computation wait for a task."""

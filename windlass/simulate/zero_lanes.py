@@ -51,12 +51,12 @@ class ZeroLanes:
         self._prefetcher = Prefetcher(work.prefetch_numel, work.max_live_numel, work.max_reuse_distance, 0)
         if self._stage == 3 and not work.grid.pp > 1:
             self._record_trace()
-        if work.offloading.states == "nvme" or work.offloading.parameters == "nvme":
-            if not self._cluster.host.disk_read or not self._cluster.host.disk_write:
-                raise ConfigError(
-                    f"{self._cluster.name}: the configuration offloads to nvme, and hosts have no disk; set "
-                    "host.disk_read and host.disk_write, e.g. 6GB/s"
-                )
+        has_disk = self._cluster.host.disk_read and self._cluster.host.disk_write
+        if "nvme" in (work.offloading.states, work.offloading.parameters, work.offloading.activations) and not has_disk:
+            raise ConfigError(
+                f"{self._cluster.name}: the configuration offloads to nvme, and hosts have no disk; set "
+                "host.disk_read and host.disk_write, e.g. 6GB/s"
+            )
 
     def size(self, unit: SimulatedUnit) -> int:
         """Return the number of ranks that share a unit."""

@@ -86,7 +86,10 @@ def test_explicit_links_are_routed(tmp_path: Path) -> None:
         ("cluster = 'dgx-h100'\n[network]\ntopology = 'links'", "network.topology = 'links' needs [[links]]"),
         ("cluster = 'dgx-h100'\nhosts = 4\n[network]\ntopology = 'torus'\nshape = [3]", "sides whose product is 4"),
         ("cluster = 'dgx-h100'\n[host]\nmesh = 'web'", "host.mesh = 'web' does not exist; write one of switch"),
-        ("cluster = 'dgx-h100'\n[device]\nmatmul_efficiency = 2", "device.matmul_efficiency = 2 is no number from 0 to 1"),
+        (
+            "cluster = 'dgx-h100'\n[device]\nmatmul_efficiency = 2",
+            "device.matmul_efficiency = 2 is no number from 0 to 1",
+        ),
         ("[device", "is no TOML"),
     ],
 )

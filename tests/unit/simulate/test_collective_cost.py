@@ -49,9 +49,7 @@ def test_simulated_ring_all_reduce_takes_the_time_of_its_formula() -> None:
 
 def test_all_to_all_pipeline_and_tree_take_the_time_of_their_formulas() -> None:
     costs = CollectiveCosts(cluster(4), MeshShape(dp_shard=4))
-    assert math.isclose(
-        costs.cost(DATA, "all_to_all", 4e9).seconds(costs.cluster), LATENCY + 3e9 / RATE, rel_tol=1e-9
-    )
+    assert math.isclose(costs.cost(DATA, "all_to_all", 4e9).seconds(costs.cluster), LATENCY + 3e9 / RATE, rel_tol=1e-9)
     assert math.isclose(costs.send(0, 1, 1e9).seconds(costs.cluster), LATENCY + 1.0, rel_tol=1e-9)
     hosts = CollectiveCosts(cluster(1, 8), MeshShape(dp_shard=8))
     ring = hosts.cost(DATA, "all_reduce", 8.0, "ring").seconds(hosts.cluster)
