@@ -110,7 +110,7 @@ def _infinity(name: str, figure: float, hidden: int, layers: int, batch: float, 
     return PublishedRun(
         11, f"ZeRO-Infinity {name}, {hosts} DGX-2", _INFINITY, figure, "TFLOP/s", gpt(hidden, layers, hidden // 128),
         known_cluster("dgx2"), 16 * hosts, int(batch * tp), 1024,
-        {**_HALF, "zero_optimization": zero, "parallel": {"tp": tp, "activation_tier": "cpu"}},
+        {**_HALF, "zero_optimization": zero, "parallel": {"tp": tp, "activation_tier": "cpu", "recompute": True}},
         1, "full", assumed=_TABLE_1,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def published_runs() -> list[PublishedRun]:
                 28, f"ZeRO-3 {name}, {ranks} A100", _AZURE, figure, "TFLOP/s", gpt(*sizes), known_cluster("dgx-a100"),
                 ranks, samples, length,
                 {**_HALF, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-                 "parallel": {"activation_tier": "cpu"}},
+                 "parallel": {"activation_tier": "cpu", "recompute": True}},
                 1, "full", assumed="attention is not fused; one micro-batch a step" +
                 ("; micro-batch 8" if name == "530B" else ""), extra={"attention": 0.0},
             )
@@ -190,11 +190,12 @@ def published_runs() -> list[PublishedRun]:
     runs += [
         _titan(60, "70B, 256 H100, TP 8", 829, "70b", 256, 16, 8192, parallel={"tp": 8, "tp_sequence_norms": True}),
         _titan(60, "405B, 512 H100, TP 8, PP 8, 1F1B", 100, "405b", 512, 1, 8192, micro_batches=32,
-               parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True}, assumed="micro-batch 1; async TP is not modelled"),
+               parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True},
+               assumed="micro-batch 1; async TP is not simulated"),
         _titan(60, "405B, 512 H100, TP 8, PP 8, interleaved", 128, "405b", 512, 1, 8192, micro_batches=32,
                parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True},
                pipeline={"schedule": "interleaved", "virtual_stages": 2},
-               assumed="micro-batch 1, 2 parts a stage; async TP is not modelled"),
+               assumed="micro-batch 1, 2 parts a stage; async TP is not simulated"),
     ]  # fmt: skip
     for ranks, figure in ((32, 10_938), (64, 10_753)):
         runs.append(

@@ -32,18 +32,16 @@ def format_time(seconds: float) -> str:
 
 def step_table(rows: list[tuple[StepPrediction, Goodput | None]]) -> Table:
     """Return a table with a row for each number of ranks."""
-    first = rows[0][0]
-    table = Table(title=f"one step of {first.tokens:,} tokens and more", title_justify="left")
-    if len(rows) == 1:
-        table.title = f"one step of {first.tokens:,} tokens"
+    table = Table(title="one step", title_justify="left")
     has_goodput = any(good is not None for _, good in rows)
-    columns = ["ranks", "step", "tokens/s", "TFLOP/s a device", "MFU", "compute", "waits", "longest wait"]
+    columns = ["ranks", "tokens", "step", "tokens/s", "TFLOP/s", "MFU", "compute", "waits", "longest wait"]
     for name in columns + (["goodput"] if has_goodput else []):
         table.add_column(name, justify="left" if name == "longest wait" else "right")
     for one, good in rows:
         longest = max(one.waits, key=lambda kind: one.waits[kind], default="")
         cells = [
             f"{one.world_size:,}",
+            f"{one.tokens:,}",
             format_time(one.seconds),
             f"{one.tokens_per_second:,.0f}",
             f"{one.flops_per_device / 1e12:,.3g}",
@@ -78,8 +76,8 @@ def fit_line(work: StepWork, cluster: Cluster) -> str:
     held = state_bytes_of_rank(work)
     verdict = "do not fit into" if held > cluster.device.memory else "of"
     return (
-        f"parameters, gradients and states of a rank: {format_size(held)} {verdict} {format_size(cluster.device.memory)} "
-        "(activations not counted; windlass plan counts them)"
+        f"parameters, gradients and states of a rank: {format_size(held)} {verdict} "
+        f"{format_size(cluster.device.memory)} (activations not counted; windlass plan counts them)"
     )
 
 

@@ -249,7 +249,7 @@ class ZeroLanes:
                 after=[self._reduced.get(unit), computed],
                 counted={"replicate": 2 * (part * (replicas - 1) // replicas)}, stream=_STREAM,
             )  # fmt: skip
-        reduced = [task for task in self._reduced.values() if task is not None]
+        reduced = [task for task in [*self._reduced.values(), self._sum_norms(computed)] if task is not None]
         if stage == 0:
             reduced += [task for unit in self._units if (task := self._gather_gradients(unit)) is not None]
         for task in reduced:
@@ -264,6 +264,19 @@ class ZeroLanes:
         for unit in reversed(self._units):
             self._update_unit(unit, agreed or computed)
         lanes.flush()
+
+    def _sum_norms(self, after: SimulatedTask | None) -> SimulatedTask | None:
+        """Sum the gradients of layer norms along tp, if each rank computes them for a part of the sequence."""
+        work, tp = self._work, self._work.grid.tp
+        if not work.volumes.tp_sequence_norms or tp == 1:
+            return None
+        layers = sum(block.kind == "layer" for chunk in self._chunks for block in chunk.blocks)
+        shards = self._lanes.costs.size(self._patterns[False]) if self._stage else 1
+        part = -(-layers * 2 * work.shape.hidden // shards) * work.volumes.gradient_bytes
+        return self._lanes.collective(
+            "data", "all_reduce", part, RankPattern(("tp",)), label="gradients of norms", after=[after],
+            counted={"replicate": 2 * (part * (tp - 1) // tp)}, stream=_STREAM,
+        )  # fmt: skip
 
     @property
     def _device_rate(self) -> float:
