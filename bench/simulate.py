@@ -158,7 +158,7 @@ def compare_with_measured() -> dict[str, Any]:
             rates = {key: statistics.median(one[key] for one in found) for key in found[0]}
             machines[str(ranks)] = rates
             for case in (one for one in CASES if one.ranks == ranks):
-                steps = [max(step) for step in zip(*pool.ask("train", case), strict=True)]
+                steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
                 rows.append(_compare(case, MeasuredMachine(**rates), statistics.median(steps), steps))
     return {"machines": machines, "rows": rows}
 
