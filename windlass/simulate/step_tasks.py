@@ -323,12 +323,12 @@ class StepTasks:
                     before = list_dependencies(action, work.chunks, split)
                     if any(one not in done for one in before):
                         break
-                    self._add_action(action, before, done, left[rank])
+                    self._add_computation(action, before, done, left[rank])
                     at[rank] += 1
                     moved = True
         self._broadcast_loss()
 
-    def _add_action(
+    def _add_computation(
         self,
         action: Action,
         before: list[Action],
