@@ -35,7 +35,7 @@ from windlass.simulate.step_workload import describe_step
 _RESULTS = Path(__file__).parent / "results"
 PARTS = ("published", "extrapolated", "measured")
 PUBLISHED_TOLERANCE, MEASURED_TOLERANCE = 0.15, 0.10
-_LENGTH, _TOKENS = 8192, 16 * 2**20  # of a sample, and of the global batch
+_LENGTH, _TOKENS = 8192, 4 * 2**20  # of a sample, and of the global batch
 _MTBF_HOURS, _RESTART = 50_000.0, 600.0  # of a device with its share of host and network: an assumption
 
 
@@ -105,7 +105,7 @@ def extrapolate() -> list[dict[str, Any]]:
 def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
     place, sizes = known_cluster("dgx-h100").with_devices(ranks), model_shape(shape)
     best: dict[str, Any] | None = None
-    for stage, tp, pp in ((3, 1, 1), (3, 8, 1), (1, 4, 1), (1, 8, 1), (1, 8, 4), (1, 8, 8), (1, 8, 16)):
+    for stage, tp, pp in ((3, 1, 1), (3, 8, 1), (1, 1, 1), (1, 8, 1), (1, 8, 4), (1, 8, 8), (1, 8, 16)):
         data = ranks // (tp * pp)
         if ranks % (tp * pp) or not data or pp > sizes.layers or (_TOKENS // _LENGTH) % data:
             continue

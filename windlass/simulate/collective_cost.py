@@ -157,9 +157,7 @@ class CollectiveCosts:
                 raise ConfigError(f"a tree cannot {operation}; write ring or hierarchical")
             return CollectiveCost(algorithm, (self._tree(pattern, both_ways=operation == "all_reduce"),))
         if algorithm == "pairwise":
-            often = 2 if operation == "all_reduce" else 1
-            one = self._pairwise(pattern)
-            return CollectiveCost(algorithm, (one,) * often)
+            return CollectiveCost(algorithm, (_often(self._pairwise(pattern), 2 if operation == "all_reduce" else 1),))
         if operation == "pass_on":
             return CollectiveCost(algorithm, (self._ring(pattern, 1.0, steps=1, channels=False),))
         if operation == "all_to_all":
@@ -167,7 +165,7 @@ class CollectiveCosts:
         one = self._ring(pattern, share, steps=n - 1)
         if operation == "broadcast":
             return CollectiveCost(algorithm, (Phase(one.latency, {k: v / share for k, v in one.loads.items()}),))
-        return CollectiveCost(algorithm, (one,) * (2 if operation == "all_reduce" else 1))
+        return CollectiveCost(algorithm, (_often(one, 2 if operation == "all_reduce" else 1),))
 
     def _sample(self, pattern: RankPattern) -> Iterator[list[int]]:
         """Yield the groups that have ranks on the first hosts, each once."""
@@ -293,6 +291,10 @@ def _largest(loads: dict[DirectedLink, float]) -> Loads:
     for link, nbytes in loads.items():
         found[link.kind] = max(found.get(link.kind, 0.0), nbytes)
     return found
+
+
+def _often(one: Phase, often: int) -> Phase:
+    return Phase(often * one.latency, {kind: often * nbytes for kind, nbytes in one.loads.items()})
 
 
 def _phase(one: Phase, factor: float) -> Phase:

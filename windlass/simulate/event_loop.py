@@ -188,6 +188,10 @@ def share_links(transfers: list[_Transfer], rates: dict[LinkKey, float]) -> None
     Each user of a link gets an equal part of it. Transfers on a link whose users all take their whole part are settled,
     and what they leave of other links is divided anew.
     """
+    if len(transfers) == 1:  # nothing to share
+        only = transfers[0]
+        only.speed = min(rates[link] / nbytes for link, nbytes in only.task.loads.items() if nbytes)
+        return
     unsettled = list(transfers)
     free = {link: rates[link] for one in transfers for link, n in one.task.loads.items() if n}
     while unsettled:

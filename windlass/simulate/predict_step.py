@@ -64,7 +64,7 @@ def predict_work(work: StepWork, cluster: Cluster, *, timeline: bool = False) ->
             f"{cluster.name} has {cluster.devices} devices ({cluster.hosts} hosts of {cluster.host.devices}), and the "
             f"run has {work.grid.world} ranks; add hosts, or lower --world-size"
         )
-    tasks = StepTasks(work, cluster)
+    tasks = StepTasks(work, cluster, coarse=False if timeline else None)
     seconds = tasks.run()
     busy = [_compute_seconds(tasks.loop.tasks, stage.lanes) for stage in tasks.stages]
     slowest = max(range(len(busy)), key=busy.__getitem__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from windlass.simulate.collective_cost import CollectiveCost, CollectiveCosts, RankPattern
+from windlass.simulate.collective_cost import CollectiveCost, CollectiveCosts, Phase, RankPattern
 from windlass.simulate.event_loop import EventLoop, LinkKey, SimulatedTask
 from windlass.simulate.layer_work import Segment
 
@@ -16,9 +16,12 @@ class RankLanes:
 
     Args:
         rates: Bytes a second of each link; links are added at their first use.
+        coarse: Collectives that block are summed up, see `blocking`.
     """
 
-    def __init__(self, rank: int, costs: CollectiveCosts, loop: EventLoop, rates: dict[LinkKey, float]) -> None:
+    def __init__(
+        self, rank: int, costs: CollectiveCosts, loop: EventLoop, rates: dict[LinkKey, float], *, coarse: bool = False
+    ) -> None:
         self.rank, self.process = rank, f"rank {rank}"
         self.costs, self._loop, self._rates = costs, loop, rates
         self.moved: dict[str, Counter[str]] = defaultdict(Counter)
@@ -26,11 +29,16 @@ class RankLanes:
         self.last: SimulatedTask | None = None
         self.flops = 0.0
         self._pending, self._label = 0.0, ""
+        self._coarse, self._sums = coarse, dict[str, Phase]()
+        self._known: dict[int, tuple[Segment, float, float]] = {}  # times and FLOPs of segments, by their id
 
     def compute(self, label: str, segment: Segment) -> None:
         """Compute a segment after the ones before; neighbours without a collective between become one task."""
-        self._pending += segment.seconds(self.costs.cluster.device)
-        self.flops += segment.flops
+        if id(segment) not in self._known:
+            self._known[id(segment)] = segment, segment.seconds(self.costs.cluster.device), segment.flops
+        _, seconds, flops = self._known[id(segment)]
+        self._pending += seconds
+        self.flops += flops
         self._label = self._label or label
 
     def spend(self, label: str, seconds: float) -> None:
@@ -39,14 +47,45 @@ class RankLanes:
         self._label = self._label or label
 
     def flush(self) -> SimulatedTask | None:
-        """Add the computation so far as one task, and return the rank's last computation."""
-        if self._pending > 0 or self.waits_for:
+        """Add the computation so far as one task, and return the rank's last task."""
+        if self._pending > 0 or self.waits_for or self._sums:
             task = SimulatedTask(
                 self._label or "wait", COMPUTE, ((self.process, COMPUTE),), self._pending, {}, self.waits_for
             )
             self.last = self._loop.add(task)
             self.waits_for, self._pending, self._label = [], 0.0, ""
+            sums, self._sums = self._sums, {}
+            for axis, phase in sums.items():
+                cost = CollectiveCost("sum", (phase,))
+                self.last = self.phases(cost, f"collectives along {axis}", axis, axis, [self.last])
+                self.waits_for = [self.last] if self.last is not None else []
         return self.last
+
+    def blocking(
+        self, axis: str, operation: str, nbytes: float, pattern: RankPattern, *, label: str, counted: dict[str, int]
+    ) -> None:
+        """Add a collective that the next computation waits for.
+
+        If the lanes are coarse, the collectives of an axis become one, behind the computation that they are a part of:
+        their time is the same unless other transfers use their links at that moment.
+        """
+        if self.costs.size(pattern) == 1:
+            return
+        if not self._coarse:
+            computed = self.flush()
+            self.block_on(
+                self.collective(axis, operation, nbytes, pattern, label=label, after=[computed], counted=counted)
+            )
+            return
+        for name, received in counted.items():
+            self.moved[axis][name] += received
+        found = self._sums.get(axis, Phase(0.0, {}))
+        latency, loads = found.latency, dict(found.loads)
+        for phase in self.costs.cost(pattern, operation, nbytes).phases:
+            latency += phase.latency
+            for kind, more in phase.loads.items():
+                loads[kind] = loads.get(kind, 0.0) + more
+        self._sums[axis] = Phase(latency, loads)
 
     def collective(
         self,
@@ -116,7 +155,7 @@ class RankLanes:
     def block_on(self, task: SimulatedTask | None) -> None:
         """Let the next computation wait for a task."""
         if task is not None:
-            if self._pending > 0:
+            if self._pending > 0 or self._sums:
                 self.flush()
             self.waits_for.append(task)
 

@@ -21,17 +21,17 @@ from windlass.simulate.step_workload import StepWork
 from windlass.simulate.zero_lanes import ZeroLanes
 
 _FLOAT, _COUNT = 4, 8  # bytes of a loss, and of a number of rows for an expert
+_MANY_LAYERS = 3000  # layers times micro-batches, from which on collectives are summed up
 _TP, _SP, _EP = RankPattern(("tp",)), RankPattern(("sp",)), RankPattern(("ep",))
 
 
 class StageTasks:
     """Tasks of one pipeline stage, or of the whole model without a pipeline."""
 
-    def __init__(
-        self, work: StepWork, costs: CollectiveCosts, loop: EventLoop, rates: dict[LinkKey, float], stage: int
-    ) -> None:
+    def __init__(self, work: StepWork, tasks: StepTasks, stage: int) -> None:
         self.work, self.stage, grid = work, stage, work.grid
-        self.lanes = RankLanes(grid.rank(pp=stage), costs, loop, rates)
+        costs = tasks.costs
+        self.lanes = RankLanes(grid.rank(pp=stage), costs, tasks.loop, tasks.rates, coarse=tasks.coarse)
         numbers = range(stage, work.chunks, grid.pp)
         self.chunks = [build_chunk(work, costs.cluster.device, number) for number in numbers]
         self.zero = ZeroLanes(work, self.lanes, self.chunks)
@@ -164,23 +164,16 @@ class StageTasks:
         if tp == 1:
             return
         received = nbytes * (tp - 1) // tp * (2 if operation == "all_reduce" else 1)
-        computed = self.lanes.flush()
-        self.lanes.block_on(
-            self.lanes.collective(
-                "tp", operation, nbytes, _TP, label=label, after=[computed], counted={operation: received}
-            )
-        )
+        self.lanes.blocking("tp", operation, nbytes, _TP, label=label, counted={operation: received})
 
     def _sum_losses(self) -> None:
         """Sum losses and numbers of tokens along sp, in forward and in backward."""
         sp = self.work.grid.sp
         if sp > 1:
-            self.lanes.block_on(
-                self.lanes.collective(
-                    "sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", after=[self.lanes.flush()],
-                    counted={"all_reduce": 2 * 2 * _FLOAT * (sp - 1) // sp},
-                )
-            )  # fmt: skip
+            received = 2 * 2 * _FLOAT * (sp - 1) // sp
+            self.lanes.blocking(
+                "sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", counted={"all_reduce": received}
+            )
 
     def _exchange_heads(self, block: SimulatedBlock, *, outputs: bool) -> None:
         """Exchange queries, keys and values for whole sequences of some heads, or outputs back."""
@@ -191,12 +184,10 @@ class StageTasks:
         seen = -(-work.volumes.tokens // self._rounds)
         others = (seen - -(-seen // self._degree)) * work.shape.resolved_head_dim * work.style.itemsize
         received = others * (sizes.attention_heads + (0 if outputs else 2 * kept))
-        self.lanes.block_on(
-            self.lanes.collective(
-                "sp", "all_to_all", received * self._degree / (self._degree - 1), self._heads, label=block.name,
-                after=[self.lanes.flush()], counted={"all_to_all": received},
-            )
-        )  # fmt: skip
+        whole = received * self._degree / (self._degree - 1)
+        self.lanes.blocking(
+            "sp", "all_to_all", whole, self._heads, label=block.name, counted={"all_to_all": received}
+        )
 
     def _pass_keys(self, block: SimulatedBlock, *, backward: bool) -> None:
         """Pass keys and values around the ring, beside the attention; in backward their gradients too, in float32."""
@@ -226,12 +217,7 @@ class StageTasks:
         received = nbytes * (ep - 1) // ep
         if counts:
             received += (ep - 1) * (work.shape.experts // ep) * _COUNT
-        self.lanes.block_on(
-            self.lanes.collective(
-                "ep", "all_to_all", nbytes, _EP, label=block.name, after=[self.lanes.flush()],
-                counted={"all_to_all": received},
-            )
-        )  # fmt: skip
+        self.lanes.blocking("ep", "all_to_all", nbytes, _EP, label=block.name, counted={"all_to_all": received})
 
     def _save_input(self, block: SimulatedBlock) -> None:
         self._move_input(block, saves=True)
@@ -276,14 +262,20 @@ def _scaled(segment: Segment, factor: float) -> Segment:
 
 
 class StepTasks:
-    """Simulation of one step: builds all tasks, and runs them."""
+    """Simulation of one step: builds all tasks, and runs them.
 
-    def __init__(self, work: StepWork, cluster: Cluster) -> None:
+    Args:
+        coarse: Sum up blocking collectives, see `RankLanes.blocking`; None: if the step has many layers to run.
+    """
+
+    def __init__(self, work: StepWork, cluster: Cluster, *, coarse: bool | None = None) -> None:
         self.work = work
-        self._rates: dict[LinkKey, float] = {}
-        self.loop = EventLoop(self._rates)
+        self.rates: dict[LinkKey, float] = {}
+        self.loop = EventLoop(self.rates)
         self.costs = CollectiveCosts(cluster, work.grid)
-        self.stages = [StageTasks(work, self.costs, self.loop, self._rates, s) for s in range(work.grid.pp)]
+        many = work.volumes.micro_batches * work.shape.layers > _MANY_LAYERS
+        self.coarse = many if coarse is None else coarse
+        self.stages = [StageTasks(work, self, stage) for stage in range(work.grid.pp)]
 
     def run(self) -> float:
         """Build and run all tasks; return the time of the step in seconds."""

@@ -22,6 +22,7 @@ from windlass.simulate.goodput import expected_goodput
 from windlass.simulate.model_blocks import build_chunk, global_model_flops
 from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
 from windlass.simulate.predict_step import predict_step
+from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import describe_step
 from windlass.simulate.timeline import write_trace
 
@@ -143,6 +144,14 @@ def test_compute_and_waits_sum_to_the_step() -> None:
         found = predict_step(DENSE, config(stage, parallel=axes), place(16), length=LENGTH)
         assert math.isclose(found.compute_seconds + sum(found.waits.values()), found.seconds, rel_tol=1e-9)
         assert found.waits and all(seconds >= 0 for seconds in found.waits.values())
+
+
+def test_sums_of_blocking_collectives_take_the_same_time() -> None:
+    work = describe_step(EXPERTS, config(2, parallel={"tp": 2, "pp": 2, "ep": 2}), 16, LENGTH)
+    fine, coarse = (StepTasks(work, place(16), coarse=coarse) for coarse in (False, True))
+    assert coarse.run() == pytest.approx(fine.run(), rel=0.02)
+    assert [stage.lanes.moved for stage in coarse.stages] == [stage.lanes.moved for stage in fine.stages]
+    assert len(coarse.loop.tasks) < 0.6 * len(fine.loop.tasks)
 
 
 def test_model_flops_equal_those_of_the_traced_model() -> None:
