@@ -49,6 +49,11 @@ class PublishedRun:
     assumed: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def device(self) -> str:
+        """Name of the device."""
+        return self.cluster.device.name
+
     def full_config(self) -> dict[str, Any]:
         """Return the configuration of windlass."""
         return {

@@ -171,9 +171,7 @@ class StageTasks:
         sp = self.work.grid.sp
         if sp > 1:
             received = 2 * 2 * _FLOAT * (sp - 1) // sp
-            self.lanes.blocking(
-                "sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", counted={"all_reduce": received}
-            )
+            self.lanes.blocking("sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", counted={"all_reduce": received})
 
     def _exchange_heads(self, block: SimulatedBlock, *, outputs: bool) -> None:
         """Exchange queries, keys and values for whole sequences of some heads, or outputs back."""
@@ -185,9 +183,7 @@ class StageTasks:
         others = (seen - -(-seen // self._degree)) * work.shape.resolved_head_dim * work.style.itemsize
         received = others * (sizes.attention_heads + (0 if outputs else 2 * kept))
         whole = received * self._degree / (self._degree - 1)
-        self.lanes.blocking(
-            "sp", "all_to_all", whole, self._heads, label=block.name, counted={"all_to_all": received}
-        )
+        self.lanes.blocking("sp", "all_to_all", whole, self._heads, label=block.name, counted={"all_to_all": received})
 
     def _pass_keys(self, block: SimulatedBlock, *, backward: bool) -> None:
         """Pass keys and values around the ring, beside the attention; in backward their gradients too, in float32."""
