@@ -62,6 +62,13 @@ COMMANDS = (
     CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),
     CliCommand("plan", "windlass.cli.plan", "plan", "Predict the memory of a run before it starts."),
     CliCommand(
+        "tune",
+        "windlass.cli.tune",
+        "tune",
+        "Search the fastest configuration of a script.",
+        takes_program=True,
+    ),
+    CliCommand(
         "verify",
         "windlass.cli.verify",
         "verify",
