@@ -29,7 +29,7 @@ from windlass.observe.flop_report import (
 )
 
 CPU = torch.device("cpu")
-B, L, H, I, V, HEADS, KV, D = 2, 16, 32, 48, 40, 4, 2, 8
+B, L, H, WIDE, V, HEADS, KV, D = 2, 16, 32, 48, 40, 4, 2, 8
 T = B * L
 
 
@@ -48,17 +48,17 @@ def attention(queries: int, keys: int, width: int) -> int:
 
 
 def llama(experts: int = 0) -> tuple[nn.Module, int]:
-    sizes = {"hidden_size": H, "intermediate_size": I, "num_hidden_layers": 2, "vocab_size": V}
+    sizes = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2, "vocab_size": V}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV, "attn_implementation": "sdpa"}
     layer = 2 * T * (2 * H * HEADS * D + 2 * H * KV * D) + attention(L, L, HEADS * D)
     if not experts:
         model = model_of("LlamaForCausalLM", **sizes, **heads)
-        return model, 2 * (layer + 6 * T * H * I) + 2 * T * H * V
+        return model, 2 * (layer + 6 * T * H * WIDE) + 2 * T * H * V
     chosen = 2
     model = model_of(
         "MixtralForCausalLM", num_local_experts=experts, num_experts_per_tok=chosen, head_dim=D, **sizes, **heads
     )
-    return model, 2 * (layer + chosen * 6 * T * H * I + 2 * T * H * experts) + 2 * T * H * V
+    return model, 2 * (layer + chosen * 6 * T * H * WIDE + 2 * T * H * experts) + 2 * T * H * V
 
 
 def gpt2() -> tuple[nn.Module, int]:
@@ -77,26 +77,26 @@ def gpt2() -> tuple[nn.Module, int]:
 def t5() -> tuple[nn.Module, int]:
     model = model_of(
         "T5ForConditionalGeneration",
-        **{"d_model": H, "d_kv": D, "d_ff": I, "num_layers": 2, "num_heads": HEADS, "vocab_size": V},
+        **{"d_model": H, "d_kv": D, "d_ff": WIDE, "num_layers": 2, "num_heads": HEADS, "vocab_size": V},
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
     block = 2 * T * 4 * H * HEADS * D + attention(L, L, HEADS * D)  # self-attention, and the same across
-    return model, 2 * (3 * block + 2 * 4 * T * H * I) + 2 * T * H * V
+    return model, 2 * (3 * block + 2 * 4 * T * H * WIDE) + 2 * T * H * V
 
 
 def bert() -> tuple[nn.Module, int]:
-    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": I}
+    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": WIDE}
     model = model_of("BertForMaskedLM", "BertConfig", vocab_size=V, attn_implementation="sdpa", **sizes)
-    layers = 2 * (2 * T * (4 * H * H + 2 * H * I) + attention(L, L, H))
+    layers = 2 * (2 * T * (4 * H * H + 2 * H * WIDE) + attention(L, L, H))
     return model, layers + 2 * T * H * H + 2 * T * H * V
 
 
 def vit() -> tuple[nn.Module, int]:
-    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": I}
+    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": WIDE}
     model = model_of("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_labels=V, **sizes)
     tokens = 16 + 1
-    layers = 2 * (2 * B * tokens * (4 * H * H + 2 * H * I) + attention(tokens, tokens, H))
+    layers = 2 * (2 * B * tokens * (4 * H * H + 2 * H * WIDE) + attention(tokens, tokens, H))
     return model, layers + 2 * B * 16 * H * 3 * 16 + 2 * B * H * V
 
 
@@ -137,7 +137,7 @@ def test_counts_equal_formulas(family: Callable[[], tuple[nn.Module, int]]) -> N
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(H, I), nn.Linear(I, H)
+        self.first, self.second = nn.Linear(H, WIDE), nn.Linear(WIDE, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.second(torch.relu(self.first(x)))
@@ -162,7 +162,7 @@ def test_operations_belong_to_the_module_that_created_their_nodes(reentrant: boo
     target = torch.randint(0, V, (T,))
     found = count(model, lambda: functional.cross_entropy(model(x), target))
     modules = {module.name: module for _, module in found.root.walk()}
-    product = 2 * T * H * I
+    product = 2 * T * H * WIDE
     for index in range(2):
         for name in ("first", "second"):
             layer = modules[f"layers.{index}.{name}"]
@@ -179,7 +179,7 @@ def test_operations_belong_to_the_module_that_created_their_nodes(reentrant: boo
 
 
 def test_recomputed_function_without_a_module() -> None:
-    first, second = nn.Linear(H, I), nn.Linear(I, H)
+    first, second = nn.Linear(H, WIDE), nn.Linear(WIDE, H)
     model = nn.ModuleList([first, second])
     x = torch.randn(T, H, requires_grad=True)
 
@@ -188,13 +188,13 @@ def test_recomputed_function_without_a_module() -> None:
         return functional.linear(torch.tanh(hidden), second.weight).square()
 
     found = count(model, lambda: checkpoint(mlp, x, use_reentrant=False).sum())
-    product = 2 * T * H * I
+    product = 2 * T * H * WIDE
     assert (found.root.forward, found.root.backward, found.root.recomputed) == (2 * product, 4 * product, 2 * product)
 
 
 def test_fused_kernels() -> None:
     grid = torch.randn(B, 3, 8, 8)
-    rows, experts = torch.randn(T, H, requires_grad=True), torch.randn(3, H, I, requires_grad=True)
+    rows, experts = torch.randn(T, H, requires_grad=True), torch.randn(3, H, WIDE, requires_grad=True)
     ends = torch.tensor([4, 9, T], dtype=torch.int32)
     query, key = (torch.randn(B, heads, L, D, requires_grad=True) for heads in (HEADS, KV))
 
@@ -213,7 +213,7 @@ def test_fused_kernels() -> None:
     found = count(model, model)
     conv = 2 * B * 5 * 6 * 6 * 3 * 9
     lstm = 2 * T * 4 * D * (H + D)
-    fixed, grouped = attention(L, L, HEADS * D), 2 * T * H * I
+    fixed, grouped = attention(L, L, HEADS * D), 2 * T * H * WIDE
     assert found.root.forward == conv + lstm + fixed + grouped
     assert found.root.backward == conv + 2 * (lstm + fixed + grouped)
     assert found.root.recomputed == fixed // 2  # the fused backward computes the scores again
@@ -221,20 +221,20 @@ def test_fused_kernels() -> None:
 
 
 def test_products_of_native_kernels() -> None:
-    packed = PackedLinear.from_linear(nn.Linear(H, I), "int8")
+    packed = PackedLinear.from_linear(nn.Linear(H, WIDE), "int8")
     x = torch.randn(T, H, requires_grad=True)
     found = count(nn.Sequential(packed), lambda: packed(x).sum())
-    assert (found.root.forward, found.root.backward) == (2 * T * H * I, 2 * T * H * I)  # frozen: no gradient of its own
+    assert (found.root.forward, found.root.backward) == (2 * T * H * WIDE, 2 * T * H * WIDE)  # frozen: no gradient of its own
 
 
 def test_fused_encoder_layer_of_inference() -> None:
-    model = nn.TransformerEncoderLayer(H, HEADS, I, batch_first=True).eval()
+    model = nn.TransformerEncoderLayer(H, HEADS, WIDE, batch_first=True).eval()
     counter = FlopCounter(model, CPU)
     counter.attach()
     with torch.inference_mode(), counter.counting():
         model(torch.randn(B, L, H))
     counter.detach()
-    assert build_profile(model, counter).root.forward == 2 * T * (4 * H * H + 2 * H * I) + attention(L, L, H)
+    assert build_profile(model, counter).root.forward == 2 * T * (4 * H * H + 2 * H * WIDE) + attention(L, L, H)
 
 
 def test_ignored_modules_and_unknown_kernels() -> None:

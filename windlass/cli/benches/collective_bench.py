@@ -1,4 +1,4 @@
-"""Experiment of `windlass bench transport --collectives`: latency and bandwidth of each collective between new ranks."""
+"""Experiment of `windlass bench transport --collectives`: latency and bandwidth of collectives between new ranks."""
 
 from __future__ import annotations
 
