@@ -131,6 +131,7 @@ def run_stand_in() -> None:
             engine.step()
         assert engine.flops_profiler_enabled() == enabled
         if enabled:
+            assert engine.flops_profiler is not None
             assert engine.flops_profiler.get_total_flops() == 4 * 2 * ROWS * WIDTH * HIDDEN
             assert engine.flops_profiler.get_total_params() == 560
         else:
@@ -144,7 +145,7 @@ def test_engine_of_the_stand_in_has_the_totals() -> None:
 
 def count_llama(parallel: dict[str, int]) -> dict[str, Any] | None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
     model = model_of("LlamaForCausalLM", num_attention_heads=4, num_key_value_heads=2, **sizes)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -157,7 +158,7 @@ def count_llama(parallel: dict[str, int]) -> dict[str, Any] | None:
     ids = torch.randint(1, 40, (2, 16), generator=torch.Generator().manual_seed(0))
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
-    found = engine.report()["flops"]
+    found: dict[str, Any] | None = engine.report()["flops"]
     engine.destroy()
     return found
 

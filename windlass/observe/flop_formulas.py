@@ -116,7 +116,7 @@ def _self_attention_layer(
     query: torch.Tensor, key: Any, value: Any, width: int, heads: int, qkv: torch.Tensor, *rest: Any
 ) -> int:
     """Count torch's fused self-attention for inference: projections, attention, output."""
-    projection = rest[1]
+    projection: torch.Tensor = rest[1]
     tokens = query.numel() // query.shape[-1] if not query.is_nested else query.numel() // width
     return 2 * tokens * (qkv.numel() + projection.numel()) + _square_attention(query, qkv.shape[0] // 3)
 
@@ -134,12 +134,12 @@ def _square_attention(source: torch.Tensor, width: int) -> int:
     return 4 * source.shape[0] * source.shape[1] ** 2 * width
 
 
-def _recurrent_layer(rows: torch.Tensor, *weights: Any) -> int:
+def _recurrent_layer(rows: torch.Tensor, *weights: torch.Tensor) -> int:
     """Count a fused recurrent layer, whose two matrices multiply the inputs and the states."""
     return 2 * (rows.numel() // rows.shape[-1]) * sum(weight.numel() for weight in weights[:2])
 
 
-def _recurrent_layer_backward(rows: torch.Tensor, *weights: Any) -> int:
+def _recurrent_layer_backward(rows: torch.Tensor, *weights: torch.Tensor) -> int:
     return 2 * _recurrent_layer(rows, *weights)
 
 

@@ -48,8 +48,8 @@ def attention(queries: int, keys: int, width: int) -> int:
 
 
 def llama(experts: int = 0) -> tuple[nn.Module, int]:
-    sizes = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2, "vocab_size": V}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV, "attn_implementation": "sdpa"}
+    sizes: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2, "vocab_size": V}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV, "attn_implementation": "sdpa"}
     layer = 2 * T * (2 * H * HEADS * D + 2 * H * KV * D) + attention(L, L, HEADS * D)
     if not experts:
         model = model_of("LlamaForCausalLM", **sizes, **heads)
@@ -62,7 +62,7 @@ def llama(experts: int = 0) -> tuple[nn.Module, int]:
 
 
 def gpt2() -> tuple[nn.Module, int]:
-    sizes = {
+    sizes: dict[str, Any] = {
         "n_embd": H,
         "n_layer": 2,
         "n_head": HEADS,
@@ -77,7 +77,12 @@ def gpt2() -> tuple[nn.Module, int]:
 def t5() -> tuple[nn.Module, int]:
     model = model_of(
         "T5ForConditionalGeneration",
-        **{"d_model": H, "d_kv": D, "d_ff": WIDE, "num_layers": 2, "num_heads": HEADS, "vocab_size": V},
+        d_model=H,
+        d_kv=D,
+        d_ff=WIDE,
+        num_layers=2,
+        num_heads=HEADS,
+        vocab_size=V,
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
@@ -86,14 +91,24 @@ def t5() -> tuple[nn.Module, int]:
 
 
 def bert() -> tuple[nn.Module, int]:
-    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": WIDE}
+    sizes: dict[str, Any] = {
+        "hidden_size": H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "intermediate_size": WIDE,
+    }
     model = model_of("BertForMaskedLM", "BertConfig", vocab_size=V, attn_implementation="sdpa", **sizes)
     layers = 2 * (2 * T * (4 * H * H + 2 * H * WIDE) + attention(L, L, H))
     return model, layers + 2 * T * H * H + 2 * T * H * V
 
 
 def vit() -> tuple[nn.Module, int]:
-    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": WIDE}
+    sizes: dict[str, Any] = {
+        "hidden_size": H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "intermediate_size": WIDE,
+    }
     model = model_of("ViTForImageClassification", "ViTConfig", image_size=16, patch_size=4, num_labels=V, **sizes)
     tokens = 16 + 1
     layers = 2 * (2 * B * tokens * (4 * H * H + 2 * H * WIDE) + attention(tokens, tokens, H))
@@ -130,7 +145,7 @@ def test_counts_equal_formulas(family: Callable[[], tuple[nn.Module, int]]) -> N
     assert found.root.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert torch.equal(plain, losses[0])
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert gradient is None or torch.equal(parameter.grad, gradient)
+        assert gradient is None or (parameter.grad is not None and torch.equal(parameter.grad, gradient))
     assert not found.uncounted
 
 
@@ -139,7 +154,7 @@ class Layer(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(H, WIDE), nn.Linear(WIDE, H)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return x + self.second(torch.relu(self.first(x)))
 
 
@@ -150,7 +165,7 @@ class Stack(nn.Module):
         self.head = nn.Linear(H, V)
         self.reentrant = reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
             x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
         return self.head(x)
@@ -203,7 +218,7 @@ def test_fused_kernels() -> None:
             super().__init__()
             self.conv, self.lstm = nn.Conv2d(3, 5, 3), nn.LSTM(H, D)
 
-        def forward(self) -> torch.Tensor:
+        def forward(self) -> Any:
             attended = functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
             mixed = functional.grouped_mm(rows, experts, offs=ends)
             states = self.lstm(rows.view(L, B, H))[0]
@@ -224,7 +239,10 @@ def test_products_of_native_kernels() -> None:
     packed = PackedLinear.from_linear(nn.Linear(H, WIDE), "int8")
     x = torch.randn(T, H, requires_grad=True)
     found = count(nn.Sequential(packed), lambda: packed(x).sum())
-    assert (found.root.forward, found.root.backward) == (2 * T * H * WIDE, 2 * T * H * WIDE)  # frozen: no gradient of its own
+    assert (found.root.forward, found.root.backward) == (
+        2 * T * H * WIDE,
+        2 * T * H * WIDE,
+    )  # frozen: no gradient of its own
 
 
 def test_fused_encoder_layer_of_inference() -> None:
@@ -247,7 +265,8 @@ def test_ignored_modules_and_unknown_kernels() -> None:
 
     def loss() -> torch.Tensor:
         mystery(x)
-        return model(x).sum()
+        out: torch.Tensor = model(x).sum()
+        return out
 
     found = count(model, loss, [Layer])
     assert found.root.forward == 2 * T * H * V  # of the head
