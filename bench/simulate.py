@@ -256,7 +256,8 @@ def _extrapolated_table(rows: list[dict[str, Any]]) -> Table:
             continue
         waits = ", ".join(f"{kind} {part:.0%}" for kind, part in row["waits"].items() if part >= 0.005)
         table.add_row(
-            row["shape"], f"{row['ranks']:,}", f"{_TOKENS[row['ranks']]:,}", row["mesh"], f"{row['seconds']:.2f} s", f"{row['mfu']:.1%}", waits,
+            row["shape"], f"{row['ranks']:,}", f"{_TOKENS[row['ranks']]:,}", row["mesh"],
+            f"{row['seconds']:.2f} s", f"{row['mfu']:.1%}", waits,
             f"{row['goodput']:.1%}",
         )  # fmt: skip
     return table
