@@ -164,7 +164,7 @@ class TuningRun:
             record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
         else:
             record = self._run(candidate)
-        return self._keep(replace(record, predicted_bytes=predicted, estimate_s=estimate))
+        return self._keep(replace(record, predicted_bytes=self._predicted(candidate), estimate_s=estimate))
 
     def _search(self) -> None:
         ranked = self._ranked()
