@@ -18,7 +18,7 @@ def parse_int(text: str) -> int | None:
     digits = text.strip().removeprefix("-")
     if not (digits.isascii() and digits.isdigit()) or len(digits) > _MAX_DIGITS:
         return None
-    return int(text)
+    return int(text.strip())  # str.strip removes separators such as \x1f, which int does not
 
 
 def parse_finite_float(text: str) -> float | None:

@@ -47,7 +47,7 @@ def traced(kind: str, name: str = "") -> AbstractContextManager[None]:
 
 
 def install_recorder(new: RangeRecorder | None) -> RangeRecorder | None:
-    """Send ranges to `new` from now on; None: to nobody. Return the recorder before."""
+    """Send ranges to `new` from now on; None: record nothing. Return the recorder before."""
     global recorder
     before, recorder = recorder, new
     return before

@@ -126,6 +126,7 @@ def test_curves_of_windlass_train_come_from_its_own_files(tmp_path: Path) -> Non
     assert run.curves["held-out bits per byte"] == [(0.0, 8.0)] and run.curves["memory"] == [(1.0, 1.0)]
     assert run.curves["communication"][0] == (1.0, 2.0) and run.phases["backward"] == pytest.approx(0.2)
     assert run.facts["model"] == "tiny" and run.facts["after"] == "2.5" and run.config == {"seed": 3}
+    assert run.facts["end"] == "finished"
 
 
 def test_a_record_keeps_no_secrets_and_survives_a_crash(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run left on disk, for its report: `windlass train --out`, or the record of `jsonl_monitor`."""
+"""Data that a run left on disk, for its report: `windlass train --out`, or the record of `jsonl_monitor`."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def _add_training(run: RunData, folder: Path) -> None:
             run.curves["memory"] = [(step, nbytes / 2**20) for step, nbytes in _curve(memory)]
     if result.is_file():
         found_result = _read_object(result)
+        run.facts["end"] = "finished"  # `windlass train` removes the file when it starts, and writes it last
         for name, key in (("held-out bits per byte before", "bits_before"), ("after", "bits_after")):
             if isinstance(found_result.get(key), int | float):
                 run.facts[name] = f"{found_result[key]:.4g}"
