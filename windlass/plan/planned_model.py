@@ -24,8 +24,16 @@ SHAPES: dict[str, dict[str, int]] = {
         **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
         "num_key_value_heads": 8,
     },
+    "405b": {
+        **{"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+        "num_key_value_heads": 8,
+    },
+    "1t": {
+        **{"hidden_size": 22528, "intermediate_size": 73216, "num_hidden_layers": 165, "num_attention_heads": 176},
+        "num_key_value_heads": 16,
+    },
 }
-"""Sizes of Llama models by name, with a vocabulary of 32,000."""
+"""Sizes of Llama models by name, with a vocabulary of 32,000. 1t is no published model: the 405B's proportions."""
 
 
 def build_from_shape(shape: str) -> nn.Module:
