@@ -57,6 +57,10 @@ def train(engine: Any, steps: range, sleeps: float = 0.0) -> None:
         time.sleep(sleeps * dist.get_rank())
 
 
+def is_recording() -> bool:
+    return trace_ranges.recorder is not None
+
+
 def train_twice(path: str) -> tuple[str, str, dict[str, Any] | None]:
     """Return the fingerprint of a run, that of a profiled run, and the summary on rank 0."""
     import windlass
@@ -68,9 +72,9 @@ def train_twice(path: str) -> tuple[str, str, dict[str, Any] | None]:
     engine = built()
     train(engine, range(2))
     with windlass.profile(engine, path) as found:
-        assert trace_ranges.recorder is not None
+        assert is_recording()
         train(engine, range(2, 4), sleeps=0.05)
-    assert trace_ranges.recorder is None
+    assert not is_recording()
     fingerprint = engine.fingerprint()
     with pytest.raises(ModelError, match="no step ended in the profile"), windlass.profile(engine, path):
         pass

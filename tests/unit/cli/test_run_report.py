@@ -89,7 +89,8 @@ def test_a_page_shows_a_run_and_needs_no_network(tmp_path: Path) -> None:
 
 def test_text_of_files_stays_text(tmp_path: Path) -> None:
     folder = tmp_path / "<b>run"
-    write_record(folder / "run.jsonl", **{HOSTILE: HOSTILE, "nested": {HOSTILE: [HOSTILE]}})
+    config: dict[str, Any] = {HOSTILE: HOSTILE, "nested": {HOSTILE: [HOSTILE]}}
+    write_record(folder / "run.jsonl", **config)
     machine = {HOSTILE: HOSTILE, "devices": [HOSTILE]}
     lines: list[dict[str, Any]] = [{"kind": "run", "transport": HOSTILE, "mesh": {HOSTILE: 1}, "machine": machine}]
     lines += [{"kind": "step", "step": 7, "phases": {HOSTILE: 1.0}, "loss": HOSTILE, "bytes_moved": HOSTILE}]
@@ -170,6 +171,7 @@ def test_charts_are_xml_and_thinned_curves_keep_their_extremes() -> None:
     points[1234] = (1234.0, 9.0)
     kept = thinned(points)
     assert len(kept) <= 800 and (1234.0, 9.0) in kept and kept == sorted(kept)
-    for curves in ({"a": points}, {"a": points, HOSTILE: points[:1]}, {"a": []}):
+    cases: list[dict[str, list[tuple[float, float]]]] = [{"a": points}, {"a": points, HOSTILE: points[:1]}, {"a": []}]
+    for curves in cases:
         chart = line_chart(HOSTILE, HOSTILE, curves)
         assert not chart or ElementTree.fromstring(chart).tag == "svg"

@@ -20,7 +20,7 @@ from windlass.plan import out_of_memory_note as notes
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_model import enable_checkpointing
 
-SIZES = {
+SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
 }

@@ -48,9 +48,9 @@ def line_chart(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         elif curve:
             parts.append(f'<polyline points="{kept}" stroke="{colour}" class="curve"/>')
         if curve and len(curves) > 1:
-            across = _LEFT + 110 * number
-            parts.append(f'<rect x="{across}" y="{_HEIGHT - 9}" width="8" height="8" fill="{colour}"/>')
-            parts.append(f'<text x="{across + 12}" y="{_HEIGHT - 1}" class="x">{escape(name)}</text>')
+            left = _LEFT + 110 * number
+            parts.append(f'<rect x="{left}" y="{_HEIGHT - 9}" width="8" height="8" fill="{colour}"/>')
+            parts.append(f'<text x="{left + 12}" y="{_HEIGHT - 1}" class="x">{escape(name)}</text>')
     label = escape(f"{title} by step", quote=True)
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
