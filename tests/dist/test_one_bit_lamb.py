@@ -36,7 +36,7 @@ LEAST, MOST, THRESHOLD = 0.5, 4.0, 0.1
 
 def run_lamb(case: Case, folder: str) -> dict[str, Any]:
     """Run a case, and return its trust ratios at the freeze too."""
-    engine = start(specimen(case.model), case.config())
+    engine = start(specimen(case.model), case.config(folder))
     from tests.dist.test_one_bit_adam import train
 
     train(engine, case, 0, FREEZE)
@@ -113,6 +113,17 @@ def test_the_compressed_phase_equals_its_simulation(ranks: int, bf16: bool, stag
         assert error <= 2e-6, f"{case} rank {rank}: {where} is off by {error:.2e}"
         assert all(torch.equal(value, by_rank[0]["params"][name]) for name, value in found["params"].items())
         assert not any(n for key, n in found["moved"].items() if not key.startswith("compressed"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_offloaded_states_are_read_twice_and_change_nothing(tier: str, tmp_path: Path) -> None:
+    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"} if tier == "host" else {}
+    plain = run_ranks(run_lamb, 2, replace(CASE, stage=2), str(tmp_path), timeout=120.0)
+    case = replace(CASE, stage=2, host=tier == "host", nvme=tier == "nvme")
+    offloaded = run_ranks(run_lamb, 2, case, str(tmp_path), env=env, timeout=120.0)
+    error, where = relative_error(offloaded[0]["params"], plain[0]["params"])
+    assert error <= 2e-6, f"{where} is off by {error:.2e}"
 
 
 def test_before_the_freeze_it_is_lamb_bit_for_bit(tmp_path: Path) -> None:

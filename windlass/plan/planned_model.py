@@ -98,34 +98,6 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     return model.train()
 
 
-def enable_checkpointing(model: nn.Module) -> None:
-    """Enable activation checkpointing of each layer, as transformers does.
-
-    Raises:
-        ModelError: the model has no switch for it.
-    """
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if enable is not None:
-        enable(options)
-        return
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ModelError(
-            f"{type(model).__name__} has no switch for activation checkpointing; leave --checkpointing out"
-        )
-    enable(gradient_checkpointing_kwargs=options)
-
-
-def disable_checkpointing(model: nn.Module) -> None:
-    """Undo `enable_checkpointing`."""
-    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
-        disable: Any = getattr(model, name, None)
-        if disable is not None:
-            disable()
-            return
-
-
 def language_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
     """Return a function that makes token ids and labels `[micro_batch, length]`."""
 
