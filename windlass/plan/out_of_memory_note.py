@@ -23,13 +23,14 @@ from windlass.base.errors import ModelError, WindlassError
 from windlass.config import Config, load_config
 from windlass.engine.out_of_memory import FailedRun
 from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
+from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
 from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.choose_config import Rung, choose_config, missing_bytes
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
 from windlass.plan.planned_layout import Target, plan_layout
-from windlass.plan.planned_model import build_on_meta, disable_checkpointing, enable_checkpointing
+from windlass.plan.planned_model import build_on_meta
 from windlass.plan.rank_limits import RankLimits
 
 _MIB = 1 << 20
@@ -113,8 +114,9 @@ def possible_changes(config: dict[str, Any], micro: int, accumulation: int, fail
         )
         yield MemoryChange(text, with_micro_batch(config, smaller, more), checkpointed, smaller)
     if can_checkpoint and not checkpointed:
-        text = "activation checkpointing (model.gradient_checkpointing_enable())"
-        yield MemoryChange(text, copy.deepcopy(config), True, micro)
+        changed = copy.deepcopy(config)
+        changed["activation_checkpointing"] = {**(changed.get("activation_checkpointing") or {}), "enabled": True}
+        yield MemoryChange("activation_checkpointing.enabled true", changed, True, micro)
     if has_ranks and stage < 3:
         yield MemoryChange("zero_optimization.stage 3", _with_zero(config, stage=3), checkpointed, micro)
     if failed.has_own_memory:

@@ -16,9 +16,9 @@ from windlass.cli.expected_errors import describe_expected_error
 from windlass.cli.training.run_failure import describe_failure
 from windlass.config import load_config
 from windlass.engine.out_of_memory import FailedRun, batch_shape, is_out_of_memory, note_out_of_memory
+from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan import out_of_memory_note as notes
 from windlass.plan.plan_run import RunShape, plan_memory
-from windlass.plan.planned_model import enable_checkpointing
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
@@ -77,7 +77,7 @@ def test_single_changes_keep_the_global_batch_and_grow_dearer(llama: nn.Module) 
         "zero_optimization.stage",
         "zero_optimization.stage",
         "train_micro_batch_size_per_gpu",
-        "activation",
+        "activation_checkpointing.enabled",
         "zero_optimization.stage",
     ]
     assert changes[2].micro_batch == 3
@@ -85,7 +85,7 @@ def test_single_changes_keep_the_global_batch_and_grow_dearer(llama: nn.Module) 
         assert load_config(one.config).resolve_batch(2).train == load_config(raw).resolve_batch(2).train
     single = failed(llama, config(), ranks=1)
     texts = [one.text for one in notes.possible_changes(single.config.raw, 1, 1, single, **options)]
-    assert texts == ["activation checkpointing (model.gradient_checkpointing_enable())"]
+    assert texts == ["activation_checkpointing.enabled true"]
 
 
 def test_a_model_that_already_checkpoints_is_planned_so(llama: nn.Module) -> None:
