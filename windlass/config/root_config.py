@@ -179,7 +179,8 @@ class Config(ConfigSection):
 
     comms_logger: CommsLoggerConfig = honoured(CommsLoggerConfig)
     """Log of collectives."""
-    flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
+    flops_profiler: FlopsProfiler = honoured(FlopsProfiler)
+    """Floating-point operations of one step, by module."""
     compile: CompileConfig = refused(CompileConfig, "")
     hybrid_engine: HybridEngine = honoured(HybridEngine)
     """Generation during training."""

@@ -17,6 +17,8 @@ from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.traffic import Traffic
 from windlass.config import Config
+from windlass.engine.step_profiler import ProfiledEngine, StepProfiler
+from windlass.observe.flop_profile import ModelProfile
 from windlass.observe.memory_usage import device_memory, resident_bytes, see_memory_usage
 from windlass.observe.monitor_writers import RunMonitor
 from windlass.observe.phase_timers import Timers
@@ -27,15 +29,11 @@ from windlass.zero.core.unit import ShardState, Unit
 from windlass.zero.sharded_model import ShardedModel
 
 
-class ReportedEngine(Protocol):
+class ReportedEngine(ProfiledEngine, Protocol):
     """Methods and attributes of an engine that its reporter reads. See `Engine`."""
 
     @property
     def global_rank(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def global_steps(self) -> int: ...
     @property
     def global_samples(self) -> int: ...
     @property
@@ -66,6 +64,8 @@ class EngineReporter:
         self._host_timers = Timers("cpu", enabled=writes)
         self._step_ended = time.monotonic()
         self._finished_step: dict[str, Any] | None = None  # values of a step whose timer still runs
+        counts_flops = config.flops_profiler.enabled and has_monitor and engine.global_rank == 0
+        self._profiler = StepProfiler(config, engine) if counts_flops else None
         self._loss_sum: torch.Tensor | None = None
         self._losses = 0
         self._logged_keys: set[str] = set()
@@ -81,14 +81,17 @@ class EngineReporter:
         return self._monitor
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Time the code inside the context, for `wall_clock_breakdown`, a record of the run, or a profile."""
+        """Time the code inside the context, for `wall_clock_breakdown`, a record of the run, FLOPs, or a profile."""
+        timer = self._timers(name)
+        if self._profiler is not None:
+            timer = self._profiler.phase(name, timer)
         if trace_ranges.recorder is None and self._record is None:
-            return self._timers(name)
-        return self._traced(name)
+            return timer
+        return self._traced(name, timer)
 
     @contextmanager
-    def _traced(self, name: str) -> Iterator[None]:
-        with trace_ranges.traced(name), self._host_timers(name), self._timers(name):
+    def _traced(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
+        with trace_ranges.traced(name), self._host_timers(name), timer:
             yield
         self._write_finished_step()
 
@@ -193,12 +196,21 @@ class EngineReporter:
         if log_line:
             logger.info(
                 f"step {step} | loss {loss:.4f} | lr {', '.join(f'{r:.3g}' for r in rates)} | grad norm {norm:.4g} | "
-                f"skipped {engine.skipped_steps}"
+                f"skipped {engine.skipped_steps}{self._rate(step)}"
             )
             if self._config.wall_clock_breakdown:
                 logger.info(f"time | {self._timers.summary(max(1, int(self._config.steps_per_print or 1)))}")
             if self._config.memory_breakdown:
                 see_memory_usage(f"step {step}", engine.device)
+
+    def _rate(self, step: int) -> str:
+        rate = self._profiler.rate(step) if self._profiler is not None else ""
+        return f" | {rate}" if rate else ""
+
+    @property
+    def flop_profile(self) -> ModelProfile | None:
+        """FLOPs of a micro-batch on rank 0, once `flops_profiler` has counted a step; else None."""
+        return self._profiler.profile if self._profiler is not None else None
 
     def report(self, model: ShardedModel) -> dict[str, Any]:
         """Return the memory report of `Engine.report` for the engine's sharded model."""
@@ -207,15 +219,18 @@ class EngineReporter:
         found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_bytes_moved)
         found["bytes_across_nodes"] = dict(self._last_bytes_across)
+        found["flops"] = self.flop_profile.as_data() if self.flop_profile is not None else None
         lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {tier}" for (slot, tier), size in found["slots"].items()]
         gathered = found["gathered_elements"]
         logger.info("on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
         return found
 
     def close(self) -> None:
-        """Close the monitors and the record."""
+        """Close the monitors and the record, and stop counting."""
         if self._record is not None:
             self._record.close()
+        if self._profiler is not None:
+            self._profiler.close()
         if self._monitor is not None:
             self._monitor.close()
 

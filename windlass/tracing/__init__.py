@@ -2,5 +2,5 @@
 
 Reading order: `range_log` (recorded ranges of one rank), `operator_events` (events of torch.profiler),
 `memory_timeline`, `rank_profile` (the data of one rank), `run_profile` (the summary over all ranks), `chrome_trace`
-(the file), `step_profiler` (`windlass.profile`), `profile_job` and `profile_rank` (the ranks of `windlass profile`).
+(the file), `trace_profiler` (`windlass.profile`), `profile_job` and `profile_rank` (the ranks of `windlass profile`).
 """

@@ -13,7 +13,7 @@ from windlass.engine.initialize_observer import InitializeObserver, install_obse
 from windlass.engine.training_engine import Engine
 from windlass.launch.script_session import is_plain_end, record_script_failure, run_script
 from windlass.tracing.profile_job import ProfileJob
-from windlass.tracing.step_profiler import StepProfiler, gather_profiles, save_trace
+from windlass.tracing.trace_profiler import TraceProfiler, gather_profiles, save_trace
 
 
 class ProfileFinished(SystemExit):
@@ -25,17 +25,17 @@ class ProfileSession(InitializeObserver):
 
     def __init__(self, job: ProfileJob) -> None:
         self.job, self.config_override = job, job.config
-        self.profiler: StepProfiler | None = None
+        self.profiler: TraceProfiler | None = None
 
     def after_initialize(self, engine: Engine) -> None:
         """Observe the engine from now on."""
         if self.profiler is not None or engine.optimizer is None:
             return
-        self.profiler = StepProfiler(engine, operators=self.job.operators, after_step=self._follow)
+        self.profiler = TraceProfiler(engine, operators=self.job.operators, after_step=self._follow)
         if not self.job.skip:
             self.profiler.start()
 
-    def _follow(self, profiler: StepProfiler) -> None:
+    def _follow(self, profiler: TraceProfiler) -> None:
         """Start after the skipped steps, and end the script after the recorded ones."""
         if profiler.is_recording and profiler.recorded_steps == self.job.steps:
             self.finish(profiler)
@@ -43,7 +43,7 @@ class ProfileSession(InitializeObserver):
         if not profiler.is_recording and profiler.seen_steps == self.job.skip:
             profiler.start()
 
-    def finish(self, profiler: StepProfiler) -> None:
+    def finish(self, profiler: TraceProfiler) -> None:
         """Write the trace and the summary on rank 0. Collective."""
         run = gather_profiles(profiler.stop())
         if run is not None:

@@ -23,7 +23,7 @@ from windlass.tracing.run_profile import RunProfile
 from windlass.zero.sharded_model import ShardedModel
 
 
-class StepProfiler(EngineObserver):
+class TraceProfiler(EngineObserver):
     """Recorder of the steps of one engine, between `start` and `stop`.
 
     Args:
@@ -33,7 +33,7 @@ class StepProfiler(EngineObserver):
     """
 
     def __init__(
-        self, engine: Engine, *, operators: bool = True, after_step: Callable[[StepProfiler], None] | None = None
+        self, engine: Engine, *, operators: bool = True, after_step: Callable[[TraceProfiler], None] | None = None
     ) -> None:
         self._engine, self._with_operators, self._after_step = engine, operators, after_step
         self._model: ShardedModel | None = None
@@ -158,7 +158,7 @@ def profile(engine: Engine, path: str | Path, *, operators: bool = True) -> Iter
         ModelError: no step ended inside the context, or another profile is being recorded.
     """
     check_trace_path(Path(path))
-    result, profiler = ProfileResult(), StepProfiler(engine, operators=operators)
+    result, profiler = ProfileResult(), TraceProfiler(engine, operators=operators)
     try:
         profiler.start()
         yield result
