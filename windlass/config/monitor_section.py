@@ -32,6 +32,18 @@ class CsvMonitor(ConfigSection):
     """Subfolder of this run."""
 
 
+class JsonlMonitor(ConfigSection):
+    """Record of the run as one file of JSON lines, `run.jsonl`, which `windlass report` reads."""
+
+    enabled: bool = honoured(False, windlass_only=True)
+    """Write lines on rank 0: configuration and machine, each step with its phases, bytes and memory, checkpoints,
+    warnings."""
+    output_path: str = honoured("", windlass_only=True)
+    """Folder of the file; empty: `jsonl_monitor`."""
+    job_name: str = honoured("", windlass_only=True)
+    """Subfolder of this run; empty: none."""
+
+
 class Wandb(ConfigSection):
     """Logging to Weights & Biases. Needs the `monitor` extra."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from windlass.base import trace_ranges
 from windlass.base.dtypes import dtype_name, is_castable
 from windlass.base.log import logger
 from windlass.base.text import plural
@@ -15,9 +19,10 @@ from windlass.comm.traffic import Traffic
 from windlass.config import Config
 from windlass.engine.step_profiler import ProfiledEngine, StepProfiler
 from windlass.observe.flop_profile import ModelProfile
-from windlass.observe.memory_usage import see_memory_usage
+from windlass.observe.memory_usage import device_memory, resident_bytes, see_memory_usage
 from windlass.observe.monitor_writers import RunMonitor
 from windlass.observe.phase_timers import Timers
+from windlass.observe.run_record import RECORD_FILE, RECORD_FORMAT, RunRecord, machine_facts, without_secrets
 from windlass.storage.io_rates import IoRates
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import ShardState, Unit
@@ -53,6 +58,12 @@ class EngineReporter:
         self._config, self._engine = config, engine
         self._timers = Timers(engine.device, enabled=config.wall_clock_breakdown)
         self._monitor = RunMonitor(config, engine.global_rank) if has_monitor else None
+        writes = has_monitor and config.jsonl_monitor.enabled and engine.global_rank == 0
+        self._record = RunRecord(_record_path(config)) if writes else None
+        # The clock of the host: to synchronize the device at each phase would slow the run that is recorded.
+        self._host_timers = Timers("cpu", enabled=writes)
+        self._step_ended = time.monotonic()
+        self._finished_step: dict[str, Any] | None = None  # values of a step whose timer still runs
         counts_flops = config.flops_profiler.enabled and has_monitor and engine.global_rank == 0
         self._profiler = StepProfiler(config, engine) if counts_flops else None
         self._loss_sum: torch.Tensor | None = None
@@ -70,9 +81,42 @@ class EngineReporter:
         return self._monitor
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Time the code inside the context, if `wall_clock_breakdown` is set; count its FLOPs in a profiled step."""
+        """Time the code inside the context, for `wall_clock_breakdown`, a record of the run, FLOPs, or a profile."""
         timer = self._timers(name)
-        return timer if self._profiler is None else self._profiler.phase(name, timer)
+        if self._profiler is not None:
+            timer = self._profiler.phase(name, timer)
+        if trace_ranges.recorder is None and self._record is None:
+            return timer
+        return self._traced(name, timer)
+
+    @contextmanager
+    def _traced(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
+        with trace_ranges.traced(name), self._host_timers(name), timer:
+            yield
+        self._write_finished_step()
+
+    def record_start(self, model: ShardedModel) -> None:
+        """Write what runs on which machine to the record of the run, if there is one."""
+        if self._record is None:
+            return
+        self._record.write(
+            "run",
+            format=RECORD_FORMAT,
+            config=without_secrets(self._config.raw),
+            machine=machine_facts(),
+            world_size=model.mesh.world.size,
+            mesh=str(model.mesh.grid),
+            stage=model.policy.stage,
+            transport=model.transport.name,
+            parameters=sum(unit.numel for unit in model.units),
+            trained=sum(slot.unit.numel for slot in model.slots),
+            step=self._engine.global_steps,
+        )
+
+    def record_checkpoint(self, action: str, path: str, seconds: float) -> None:
+        """Write that a checkpoint was saved or loaded to the record of the run, if there is one."""
+        if self._record is not None:
+            self._record.write("checkpoint", action=action, path=path, seconds=seconds, step=self._engine.global_steps)
 
     def log_once(self, key: str, message: str) -> None:
         """Log a message unless one with the same key was logged before."""
@@ -97,6 +141,8 @@ class EngineReporter:
         due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
         if due or (self._monitor is not None and self._monitor.enabled):
             self._write_metrics(step, due)
+        if self._record is not None:
+            self._finished_step = self._step_values(traffic)
         if (pause := self._config.fingerprint_interval) and step % pause == 0:
             logger.info(f"step {step} | fingerprint {engine.fingerprint()}")
         self._loss_sum, self._losses = None, 0
@@ -104,9 +150,38 @@ class EngineReporter:
         self._last_bytes_across = dict(traffic.across_nodes)
         traffic.reset()
 
+    def _step_values(self, traffic: Traffic) -> dict[str, Any]:
+        engine, device = self._engine, device_memory(self._engine.device)
+        return {
+            "step": engine.global_steps,
+            "samples": engine.global_samples,
+            "skipped": engine.skipped_steps,
+            "loss": self._mean_loss(),
+            "learning_rate": next(iter(engine.get_lr()), None),
+            "gradient_norm": engine.grad_norm(),
+            "loss_scale": engine.loss_scale() if engine.fp16_enabled() else None,
+            "bytes_moved": dict(traffic.bytes_moved),
+            "resident_bytes": resident_bytes(),
+            "device_bytes": None if device is None else device.peak_allocated,
+        }
+
+    def _write_finished_step(self) -> None:
+        """Write the line of a step, once the timer of its last phase has stopped."""
+        values, self._finished_step = self._finished_step, None
+        if self._record is None or values is None:
+            return
+        phases = {name: lap.seconds for name, lap in self._host_timers.take_totals().items()}
+        now = time.monotonic()
+        self._record.write("step", **values, seconds=now - self._step_ended, phases=phases)
+        self._step_ended = now
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss of the step's micro-batches on this rank; NaN if the engine saw none."""
+        return (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
+
     def _write_metrics(self, step: int, log_line: bool) -> None:
         engine = self._engine
-        loss = (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
+        loss = self._mean_loss()
         rates, norm = engine.get_lr(), engine.grad_norm()
         if self._monitor is not None and self._monitor.enabled:
             samples = engine.global_samples
@@ -151,11 +226,18 @@ class EngineReporter:
         return found
 
     def close(self) -> None:
-        """Close the monitors, and stop counting."""
+        """Close the monitors and the record, and stop counting."""
+        if self._record is not None:
+            self._record.close()
         if self._profiler is not None:
             self._profiler.close()
         if self._monitor is not None:
             self._monitor.close()
+
+
+def _record_path(config: Config) -> Path:
+    section = config.jsonl_monitor
+    return Path(section.output_path or "jsonl_monitor").expanduser() / section.job_name / RECORD_FILE
 
 
 def memory_report(model: ShardedModel) -> dict[str, Any]:
