@@ -44,7 +44,8 @@ CALIBRATION = (
     "8B, 32 H200, compiled, FP8",
 )
 """Runs that decide the share of its rates that a device reaches in training, one for each device."""
-_LENGTH, _TOKENS = 8192, 4 * 2**20  # of a sample, and of the global batch
+_LENGTH = 8192  # tokens of a sample
+_TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}  # of the global batch, by devices
 _MTBF_HOURS, _RESTART = 50_000.0, 600.0  # of a device with its share of host and network: an assumption
 
 
@@ -132,7 +133,7 @@ def extrapolate() -> list[dict[str, Any]]:
     """Return the fastest of several meshes that fits for 7B, 70B, 405B and 1T on 8 to 16,384 H100."""
     rows = []
     for shape in ("7b", "70b", "405b", "1t"):
-        for ranks in (8, 64, 512, 4096, 16_384):
+        for ranks in _TOKENS:
             start = time.perf_counter()
             best = _best_mesh(shape, ranks)
             if best is None:
@@ -143,16 +144,17 @@ def extrapolate() -> list[dict[str, Any]]:
 
 
 def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
+    samples = _TOKENS[ranks] // _LENGTH
     place, sizes = known_cluster("dgx-h100").with_devices(ranks), model_shape(shape)
     best: dict[str, Any] | None = None
     for stage, tp, pp in ((3, 1, 1), (3, 8, 1), (1, 8, 1), (1, 8, 4), (1, 8, 16)):
         data = ranks // (tp * pp)
-        if ranks % (tp * pp) or not data or pp > sizes.layers or (_TOKENS // _LENGTH) % data:
+        if ranks % (tp * pp) or not data or pp > sizes.layers or samples % data:
             continue
         config = load_config(
             {
                 "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": _TOKENS // _LENGTH // data,
+                "gradient_accumulation_steps": samples // data,
                 "bf16": {"enabled": True},
                 "communication_data_type": "bf16",
                 "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 10**10},
@@ -200,6 +202,7 @@ def compare_with_measured() -> dict[str, Any]:
             for case in (one for one in CASES if one.ranks == ranks):
                 steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
                 rows.append(_compare(case, MeasuredMachine(**rates), statistics.median(steps), steps))
+                bench_console().print(f"{case.name}: {rows[-1]['measured']:.3f} s", soft_wrap=True)
     return {"machines": machines, "rows": rows}
 
 
@@ -244,16 +247,17 @@ def _is_miss(error: float) -> bool:
 
 
 def _extrapolated_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{_TOKENS:,} tokens a step of {_LENGTH:,}, H100, full checkpointing", title_justify="left")
-    for name in ("model", "devices", "mesh", "step", "MFU", "waits", "goodput"):
+    table = Table(title=f"H100, samples of {_LENGTH:,} tokens, full checkpointing", title_justify="left")
+    for name in ("model", "devices", "tokens a step", "mesh", "step", "MFU", "waits", "goodput"):
         table.add_column(name, justify="left" if name in ("model", "mesh", "waits") else "right")
     for row in rows:
         if row["seconds"] is None:
-            table.add_row(row["shape"], f"{row['ranks']:,}", "none of the meshes fits", "", "", "", "")
+            table.add_row(row["shape"], f"{row['ranks']:,}", "", "none of the meshes fits", "", "", "", "")
             continue
         waits = ", ".join(f"{kind} {part:.0%}" for kind, part in row["waits"].items() if part >= 0.005)
         table.add_row(
-            row["shape"], f"{row['ranks']:,}", row["mesh"], f"{row['seconds']:.2f} s", f"{row['mfu']:.1%}", waits,
+            row["shape"], f"{row['ranks']:,}", f"{_TOKENS[row['ranks']]:,}", row["mesh"],
+            f"{row['seconds']:.2f} s", f"{row['mfu']:.1%}", waits,
             f"{row['goodput']:.1%}",
         )  # fmt: skip
     return table

@@ -76,7 +76,7 @@ def _run(name: str, folder: Path, settings: TuningSettings) -> TuningOutcome:
 
 
 def _settings(folder: Path, steps: int) -> TuningSettings:
-    return TuningSettings(folder / "results", limits=SearchLimits(), warmup=2, steps=steps, trial_s=60)
+    return TuningSettings(folder / "results", limits=SearchLimits(micro_count=4), warmup=1, steps=steps, trial_s=60)
 
 
 def _exhaustive(name: str, steps: int) -> dict[str, Any]:

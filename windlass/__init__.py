@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from windlass.parallel.pipeline.layer_specs import LayerSpec as LayerSpec
     from windlass.parallel.pipeline.layer_specs import TiedLayerSpec as TiedLayerSpec
     from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential as PipelineModule
+    from windlass.tracing.trace_profiler import profile as profile
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "initialize",
     "optim",
     "parameter_server",
+    "profile",
     "read_checkpoint",
     "register_experts",
     "topology",
@@ -81,6 +83,7 @@ _MODULE_OF = {
     "init_distributed": "windlass.comm.bootstrap",
     "init_inference": "windlass.inference.inference_model",
     "initialize": "windlass.initialize",
+    "profile": "windlass.tracing.trace_profiler",
     "read_checkpoint": "windlass.checkpoint.torch_state_dicts",
     "register_experts": "windlass.parallel.experts.expert_modules",
 }

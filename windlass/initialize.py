@@ -31,6 +31,7 @@ from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
 from windlass.engine.compression_observer import observe_compression
 from windlass.engine.engine_reporter import startup_lines
+from windlass.engine.out_of_memory import FailedRun, note_out_of_memory
 from windlass.engine.parallelize import mesh_of_model, parallelize
 from windlass.engine.pipeline_engine import engine_class_for
 from windlass.engine.sharded_model_builder import build_sharded_model
@@ -187,13 +188,17 @@ def build_engine(
         built = _build_optimizer(model, optimizer, model_parameters, config, mesh)
         _check_checkpoint_format(built, config)
         observer.before_sharding(model, built, config)
-        engine = engine_class_for(engine_class, model)(
-            _ShardedModelBuilder(model, built, config, device, mesh),
-            built,
-            config,
-            progress,
-            _build_loss_scale(config),
-        )
+        try:
+            engine = engine_class_for(engine_class, model)(
+                _ShardedModelBuilder(model, built, config, device, mesh),
+                built,
+                config,
+                progress,
+                _build_loss_scale(config),
+            )
+        except Exception as error:
+            note_out_of_memory(error, FailedRun(model, config, world, device, "load"))
+            raise
     _warn_of_late_freeze(built, config)
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, config)

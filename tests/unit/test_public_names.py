@@ -36,6 +36,7 @@ PUBLIC = {
         "initialize",
         "optim",
         "parameter_server",
+        "profile",
         "read_checkpoint",
         "register_experts",
         "topology",

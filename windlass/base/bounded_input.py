@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from pathlib import Path
 
 MAX_RANKS_PER_HOST = 4096
@@ -15,7 +16,7 @@ _READ_BYTES = 2**16
 
 def parse_int(text: str) -> int | None:
     """Parse ASCII digits with an optional sign; None for anything else, and beyond 18 digits."""
-    digits = text.strip().removeprefix("-")
+    digits = text.strip(string.whitespace).removeprefix("-")  # int() keeps other separators, such as \x1f
     if not (digits.isascii() and digits.isdigit()) or len(digits) > _MAX_DIGITS:
         return None
     return int(text)

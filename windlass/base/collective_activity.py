@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
+from windlass.base import trace_ranges
+
 
 class CollectiveActivity:
     """Waits and collectives of this process, written by the engine and read by the watchdog's thread.
@@ -72,18 +74,24 @@ class WaitScope:
         outer: the wait that surrounds this one, or None.
     """
 
-    __slots__ = ("operation", "outer", "parameter_names")
+    __slots__ = ("_token", "operation", "outer", "parameter_names")
 
     def __init__(self, operation: str, parameter_names: Sequence[str] = ()) -> None:
         self.operation, self.parameter_names = operation, parameter_names
         self.outer: WaitScope | None = None
+        self._token: int | None = None  # of a profile's recorder
 
     def __enter__(self) -> None:
         self.outer = activity.enter_wait(self)
+        if (recorder := trace_ranges.recorder) is not None:
+            names = self.parameter_names
+            self._token = recorder.begin("wait", self.operation, names[0] if names else "")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         activity.leave_wait(self.outer)
+        if self._token is not None and trace_ranges.recorder is not None:
+            trace_ranges.recorder.end(self._token)
         if error is not None and (activity.failed_wait is None or activity.failed_wait[0] != id(error)):
             activity.failed_wait = id(error), self

@@ -15,6 +15,11 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def local_world_size() -> int:
+    """Return the number of ranks on this host; 1 without a launcher."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work queued on `device`. A CPU has none."""
     if device.type == "cuda":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.base import trace_ranges
 from windlass.base.errors import ConfigError, DeviceMemoryError
 from windlass.base.pending import DONE, FinishingPending, Pending
 
@@ -68,6 +69,8 @@ class DeviceMemoryLedger:
 
     def set_held_bytes(self, holder: Hashable, nbytes: int) -> None:
         """Set the number of device bytes of `holder`."""
+        if trace_ranges.recorder is not None:
+            trace_ranges.recorder.set_held_bytes(str(holder), nbytes)
         place = emulated_device_memory()
         if place is None:
             return

@@ -132,19 +132,55 @@ def transport(
     rounds: Annotated[int, typer.Option(min=1, help="Number of runs of each setting.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = 10,
     cpu: Annotated[bool, typer.Option(help="With GPUs: measure CPU ranks too.")] = True,
+    collectives: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure single collectives instead: all, or a list with commas of all_reduce, all_gather, "
+            "reduce_scatter, all_to_all, broadcast, pt2pt."
+        ),
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="--collectives: bytes of a rank's message.")] = "1K,64K,1M,16M",
+    dtypes: Annotated[str, typer.Option(help="--collectives: fp32, bf16, fp16.")] = "fp32",
+    trials: Annotated[int, typer.Option(min=1, help="--collectives: timed calls of each.")] = 20,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared
-    memory and peer-to-peer each on and off."""
+    memory and peer-to-peer each on and off. With --collectives: latency, algorithm and bus bandwidth."""
+    if collectives is not None:
+        from windlass.cli.benches import collective_bench
+        from windlass.cli.benches.bench_launch import default_nproc
+
+        ranks = nproc or default_nproc()
+        chosen = collective_bench.parse_settings(collectives, sizes, dtypes, trials, ranks)
+        collective_bench.run_collective_bench(chosen, ranks, out)
+        return
     import torch
 
     from windlass.cli.benches import training_bench
     from windlass.cli.benches import transport_bench as experiment
     from windlass.cli.benches.bench_launch import default_nproc
 
-    sizes = training_bench.BenchSizes(_check_hidden_size(hidden), layers, length, batch, rounds, steps)
+    work = training_bench.BenchSizes(_check_hidden_size(hidden), layers, length, batch, rounds, steps)
     settings = experiment.available_settings(torch.cuda.device_count(), cpu=cpu)
-    _exit_on_mismatch(experiment.run_transport_bench(settings, nproc or default_nproc(), sizes, stage, out))
+    _exit_on_mismatch(experiment.run_transport_bench(settings, nproc or default_nproc(), work, stage, out))
+
+
+@bench_app.command("disk")
+def disk(
+    folder: Annotated[list[Path], typer.Option(help="Folder on the disk; repeat it to stripe over several disks.")],
+    size: Annotated[str, typer.Option(help="Bytes to move with each setting.")] = "256M",
+    block_sizes: Annotated[str, typer.Option(help="Values of aio.block_size.")] = "256K,1M,8M",
+    queue_depths: Annotated[str, typer.Option(help="Values of aio.queue_depth.")] = "4,16,64",
+    threads: Annotated[str, typer.Option(help="Values of aio.intra_op_parallelism.")] = "1,4",
+    rounds: RoundsOption = 2,
+    out: OutOption = _DEFAULT_OUT,
+) -> None:
+    """Measure the disk tier with each setting of the section aio, and write the fastest section."""
+    from windlass.cli.benches import disk_bench
+    from windlass.compat.ds_io import parse_size
+
+    settings = disk_bench.parse_settings(block_sizes, queue_depths, threads)
+    disk_bench.run_disk_bench(folder, settings, parse_size(size), rounds, out)
 
 
 @bench_app.command("serve")

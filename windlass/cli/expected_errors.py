@@ -25,7 +25,7 @@ _EXTRA_OF_PACKAGE = {
 def describe_expected_error(error: BaseException) -> str | None:
     """Return a message with the problem, its place and the fix; None for an unexpected error, which is a bug."""
     if isinstance(error, WindlassError):
-        return str(error)
+        return with_notes(str(error), error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA_OF_PACKAGE:
         package = (error.name or "").split(".")[0]
         return f"this needs {package}, which is not installed: pip install 'windlass[{_EXTRA_OF_PACKAGE[package]}]'"
@@ -34,6 +34,11 @@ def describe_expected_error(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}{_filename_suffix(error)}; check that it exists and that you may use it"
     return None
+
+
+def with_notes(message: str, error: BaseException) -> str:
+    """Return the message with the notes of the error on lines of their own."""
+    return "\n".join([message, *getattr(error, "__notes__", ())])
 
 
 def _filename_suffix(error: OSError) -> str:

@@ -76,6 +76,14 @@ COMMANDS = (
         "Check that a sharded run equals a plain one.",
         passes_unknown_options=True,
     ),
+    CliCommand(
+        "profile",
+        "windlass.cli.profile",
+        "profile",
+        "Record steps of a script as a trace of all ranks.",
+        passes_unknown_options=True,
+    ),
+    CliCommand("report", "windlass.cli.report", "report", "Write a page of a run, alone or beside another one."),
     CliCommand("bench", "windlass.cli.bench", "bench_app", "Run the experiments of tutorials."),
     CliCommand("env", "windlass.cli.env", "env", "Print the facts of this machine for a bug report."),
 )

@@ -196,7 +196,7 @@ def _remove_earlier_run(plan: TrainingPlan) -> None:
     for folder in (plan.checkpoint_folder, plan.export_folder, plan.tensorboard_folder):
         if folder.exists():
             shutil.rmtree(folder)
-    for file in (plan.metrics_file, plan.loss_plot):
+    for file in (plan.metrics_file, plan.loss_plot, plan.record_file):
         file.unlink(missing_ok=True)
 
 

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from windlass.compat.rank_logging import logger
 from windlass.config.config_section import ConfigSection
+from windlass.config.monitor_section import FlopsProfiler
 from windlass.config.offload_section import OffloadOptimizer, OffloadParam
 from windlass.config.precision_section import Bf16, Fp16
 from windlass.config.zero_section import LeafModuleConfig, ZeroConfig
@@ -119,6 +120,13 @@ class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _MutableSection):
     def pipeline(self) -> bool:
         """True if reads or writes overlap with the update."""
         return self.pipeline_read or self.pipeline_write
+
+
+class DeepSpeedFlopsProfilerConfig(FlopsProfiler, _MutableSection):
+    """Mutable section `FlopsProfiler`, read from a whole configuration."""
+
+    def __init__(self, param_dict: dict[str, Any]) -> None:
+        super().__init__(**(param_dict.get("flops_profiler") or {}))
 
 
 _SHORT_KEYS = (

@@ -1,4 +1,4 @@
-"""Console commands `deepspeed` and `ds_report`.
+"""Console commands `deepspeed`, `ds_report`, `ds_bench`, `ds_io`, `ds_nvme_tune`, `ds_elastic` and `ds_ssh`.
 
 They run windlass unless the real DeepSpeed is installed and the stand-in's folder is not on the path.
 """
@@ -28,6 +28,33 @@ def ds_report() -> Any:
     if (real := _real_command("deepspeed.env_report", "cli_main")) is not None:
         return real()
     return importlib.import_module("windlass.compat.ds_report").cli_main()
+
+
+def ds_io() -> Any:
+    """Measure reads or writes of one disk setting, with the arguments of DeepSpeed's `ds_io`."""
+    if (real := _real_command("deepspeed.nvme", "ds_io_main")) is not None:
+        return real()
+    return importlib.import_module("windlass.compat.ds_io").io_main()
+
+
+def ds_nvme_tune() -> Any:
+    """Print the fastest `aio` section of a disk, with the arguments of DeepSpeed's `ds_nvme_tune`."""
+    return importlib.import_module("windlass.compat.ds_io").tune_main()
+
+
+def ds_bench() -> Any:
+    """Measure collectives between ranks, with the arguments of DeepSpeed's `ds_bench`."""
+    return importlib.import_module("windlass.compat.ds_bench").main()
+
+
+def ds_elastic() -> Any:
+    """Print the batch size of an elastic configuration, with the arguments of DeepSpeed's `ds_elastic`."""
+    return importlib.import_module("windlass.compat.ds_elastic").main()
+
+
+def ds_ssh() -> Any:
+    """Run a command on every host of a hostfile, with the arguments of DeepSpeed's `ds_ssh`."""
+    return importlib.import_module("windlass.compat.ds_ssh").main()
 
 
 def _real_command(module: str, name: str) -> Any:

@@ -23,6 +23,7 @@ from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
 from windlass.compat.engine_config import asked
 from windlass.compat.engine_groups import groups_of_engine, set_current_engine
+from windlass.compat.flops_profiler import EngineFlopsProfiler
 from windlass.compat.full_state_dicts import FullStateDicts
 from windlass.compat.gradient_unscaling import GradientUnscaling
 from windlass.compat.loss_scaler_view import LossScalerView, scale_of
@@ -120,7 +121,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     all_to_all_group: Any = None
     local_all_to_all_group: Any = None
     checkpoint_engine: Any = None
-    flops_profiler: Any = None
+    _flops_profiler: EngineFlopsProfiler | None = None
     random_ltd_scheduler: Any = None
     torch_autocast_z0_gradscaler: Any = None
     loaded_checkpoint_mp_world_size: Any = None
@@ -443,6 +444,16 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def monitor(self) -> Any:
         """Monitor that writes to TensorBoard, W&B and CSV files; None without an optimizer."""
         return self._reporter.monitor
+
+    @property
+    def flops_profiler(self) -> EngineFlopsProfiler | None:
+        """Profiler of the model, with the totals of the profiled step on rank 0; None unless its section is enabled."""
+        section = self._config.flops_profiler
+        if self._flops_profiler is None and section.enabled:
+            self._flops_profiler = EngineFlopsProfiler(
+                self, section.recompute_fwd_factor, lambda: self._reporter.flop_profile
+            )
+        return self._flops_profiler
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
         """Return `value` of every rank of the group. Collective."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from windlass.config.config_section import ConfigSection, Float, Int, Positive
-from windlass.config.key_status import accepted, honoured, refused
+from pydantic import Field
+
+from windlass.config.config_section import NUMBER, ConfigSection, Count, Int, Positive
+from windlass.config.key_status import accepted, honoured
 
 
 class TensorBoard(ConfigSection):
@@ -28,6 +30,18 @@ class CsvMonitor(ConfigSection):
     """Folder of the files; empty: `csv_monitor`."""
     job_name: str = honoured("DeepSpeedJobName")
     """Subfolder of this run."""
+
+
+class JsonlMonitor(ConfigSection):
+    """Record of the run as one file of JSON lines, `run.jsonl`, which `windlass report` reads."""
+
+    enabled: bool = honoured(False, windlass_only=True)
+    """Write lines on rank 0: configuration and machine, each step with its phases, bytes and memory, checkpoints,
+    warnings."""
+    output_path: str = honoured("", windlass_only=True)
+    """Folder of the file; empty: `jsonl_monitor`."""
+    job_name: str = honoured("", windlass_only=True)
+    """Subfolder of this run; empty: none."""
 
 
 class Wandb(ConfigSection):
@@ -84,15 +98,23 @@ class TimersConfig(ConfigSection):
 
 
 class FlopsProfiler(ConfigSection):
-    """Counter of the floating-point operations of one step."""
+    """Report of the floating-point operations of one step on rank 0 ([profiling](profiling.md))."""
 
-    refusal = "not yet built: the FLOP profiler; write false"
     enable_key = "enabled"
 
-    enabled: bool = refused(False, "")
-    recompute_fwd_factor: Float = refused(0.0, "")
-    profile_step: Int = refused(1, "")
-    module_depth: Int = refused(-1, "")
-    top_modules: Int = refused(1, "")
-    detailed: bool = refused(True, "")
-    output_file: str | None = refused(None, "")
+    enabled: bool = honoured(False)
+    """Count one step, log the report, and log the arithmetic rate and MFU with every later line of a step."""
+    recompute_fwd_factor: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER] = honoured(0.0)
+    """Forwards that the backward repeats, for the rates of the report; 0: the recomputation that was counted."""
+    profile_step: Count = honoured(1)
+    """Number of steps before the one that is counted: 1 counts the second, without the costs of a first step."""
+    module_depth: Int = honoured(-1)
+    """Depth of the aggregated profile; -1: all depths."""
+    top_modules: Count = honoured(1)
+    """Number of classes of modules shown at each depth."""
+    detailed: bool = honoured(True)
+    """Report every module."""
+    output_file: str | None = honoured(None)
+    """File that receives the report in place of the log."""
+    peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] | None = honoured(None, windlass_only=True)
+    """Peak TFLOP/s of a device, of which MFU is a share; by default from a table of GPUs, or measured."""

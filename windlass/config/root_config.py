@@ -33,7 +33,15 @@ from windlass.config.elasticity_section import Elasticity
 from windlass.config.expert_parallel_section import ExpertParallel
 from windlass.config.inference_section import HybridEngine
 from windlass.config.key_status import accepted, honoured, refused
-from windlass.config.monitor_section import Comet, CsvMonitor, FlopsProfiler, TensorBoard, TimersConfig, Wandb
+from windlass.config.monitor_section import (
+    Comet,
+    CsvMonitor,
+    FlopsProfiler,
+    JsonlMonitor,
+    TensorBoard,
+    TimersConfig,
+    Wandb,
+)
 from windlass.config.offload_section import AioConfig
 from windlass.config.optimizer_section import OptimizerConfig
 from windlass.config.parallel_section import ParallelConfig
@@ -154,6 +162,8 @@ class Config(ConfigSection):
     """TensorBoard event files."""
     csv_monitor: CsvMonitor = honoured(CsvMonitor)
     """CSV files of metrics."""
+    jsonl_monitor: JsonlMonitor = honoured(JsonlMonitor, windlass_only=True)
+    """Record of the run for `windlass report`."""
     wandb: Wandb = honoured(Wandb)
     """Weights & Biases."""
     comet: Comet = honoured(Comet)
@@ -169,7 +179,8 @@ class Config(ConfigSection):
 
     comms_logger: CommsLoggerConfig = honoured(CommsLoggerConfig)
     """Log of collectives."""
-    flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
+    flops_profiler: FlopsProfiler = honoured(FlopsProfiler)
+    """Floating-point operations of one step, by module."""
     compile: CompileConfig = refused(CompileConfig, "")
     hybrid_engine: HybridEngine = honoured(HybridEngine)
     """Generation during training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -156,9 +157,13 @@ class CheckpointMethods(EngineParts):
         self._sharded.scheduler.sync(SyncPoint.CHECKPOINT)
         at_once = not self._config.checkpoint.async_save if blocking is None else blocking
         name = None if tag is None else str(tag)  # scripts may pass numbers as tags
-        return save_engine(
+        begun = time.monotonic()
+        saved = save_engine(
             self._state(), save_dir, name, client_state or {}, save_latest, exclude_frozen_parameters, at_once
         )
+        action = "save" if at_once else "copy for an async save"
+        self._reporter.record_checkpoint(action, str(save_dir), time.monotonic() - begun)
+        return saved
 
     def finish_checkpoint(self) -> None:
         """Wait until the async save in flight is written, if there is one (see `save_checkpoint`). Collective.
@@ -217,7 +222,10 @@ class CheckpointMethods(EngineParts):
             load_progress=not load_module_only,
             custom_load_fn=custom_load_fn,
         )
+        begun = time.monotonic()
         loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
+        if loaded[0] is not None:
+            self._reporter.record_checkpoint("load", str(loaded[0]), time.monotonic() - begun)
         for observer in self._observers:
             observer.after_load()
         return loaded

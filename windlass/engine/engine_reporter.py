@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from windlass.base import trace_ranges
 from windlass.base.dtypes import dtype_name, is_castable
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.traffic import Traffic
 from windlass.config import Config
-from windlass.observe.memory_usage import see_memory_usage
+from windlass.engine.step_profiler import ProfiledEngine, StepProfiler
+from windlass.observe.flop_profile import ModelProfile
+from windlass.observe.memory_usage import device_memory, resident_bytes, see_memory_usage
 from windlass.observe.monitor_writers import RunMonitor
 from windlass.observe.phase_timers import Timers
+from windlass.observe.run_record import RECORD_FILE, RECORD_FORMAT, RunRecord, machine_facts, without_secrets
 from windlass.storage.io_rates import IoRates
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import ShardState, Unit
 from windlass.zero.sharded_model import ShardedModel
 
 
-class ReportedEngine(Protocol):
+class ReportedEngine(ProfiledEngine, Protocol):
     """Methods and attributes of an engine that its reporter reads. See `Engine`."""
 
     @property
     def global_rank(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def global_steps(self) -> int: ...
     @property
     def global_samples(self) -> int: ...
     @property
@@ -55,6 +58,14 @@ class EngineReporter:
         self._config, self._engine = config, engine
         self._timers = Timers(engine.device, enabled=config.wall_clock_breakdown)
         self._monitor = RunMonitor(config, engine.global_rank) if has_monitor else None
+        writes = has_monitor and config.jsonl_monitor.enabled and engine.global_rank == 0
+        self._record = RunRecord(_record_path(config)) if writes else None
+        # The clock of the host: to synchronize the device at each phase would slow the run that is recorded.
+        self._host_timers = Timers("cpu", enabled=writes)
+        self._step_ended = time.monotonic()
+        self._finished_step: dict[str, Any] | None = None  # values of a step whose timer still runs
+        counts_flops = config.flops_profiler.enabled and has_monitor and engine.global_rank == 0
+        self._profiler = StepProfiler(config, engine) if counts_flops else None
         self._loss_sum: torch.Tensor | None = None
         self._losses = 0
         self._logged_keys: set[str] = set()
@@ -70,8 +81,42 @@ class EngineReporter:
         return self._monitor
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Time the code inside the context, if `wall_clock_breakdown` is set."""
-        return self._timers(name)
+        """Time the code inside the context, for `wall_clock_breakdown`, a record of the run, FLOPs, or a profile."""
+        timer = self._timers(name)
+        if self._profiler is not None:
+            timer = self._profiler.phase(name, timer)
+        if trace_ranges.recorder is None and self._record is None:
+            return timer
+        return self._traced(name, timer)
+
+    @contextmanager
+    def _traced(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
+        with trace_ranges.traced(name), self._host_timers(name), timer:
+            yield
+        self._write_finished_step()
+
+    def record_start(self, model: ShardedModel) -> None:
+        """Write what runs on which machine to the record of the run, if there is one."""
+        if self._record is None:
+            return
+        self._record.write(
+            "run",
+            format=RECORD_FORMAT,
+            config=without_secrets(self._config.raw),
+            machine=machine_facts(),
+            world_size=model.mesh.world.size,
+            mesh=str(model.mesh.grid),
+            stage=model.policy.stage,
+            transport=model.transport.name,
+            parameters=sum(unit.numel for unit in model.units),
+            trained=sum(slot.unit.numel for slot in model.slots),
+            step=self._engine.global_steps,
+        )
+
+    def record_checkpoint(self, action: str, path: str, seconds: float) -> None:
+        """Write that a checkpoint was saved or loaded to the record of the run, if there is one."""
+        if self._record is not None:
+            self._record.write("checkpoint", action=action, path=path, seconds=seconds, step=self._engine.global_steps)
 
     def log_once(self, key: str, message: str) -> None:
         """Log a message unless one with the same key was logged before."""
@@ -96,6 +141,8 @@ class EngineReporter:
         due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
         if due or (self._monitor is not None and self._monitor.enabled):
             self._write_metrics(step, due)
+        if self._record is not None:
+            self._finished_step = self._step_values(traffic)
         if (pause := self._config.fingerprint_interval) and step % pause == 0:
             logger.info(f"step {step} | fingerprint {engine.fingerprint()}")
         self._loss_sum, self._losses = None, 0
@@ -103,9 +150,38 @@ class EngineReporter:
         self._last_bytes_across = dict(traffic.across_nodes)
         traffic.reset()
 
+    def _step_values(self, traffic: Traffic) -> dict[str, Any]:
+        engine, device = self._engine, device_memory(self._engine.device)
+        return {
+            "step": engine.global_steps,
+            "samples": engine.global_samples,
+            "skipped": engine.skipped_steps,
+            "loss": self._mean_loss(),
+            "learning_rate": next(iter(engine.get_lr()), None),
+            "gradient_norm": engine.grad_norm(),
+            "loss_scale": engine.loss_scale() if engine.fp16_enabled() else None,
+            "bytes_moved": dict(traffic.bytes_moved),
+            "resident_bytes": resident_bytes(),
+            "device_bytes": None if device is None else device.peak_allocated,
+        }
+
+    def _write_finished_step(self) -> None:
+        """Write the line of a step, once the timer of its last phase has stopped."""
+        values, self._finished_step = self._finished_step, None
+        if self._record is None or values is None:
+            return
+        phases = {name: lap.seconds for name, lap in self._host_timers.take_totals().items()}
+        now = time.monotonic()
+        self._record.write("step", **values, seconds=now - self._step_ended, phases=phases)
+        self._step_ended = now
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss of the step's micro-batches on this rank; NaN if the engine saw none."""
+        return (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
+
     def _write_metrics(self, step: int, log_line: bool) -> None:
         engine = self._engine
-        loss = (self._loss_sum / self._losses).item() if self._loss_sum is not None else math.nan
+        loss = self._mean_loss()
         rates, norm = engine.get_lr(), engine.grad_norm()
         if self._monitor is not None and self._monitor.enabled:
             samples = engine.global_samples
@@ -120,12 +196,21 @@ class EngineReporter:
         if log_line:
             logger.info(
                 f"step {step} | loss {loss:.4f} | lr {', '.join(f'{r:.3g}' for r in rates)} | grad norm {norm:.4g} | "
-                f"skipped {engine.skipped_steps}"
+                f"skipped {engine.skipped_steps}{self._rate(step)}"
             )
             if self._config.wall_clock_breakdown:
                 logger.info(f"time | {self._timers.summary(max(1, int(self._config.steps_per_print or 1)))}")
             if self._config.memory_breakdown:
                 see_memory_usage(f"step {step}", engine.device)
+
+    def _rate(self, step: int) -> str:
+        rate = self._profiler.rate(step) if self._profiler is not None else ""
+        return f" | {rate}" if rate else ""
+
+    @property
+    def flop_profile(self) -> ModelProfile | None:
+        """FLOPs of a micro-batch on rank 0, once `flops_profiler` has counted a step; else None."""
+        return self._profiler.profile if self._profiler is not None else None
 
     def report(self, model: ShardedModel) -> dict[str, Any]:
         """Return the memory report of `Engine.report` for the engine's sharded model."""
@@ -134,15 +219,25 @@ class EngineReporter:
         found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_bytes_moved)
         found["bytes_across_nodes"] = dict(self._last_bytes_across)
+        found["flops"] = self.flop_profile.as_data() if self.flop_profile is not None else None
         lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {tier}" for (slot, tier), size in found["slots"].items()]
         gathered = found["gathered_elements"]
         logger.info("on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
         return found
 
     def close(self) -> None:
-        """Close the monitors."""
+        """Close the monitors and the record, and stop counting."""
+        if self._record is not None:
+            self._record.close()
+        if self._profiler is not None:
+            self._profiler.close()
         if self._monitor is not None:
             self._monitor.close()
+
+
+def _record_path(config: Config) -> Path:
+    section = config.jsonl_monitor
+    return Path(section.output_path or "jsonl_monitor").expanduser() / section.job_name / RECORD_FILE
 
 
 def memory_report(model: ShardedModel) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from windlass.engine.model_refresh import (
 )
 from windlass.engine.module_buffers import BufferDtypePolicy, BufferSynchronizer
 from windlass.engine.nonfinite_locator import NonFiniteLocator
+from windlass.engine.out_of_memory import FailedRun, batch_shape, note_out_of_memory
 from windlass.engine.query_methods import QueryMethods
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.training_progress import TrainingProgress
@@ -98,10 +99,12 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self._reporter = EngineReporter(config, self, has_monitor=optimizer is not None)
+        self._reporter.record_start(sharded)
         self._loss_weight = 1.0 / progress.batch.accumulation
         self._no_sync = False
         self._loss_is_scaled = False  # the loss of the next backward includes the loss scale
         self._grad_norm: float | None = None
+        self._batch_shape: tuple[int, int] | None = None  # of the last forward's inputs
         self._backwards_at_last_step_call = 0  # backwards of the current step when its last micro-batch ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
@@ -134,6 +137,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Call the methods of `observer` from now on, after those of earlier observers."""
         self._observers.append(observer)
         observer.on_sharded(self._sharded)
+
+    def remove_observer(self, observer: EngineObserver) -> None:
+        """Stop to call `observer`; ignored if it was not added."""
+        # A new list, because an observer may remove itself while all of them are called.
+        self._observers = [one for one in self._observers if one is not observer]
 
     def _attach(self, sharded: ShardedModel) -> None:
         """Connect the engine to a sharded model that it has built."""
@@ -223,13 +231,18 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._sharded.replicas.show_common_weights()
         activity.is_evaluating = not self.module.training
         together = self.module.training or not self._alone_in_eval
-        with (
-            self._failed_call_barrier.guard("forward", together=together),
-            self._reporter.timed("forward"),
-            self._autocast(),
-        ):
-            self._input_check.check((args, kwargs))
-            output = self.module(*args, **kwargs)
+        self._batch_shape = batch_shape((args, kwargs))
+        try:
+            with (
+                self._failed_call_barrier.guard("forward", together=together),
+                self._reporter.timed("forward"),
+                self._autocast(),
+            ):
+                self._input_check.check((args, kwargs))
+                output = self.module(*args, **kwargs)
+        except Exception as error:
+            self._note_out_of_memory(error, "forward")
+            raise
         self._sharded.after_forward()
         return output
 
@@ -259,6 +272,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 (loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss).backward(
                     retain_graph=retain_graph
                 )
+        except Exception as error:
+            self._note_out_of_memory(error, "backward")
+            raise
         finally:
             self._loss_weight = 1.0 / self.progress.batch.accumulation
             self._on_backward_end()
@@ -297,13 +313,20 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             observer.before_step()
         try:
             self._end_micro_batch(lr_kwargs or {})
-        except BaseException:
+        except BaseException as error:
+            self._note_out_of_memory(error, "step")
             for observer in observers:
                 observer.after_failed_step()
             raise
         note_update(self.module)
         for observer in observers:
             observer.after_step()
+
+    def _note_out_of_memory(self, error: BaseException, moment: str) -> None:
+        """Add the predicted memory and a change that fits to an out-of-memory error."""
+        note_out_of_memory(
+            error, FailedRun(self.module, self._config, self.world_size, self.device, moment, self._batch_shape)
+        )
 
     def _end_micro_batch(self, lr_kwargs: dict[str, Any]) -> None:
         self._failed_call_barrier.wait_for_peers()

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
+from windlass.base.native_products import native_product
+
 BLOCK_NUMEL = 1 << 22  # elements that are unpacked at once: 16 MiB of float32
 
 UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
@@ -62,7 +64,8 @@ class _PackedMatmul(torch.autograd.Function):
         ctx.save_for_backward(*packed)
         ctx.unpack_rows, ctx.product, ctx.has_bias = unpack_rows, product, bias is not None
         if product is not None:
-            return product(input, bias)
+            with native_product(2 * input.numel() * packed[0].shape[0]):
+                return product(input, bias)
         blocks = list(_blocks(packed, input.shape[-1]))
         if len(blocks) == 1:
             return F.linear(input, unpack_rows(list(packed), input.dtype), bias)

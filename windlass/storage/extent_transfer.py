@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from windlass.base import trace_ranges
 from windlass.base.errors import StorageError
 from windlass.storage.byte_ranges import ByteRanges
 from windlass.storage.extent_allocator import PAGE, page_down, page_up
@@ -126,8 +127,9 @@ class DiskTransfer:
         self._check_process()
         request = self.request
         if request is not None:
-            while not request.wait(0.2):  # in slices, so that Ctrl-C is handled
-                pass
+            with trace_ranges.traced("disk", self.extent.name):
+                while not request.wait(0.2):  # in slices, so that Ctrl-C is handled
+                    pass
             self.on_finished(self)
 
     def conflicts_with(self, write: bool, first: int, last: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from windlass.base.device_memory import copy_to_device, copy_to_host, device_has_own_memory, empty_host_tensor
 from windlass.base.pending import DONE, AllPending, ChainedPending, Pending
+from windlass.base.trace_ranges import traced
 from windlass.storage.disk_error_messages import abbreviate_names
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_transfer import Extent
@@ -130,7 +131,8 @@ class Slot:
         if self.tensor is not None:
             source = self.tensor.narrow(0, start, into.numel())
             if self.tier is Tier.HOST and device_has_own_memory(self._device):
-                return copy_to_device(into, source)
+                with traced("fetch", self.name):
+                    return copy_to_device(into, source)
             if into.data_ptr() != source.data_ptr():
                 into.copy_(source)
             return DONE
@@ -146,7 +148,8 @@ class Slot:
         if self.tensor is not None:
             target = self.tensor.narrow(0, start, source.numel())
             if self.tier is Tier.HOST and device_has_own_memory(self._device):
-                return copy_to_host(target, source)
+                with traced("store", self.name):
+                    return copy_to_host(target, source)
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
             return DONE

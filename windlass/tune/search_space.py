@@ -240,7 +240,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
         if f"zero_optimization.{name}" in config.auto_keys:
             autos.add(tier)
     has_range = limits.train_min is not None or limits.train_max is not None
-    is_free = getattr(config, TRAIN) is None and getattr(config, MICRO) is None
+    is_free = getattr(config, TRAIN) is None and (getattr(config, MICRO) is None or MICRO in stated)
     if is_free:
         base = override_keys(base, {TRAIN: None, MICRO: 1, ACCUMULATION: config.gradient_accumulation_steps or 1})
     elif autos & set(KEYS):

@@ -122,7 +122,7 @@ class TuningRun:
         name = Path(self.command.program[0]).stem
         self.files = ResultFiles(self.settings.results, self.settings.exps, name, self.world_size)
         budget = self.settings.trials or default_budget(len(self.candidates))
-        reserved = self.settings.repeats if self.settings.trials is None else 0  # runs of the best again
+        reserved = self.settings.repeats if budget > _FEWEST else 0  # runs of the best again
         self.state = SearchState(self.settings.metric, max(1, budget - reserved))
         self.forecast: ForecastResult | None = None
         self._shown_best: TrialRecord | None = None
@@ -164,7 +164,7 @@ class TuningRun:
             record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
         else:
             record = self._run(candidate)
-        return self._keep(replace(record, predicted_bytes=predicted, estimate_s=estimate))
+        return self._keep(replace(record, predicted_bytes=self._predicted(candidate), estimate_s=estimate))
 
     def _search(self) -> None:
         ranked = self._ranked()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
-import traceback
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from windlass.base.errors import ConfigError
 from windlass.config import Config
 from windlass.engine.initialize_observer import InitializeObserver
 from windlass.engine.training_engine import Engine
+from windlass.launch.script_session import is_plain_end, record_script_failure, run_script
 from windlass.verify.engine_verifier import EngineVerifier
 from windlass.verify.independent_run import IndependentRun
 from windlass.verify.reference_model import ReferenceModel
@@ -115,9 +113,9 @@ def main(path: str) -> int:
     try:
         run_rank(order)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+        if is_plain_end(error):
             raise
-        _write_failure(order, error)
+        record_script_failure(order.failure_path, error)
         from windlass import watchdog
 
         watchdog.report_failure(error)
@@ -140,7 +138,7 @@ def run_rank(job: VerificationJob) -> None:
     before = install_observer(session)
     try:
         if job.script:
-            _run_script(job.script)
+            run_script(job.script)
         else:
             named_model_training.train_named_model(job)
     except VerificationFinished:
@@ -155,36 +153,6 @@ def run_rank(job: VerificationJob) -> None:
         raise VerifyError("the script ended before its first engine.step() at an accumulation boundary")
     session.note_early_end()
     session.write_result()
-
-
-def _run_script(arguments: list[str]) -> None:
-    import windlass
-    from windlass.verify.verification_rank import VerificationFinished
-
-    # for scripts that import deepspeed; an installed and imported deepspeed has precedence
-    sys.modules.setdefault("deepspeed", windlass)
-    sys.argv = list(arguments)
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    try:
-        runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as ended:
-        if ended.code or isinstance(ended, VerificationFinished):
-            raise
-
-
-def _write_failure(job: VerificationJob, error: BaseException) -> None:
-    """Write the first failure of all ranks. Later failures are consequences of it."""
-    from windlass.base.errors import WindlassError
-
-    rank = os.environ.get("RANK", "0")
-    text = str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
-    if os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0") or not isinstance(error, WindlassError):
-        traceback.print_exc()
-    try:
-        with open(job.failure_path, "x") as stream:
-            stream.write(f"rank {rank}: {text}")
-    except FileExistsError:  # another rank failed first
-        return
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_all_errors_are_printed_at_once(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         '{"train_batch_size": 3, "zero_optimisation": {}, "fp16": {"enabled": true, "hysteresis": 1.5},\n'
-        '"bf16": {"enabled": true}, "flops_profiler": {"enabled": true}, "zero_optimization": {"mics_shard_size": 3}}',
+        '"bf16": {"enabled": true}, "amp": {"enabled": true}, "zero_optimization": {"mics_shard_size": 3}}',
     )
     code, text = run(path, world="2")
     assert code == 1
@@ -62,7 +62,7 @@ def test_all_errors_are_printed_at_once(tmp_path: Path) -> None:
         "zero_optimisation: unknown key; nearest is zero_optimization (line 1)",
         "fp16.hysteresis: 1.5 does not fit",
         "contradiction (1)",
-        "flops_profiler.enabled = true: not yet built",
+        "amp.enabled = true: retired",
         "train_batch_size 3 is not divisible",
         "WORLD_SIZE in the environment",
         "mics_shard_size = 3 does not divide the world size 2",

@@ -11,7 +11,7 @@ from typing import Any
 from windlass.base.atomic_file import write_atomically
 from windlass.base.log import logger
 
-_COLORS = ("#1f4e79", "#c0651a", "#7a7a7a", "#3c8d40", "#8a3d6b")
+_COLORS = ("#1f4e79", "#c0651a", "#7a7a7a", "#3c8d40", "#8a3d6b", "#2a9d8f")
 
 
 @dataclass(frozen=True)

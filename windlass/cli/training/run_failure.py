@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from windlass.base.errors import WindlassError
-from windlass.cli.expected_errors import describe_expected_error
+from windlass.cli.expected_errors import describe_expected_error, with_notes
 
 
 class TrainingRunError(WindlassError, RuntimeError):
@@ -15,9 +15,11 @@ class TrainingRunError(WindlassError, RuntimeError):
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Return one message with the problem, its place and the fix."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    from windlass.engine.out_of_memory import is_out_of_memory  # imports torch, which a rank has anyway
+
+    if is_out_of_memory(error):
         hint = "try a smaller micro-batch, a shorter --seq-len or a higher ZeRO stage"
-        return f"rank {rank} ran out of memory ({error}); {hint}"
+        return with_notes(f"rank {rank} ran out of memory ({error}); {hint}", error)
     return (
         describe_expected_error(error)
         or f"rank {rank} failed with {type(error).__name__}: {error}; --debug shows where"

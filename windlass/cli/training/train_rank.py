@@ -105,6 +105,11 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
         return 1
 
 
+def with_run_record(plan: TrainingPlan) -> dict[str, Any]:
+    """Return the configuration of a run with a record of it in its folder, unless it has a section for that."""
+    return {"jsonl_monitor": {"enabled": True, "output_path": str(plan.folder)}, **plan.config}
+
+
 def _uses_sharded_init(config: Config) -> bool:
     """Return True if no rank will hold the full model, nor needs it for a partition by measured time."""
     axes = config.parallel
@@ -133,7 +138,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     teacher = attach_teacher(model, config, plan.config, trust_remote_code=plan.trust_remote_code)
-    engine, *_ = windlass.initialize(model=model, config=plan.config)
+    engine, *_ = windlass.initialize(model=model, config=with_run_record(plan))
     rank, (readers, reader) = dist.get_rank(), engine.data_loading_ranks
     world_group().barrier()  # from here on a stop request stops all ranks together
     stop_signals.install()

@@ -12,6 +12,7 @@ from windlass.base.atomic_file import write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import CheckpointError
 from windlass.base.text import one_line
+from windlass.observe.run_record import RECORD_FILE
 
 FORMAT_VERSION = 2
 
@@ -64,6 +65,10 @@ class TrainingPlan:
     @property
     def tensorboard_folder(self) -> Path:
         return self.folder / "tensorboard"
+
+    @property
+    def record_file(self) -> Path:
+        return self.folder / RECORD_FILE
 
     @property
     def result_file(self) -> Path:

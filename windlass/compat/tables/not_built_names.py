@@ -20,7 +20,6 @@ _DOMINO = "Domino is not built; train with ZeRO, whose collectives overlap the c
 _DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch.compile"
 _LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
 _TUNING = "a search is a command here: windlass tune, or --autotuning of the launcher"
-_PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
 _INSIDE = "this is internal to DeepSpeed's optimizers, which are not built; use safe_get_full_* and the engine"
 _QUANTIZED = "the engine quantizes its reductions itself; set zero_quantized_gradients"
@@ -117,12 +116,6 @@ TABLE: dict[str, StandInEntry] = {
     ),
     **_refused_names(
         _TUNING, "autotuning.Autotuner autotuning.autotuner.Autotuner autotuning.config.DeepSpeedAutotuningConfig"
-    ),
-    **_refused_names(
-        _PROFILER,
-        "profiling.flops_profiler.FlopsProfiler profiling.flops_profiler.get_model_profile "
-        "profiling.flops_profiler.profiler.FlopsProfiler profiling.flops_profiler.profiler.get_model_profile "
-        "profiling.config.DeepSpeedFlopsProfilerConfig",
     ),
     **_refused_names(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
     **_refused_names(

@@ -199,4 +199,16 @@ _MONITORS: dict[str, StandInEntry] = {
     "deepspeed.monitor.csv_monitor.csvMonitor": works("windlass.compat.monitor_writers:csvMonitor"),
 }
 
-TABLE: dict[str, StandInEntry] = {**_MONITORS, **_UTILS, **_RUNTIME, **_ROOT}
+_FLOPS = "windlass.compat.flops_profiler"
+_COUNTED = "counts products, convolutions and attention, not elementwise work; backward and recomputation too"
+_FORMATS = "number_to_string macs_to_string flops_to_string params_to_string duration_to_string"
+_PROFILING: dict[str, StandInEntry] = {
+    **_rows_for("deepspeed.profiling.flops_profiler", _FLOPS, "FlopsProfiler get_model_profile", _COUNTED),
+    **_rows_for("deepspeed.profiling.flops_profiler.profiler", _FLOPS, "FlopsProfiler get_model_profile", _COUNTED),
+    **_rows_for("deepspeed.profiling.flops_profiler.profiler", "windlass.observe.flop_report", _FORMATS),
+    "deepspeed.profiling.config.DeepSpeedFlopsProfilerConfig": works(
+        "windlass.compat.config_sections:DeepSpeedFlopsProfilerConfig"
+    ),
+}
+
+TABLE: dict[str, StandInEntry] = {**_PROFILING, **_MONITORS, **_UTILS, **_RUNTIME, **_ROOT}

@@ -11,6 +11,7 @@ import torch
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
+from windlass.base.trace_ranges import traced
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.parallel.pipeline.stage_message import MessageLayout, TensorSpec
@@ -321,8 +322,9 @@ class StageTransfers:
     ) -> None:
         mark = torch.tensor([ok], dtype=torch.uint8)
         # Sends need dense memory; the transfer keeps these copies alive until it ends.
-        full = [tensor.contiguous() for tensor in tensors]
-        moving = _InFlightTransfer(full, self._start([mark, *full], to, _tag(kind, stage), sends=True), mark)
+        with traced("send", "activations" if kind == _ACTIVATION else "gradients"):
+            full = [tensor.contiguous() for tensor in tensors]
+            moving = _InFlightTransfer(full, self._start([mark, *full], to, _tag(kind, stage), sends=True), mark)
         self._sending.setdefault((kind, stage), {})[micro_batch] = moving
 
     def _receive(

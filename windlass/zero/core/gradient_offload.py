@@ -9,6 +9,7 @@ import torch
 
 from windlass.base.device_memory import DeviceMemoryLedger, copy_to_host, device_has_own_memory, empty_host_tensor
 from windlass.base.pending import DONE, FinishingPending, Pending
+from windlass.base.trace_ranges import traced
 from windlass.comm.transport import local_shard
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.gradient_slot import GradientSlot
@@ -112,7 +113,8 @@ class GradientOffload:
 
     def _finish_one(self) -> None:
         pending, out = self._in_flight.popleft()
-        pending.wait()
+        with traced("store", "gradients"):
+            pending.wait()
         self._free.append(self._taken[_memory(out)])
 
 

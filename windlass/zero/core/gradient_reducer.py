@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.base import trace_ranges
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
 from windlass.base.pending import Pending
@@ -583,6 +584,8 @@ class GradientReducer:
         self._in_flight.append(
             _ReductionInFlight(slot, reduction, self._completion.enqueue(reduction), slot.ring_index, out)
         )
+        if trace_ranges.recorder is not None:
+            trace_ranges.recorder.begin_flight(("reduce", id(slot)), "reduce", slot.unit.names[0])
         # Later gradients of the unit start a new reduction.
         slot.written.clear()
         slot.has_reduced = True
@@ -640,6 +643,8 @@ class GradientReducer:
         flight = self._in_flight.popleft()
         with WaitScope("reduce", flight.slot.unit.names):
             flight.pending.wait()
+        if trace_ranges.recorder is not None:
+            trace_ranges.recorder.end_flight(("reduce", id(flight.slot)))
         flight.slot.norm_squares = flight.reduction.squares
         self._offload.offload(flight.slot, flight.out)
         if flight.ring_index is not None:

@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from windlass.base import trace_ranges
 from windlass.base.collective_activity import WaitScope
 from windlass.base.device_memory import DeviceMemoryLedger
 from windlass.base.errors import ModelError
@@ -246,6 +247,8 @@ class Unit:
             with WaitScope("gather", self.names):
                 gather = transport.all_gather(buffer, elements=self.numel, ready=ready)
             self._pending = self._callbacks.enqueue(gather)
+            if trace_ranges.recorder is not None:
+                trace_ranges.recorder.begin_flight(("gather", id(self)), "gather", self.names[0])
         if not here:  # set afterwards: if allocation fails, the state stays as it was
             self.shard_state = ShardState.UNSHARDING
 
@@ -269,6 +272,8 @@ class Unit:
         self.unshard(backward=backward)
         with WaitScope("gather", self.names):
             self._pending.wait()
+        if trace_ranges.recorder is not None:
+            trace_ranges.recorder.end_flight(("gather", id(self)))
         self._pending = DONE
         self.point()
 

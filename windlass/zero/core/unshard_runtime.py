@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from windlass.base import trace_ranges
 from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
 from windlass.base.collective_activity import WaitScope
 from windlass.base.tensor_tree import iterate_tensors
@@ -25,6 +26,7 @@ class BlockCall:
     block: Block
     units: list[Unit] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
+    range_token: int | None = None  # range of its forward in a profile
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class UnshardRuntime:
         """Unshard the units of a block before its forward, and wait for them."""
         call = BlockCall(block, list(self._units_of_block[id(block)]))
         self._call_stack.append(call)
+        if trace_ranges.recorder is not None:
+            call.range_token = trace_ranges.recorder.begin("block", block.name)
         if current_backward_id() >= 0:
             self.register_backward()  # a recomputation: the outer backward must be registered before any nested one
         # Before any unshard, because `post_forward` decrements all of them even if an unshard raises.
@@ -140,6 +144,8 @@ class UnshardRuntime:
             # After a recomputation the backward of the block follows at once.
             if not recomputing:
                 self.reshard(unit)
+        if call.range_token is not None and trace_ranges.recorder is not None:
+            trace_ranges.recorder.end(call.range_token)
         return call
 
     def pre_backward(self, call: BlockCall) -> None:

@@ -32,6 +32,7 @@ from windlass.base.device_memory import (
     emulated_device_memory,
 )
 from windlass.base.pending import DONE, Pending
+from windlass.base.trace_ranges import traced
 from windlass.kernels.page_sums import PageSums
 from windlass.storage.disk_error_messages import abbreviate_names
 from windlass.storage.disk_tier import DiskTier
@@ -434,8 +435,9 @@ class OptimizerStateOffload:
         """Wait for the transfers of a chunk, and set its master weights, states and gradient."""
         visit = self._fetched.get(id(chunk))
         if visit is not None:
-            visit.pending.wait()
-            visit.gradient_pending.wait()
+            with traced("fetch", "optimizer states"):
+                visit.pending.wait()
+                visit.gradient_pending.wait()
             if visit.sums is not None and not visit.sums.is_current:  # the read failed, and its memory is NaN
                 visit.sums = None
             if compare:

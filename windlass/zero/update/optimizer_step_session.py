@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.trace_ranges import traced
 from windlass.comm.rank_group import RankGroup
 
 # Attributes of an optimizer that are not copied between the user's optimizer and the inner one.
@@ -52,7 +53,8 @@ class OptimizerStepSession:
         # Undo changes of the previous part, so that every part starts from the values before the step.
         inner.__dict__.update(self._own)
         inner.param_groups = [{**options, "params": tensors.get(n, [])} for n, options in enumerate(self._options)]
-        inner.step()
+        with traced("update"):
+            inner.step()
         for new, options, group in zip(self._new_options, self._options, inner.param_groups, strict=True):
             new.update(_changed(_without(group, ("params",)), options))
         self._new.update(_changed(self._attributes(inner), self._own))

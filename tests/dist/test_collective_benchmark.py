@@ -1,0 +1,53 @@
+"""Tests that collectives are measured on all ranks, with sizes and bandwidths that fit their times."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
+from windlass.base.errors import CommunicationError
+from windlass.comm.collective_bandwidth import calc_bw_log
+
+
+def measure() -> str:
+    from windlass.compat import collectives
+    from windlass.compat.collective_benchmark import OPERATIONS, CollectiveSettings, measure_collectives
+    from windlass.compat.ds_bench import ds_bench
+
+    sizes = (5, 4096)
+    for async_op in (False, True):
+        settings = CollectiveSettings(
+            sizes=sizes, dtypes=(torch.float32, torch.bfloat16), warmups=1, trials=2, async_op=async_op
+        )
+        rows = list(measure_collectives(settings))
+        assert [(row.operation, row.dtype, row.nbytes) for row in rows] == [
+            (operation, dtype, size)
+            for operation in OPERATIONS
+            for dtype, least in (("float32", 8), ("bfloat16", 8))
+            for size in (least, 4096)
+        ]
+        assert all(row.seconds > 0 for row in rows)
+        reduce = rows[1]
+        assert (reduce.algorithm_gbps, reduce.bus_gbps) == calc_bw_log("all_reduce", 4096, reduce.seconds * 1e3, 2)
+    with pytest.raises(CommunicationError, match="'gossip' is no operation"):
+        list(measure_collectives(CollectiveSettings(["gossip"])))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "destroy_process_group", lambda: None)  # the pool's own
+        words = ["--scan", "--maxsize", "3", "--trials", "1", "--warmups", "0", "--all-reduce", "--pt2pt", "--raw"]
+        assert ds_bench([*words, "--bw-unit", "GBps", "--dtype", "bfloat16"]) == 0
+        assert ds_bench(["--dtype", "complex"]) == 1
+    return printed.getvalue()
+
+
+def test_collectives_and_ds_bench() -> None:
+    first, second = run_ranks(measure, 2, transport="gloo")
+    assert second == ""
+    lines = first.splitlines()
+    assert len(lines) == 2 * (2 + 3) and "all_reduce (bfloat16), 2 ranks" in lines[0] and "GBps" in lines[1]
+    assert [line.split()[0] for line in lines[2:5]] == ["4", "8", "16"]
+    assert "pt2pt (bfloat16)" in lines[5]

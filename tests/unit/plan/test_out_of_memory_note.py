@@ -1,0 +1,129 @@
+"""Notes on out-of-memory errors: prediction against limit, and the cheapest change that fits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from tests.causal_models import model_of
+from windlass.base.errors import ConfigError, DeviceMemoryError
+from windlass.cli.expected_errors import describe_expected_error
+from windlass.cli.training.run_failure import describe_failure
+from windlass.config import load_config
+from windlass.engine.out_of_memory import FailedRun, batch_shape, is_out_of_memory, note_out_of_memory
+from windlass.parallel.model_checkpointing import enable_checkpointing
+from windlass.plan import out_of_memory_note as notes
+from windlass.plan.plan_run import RunShape, plan_memory
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+CPU = torch.device("cpu")
+
+
+def config(micro: int = 4, stage: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return model_of("LlamaForCausalLM", **SIZES)
+
+
+def failed(model: nn.Module, raw: dict[str, Any], ranks: int = 2, moment: str = "backward") -> FailedRun:
+    return FailedRun(model, load_config(raw), ranks, CPU, moment, (raw["train_micro_batch_size_per_gpu"], 48))
+
+
+def note(run: FailedRun, limit: int | None) -> str:
+    with patch.object(notes, "memory_limit", lambda _: limit):
+        return notes.out_of_memory_note(run)
+
+
+def peak(run: FailedRun, raw: dict[str, Any]) -> int:
+    return plan_memory(notes.planning_copy(run.model), load_config(raw), RunShape(run.world_size, 48)).peak("host")
+
+
+def test_the_cheapest_change_that_fits_is_proposed(llama: nn.Module) -> None:
+    run = failed(llama, config())
+    now, stage_2, small = peak(run, config()), peak(run, config(stage=2)), peak(run, config(micro=1, stage=0))
+    assert small < stage_2 < now
+    text = note(run, now - 1)
+    assert "memory of this rank in the backward: " in text and f"{now / 2**20:,.1f} MiB of host memory" in text
+    assert "cheapest change that fits: zero_optimization.stage 1; predicted" in text
+    assert "gradient_accumulation_steps" in note(run, small + 1000)
+    nothing = note(run, 1000)
+    assert "no change fits; the nearest is" in nothing and "lacks" in nothing
+    assert "no change is proposed" in note(run, None)
+    assert "the prediction fits" in note(run, 10 * now)
+
+
+def test_single_changes_keep_the_global_batch_and_grow_dearer(llama: nn.Module) -> None:
+    run = failed(llama, config(micro=6, gradient_accumulation_steps=2))
+    raw = run.config.raw
+    options = {"checkpointed": False, "can_checkpoint": True}
+    changes = list(notes.possible_changes(raw, 6, 2, run, **options))
+    assert [one.text.split(" ")[0] for one in changes] == [
+        "zero_optimization.stage",
+        "zero_optimization.stage",
+        "train_micro_batch_size_per_gpu",
+        "activation_checkpointing.enabled",
+        "zero_optimization.stage",
+    ]
+    assert changes[2].micro_batch == 3
+    for one in changes:
+        assert load_config(one.config).resolve_batch(2).train == load_config(raw).resolve_batch(2).train
+    single = failed(llama, config(), ranks=1)
+    texts = [one.text for one in notes.possible_changes(single.config.raw, 1, 1, single, **options)]
+    assert texts == ["activation_checkpointing.enabled true"]
+
+
+def test_a_model_that_already_checkpoints_is_planned_so(llama: nn.Module) -> None:
+    checkpointed = model_of("LlamaForCausalLM", **SIZES)
+    enable_checkpointing(checkpointed)
+    plain, less = note(failed(llama, config()), 10**9), note(failed(checkpointed, config()), 10**9)
+    assert plain.split("\n")[1] != less.split("\n")[1]
+
+
+def test_only_memory_errors_get_a_note_and_nothing_hides_them(llama: nn.Module) -> None:
+    run = failed(llama, config())
+    for error in (torch.OutOfMemoryError("CUDA"), MemoryError(), DeviceMemoryError("emulated")):
+        assert is_out_of_memory(error)
+        note_out_of_memory(error, run)
+        (added,) = error.__notes__
+        note_out_of_memory(error, run)  # on its way out through an outer call
+        assert error.__notes__ == [added]
+        assert "predicted for this configuration" in describe_failure(error, 1)
+    allocator = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: ...")
+    assert is_out_of_memory(allocator) and not is_out_of_memory(RuntimeError("shape"))
+    other = ConfigError("x")
+    note_out_of_memory(other, run)
+    assert not hasattr(other, "__notes__") and describe_expected_error(other) == "x"
+    with patch.dict(sys.modules, {"windlass.plan.out_of_memory_note": None}):
+        broken = MemoryError("first")
+        note_out_of_memory(broken, run)
+        assert str(broken) == "first" and not hasattr(broken, "__notes__")
+
+
+def test_what_cannot_be_planned_still_has_its_actual_memory() -> None:
+    text = note(failed(nn.Linear(3, 3), config()), 1 << 30)
+    assert "resident now" in text and "not predicted (Linear cannot be built again" in text
+    assert batch_shape(({"mask": None, "ids": torch.zeros(2, 7)},)) == (2, 7) and batch_shape((1, "x")) is None
+
+
+def test_the_emulated_device_is_the_limit(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_EMULATE_DEVICE", "60K")
+    run = failed(llama, config(stage=0), moment="load")
+    text = notes.out_of_memory_note(run)
+    assert "of 0.1 MiB on the emulated device" in text and "of device memory in the" in text
+    assert "cheapest change that fits: zero_optimization." in text

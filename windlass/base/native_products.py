@@ -1,0 +1,24 @@
+"""Announcement of matrix products that native code computes, which torch's dispatch modes do not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+_counters: list[Callable[[int], AbstractContextManager[None]]] = []
+_NOTHING = nullcontext()
+
+
+def native_product(flops: int) -> AbstractContextManager[None]:
+    """Return a context for the code of one product, in which no operation is counted a second time."""
+    return _counters[-1](flops) if _counters else _NOTHING
+
+
+@contextmanager
+def counting_native_products(counter: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Pass the FLOPs of each product inside the context to `counter`."""
+    _counters.append(counter)
+    try:
+        yield
+    finally:
+        _counters.remove(counter)

@@ -1,0 +1,52 @@
+"""Run of a user's script in this process by a command that observes it, and the record of its failure."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from windlass.base.errors import WindlassError
+
+
+def run_script(arguments: list[str]) -> None:
+    """Run a script as `__main__`. A SystemExit without code is its end.
+
+    Args:
+        arguments: its path and its own arguments.
+
+    Raises:
+        SystemExit: the script ended with a code, or an observer ended it by a subclass of SystemExit.
+    """
+    import windlass
+
+    # for scripts that import deepspeed; an installed and imported deepspeed has precedence
+    sys.modules.setdefault("deepspeed", windlass)
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code or type(ended) is not SystemExit:
+            raise
+
+
+def record_script_failure(path: Path, error: BaseException) -> None:
+    """Write the first failure of all ranks to `path`. Later failures are consequences of it."""
+    rank = os.environ.get("RANK", "0")
+    text = str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
+    text = "\n".join([text, *getattr(error, "__notes__", ())])
+    if os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0") or not isinstance(error, WindlassError):
+        traceback.print_exc()
+    try:
+        with open(path, "x") as stream:
+            stream.write(f"rank {rank}: {text}")
+    except FileExistsError:  # another rank failed first
+        return
+
+
+def is_plain_end(error: BaseException) -> bool:
+    """Return True for Ctrl-C and for the end of a program without an error."""
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code)

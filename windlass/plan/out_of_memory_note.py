@@ -1,0 +1,275 @@
+"""Text for an out-of-memory error: predicted memory, actual memory, and the cheapest change that fits.
+
+[Note: order of changes] Changes are tried alone first, from those that cost least time: stages up to 2 send the same
+bytes in a step; a smaller micro-batch with more accumulation keeps the global batch and the work; checkpointing
+computes each layer's forward twice; stage 3 sends half as much again; offloading is slower than all of these. Then the
+ladder ([Note: order of the ladder]) is walked with a micro-batch of one sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.compute_device import local_world_size
+from windlass.base.device_memory import emulated_device_memory
+from windlass.base.errors import ModelError, WindlassError
+from windlass.config import Config, load_config
+from windlass.engine.out_of_memory import FailedRun
+from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
+from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
+from windlass.plan.activation_trace import ActivationTrace
+from windlass.plan.choose_config import Rung, choose_config, missing_bytes
+from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
+from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
+from windlass.plan.planned_layout import Target, plan_layout
+from windlass.plan.planned_model import build_on_meta
+from windlass.plan.rank_limits import RankLimits
+
+_MIB = 1 << 20
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """Change of a configuration.
+
+    Attributes:
+        text: the change, for the user.
+        config: the changed configuration.
+        checkpointing: activations are checkpointed.
+        micro_batch: samples of a forward.
+    """
+
+    text: str
+    config: dict[str, Any]
+    checkpointing: bool
+    micro_batch: int
+
+
+def out_of_memory_note(failed: FailedRun) -> str:
+    """Return the note: actual memory, and, if the run can be planned, prediction and cheapest change that fits."""
+    lines = [f"windlass: memory of this rank in the {failed.moment}: {actual_memory(failed)}"]
+    try:
+        lines += _predicted_lines(failed)
+    except (WindlassError, RuntimeError, MemoryError, TypeError, ValueError, AttributeError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines.append(f"not predicted ({first}); see docs/planning.md for configurations that need less memory")
+    return "\n".join(lines)
+
+
+def actual_memory(failed: FailedRun) -> str:
+    """Return the memory in use at the error, and the limit."""
+    limit = memory_limit(failed)
+    of = f" of {_size(limit)}" if limit is not None else ""
+    place, emulated = device_memory(failed.device), emulated_device_memory()
+    if place is not None:
+        return (
+            f"{_size(place.allocated)} in use now, {_size(place.peak_allocated)} at the peak{of} on the device "
+            f"(torch's allocator holds {_size(place.reserved)})"
+        )
+    if emulated is not None:
+        return (
+            f"{_size(emulated.used)} in use{of} on the emulated device, which counts windlass' own buffers without "
+            "activations"
+        )
+    now, peak = resident_bytes(), peak_resident_bytes()
+    if now is None or peak is None:
+        return "unknown (no /proc here)"
+    return f"{_size(now)} resident now, {_size(peak)} at the peak{of} of the host for each rank"
+
+
+def memory_limit(failed: FailedRun) -> int | None:
+    """Return the bytes that a rank may use on its device, or of the host on a CPU; None: unknown."""
+    emulated = emulated_device_memory()
+    if emulated is not None:
+        return emulated.budget
+    if failed.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(failed.device)[1])
+    limits = [_physical_bytes(), _cgroup_bytes()]
+    known = [limit // local_world_size() for limit in limits if limit is not None]
+    return min([*known, *_process_limits()], default=None)
+
+
+def possible_changes(config: dict[str, Any], micro: int, accumulation: int, failed: FailedRun, *, checkpointed: bool,
+                     can_checkpoint: bool) -> Iterator[MemoryChange]:  # fmt: skip
+    """Yield single changes from the cheapest to the dearest, see [Note: order of changes]."""
+    zero = config.get("zero_optimization") or {}
+    stage = int(zero.get("stage", 0)) if isinstance(zero, dict) else 0
+    has_ranks = failed.world_size > 1
+    for higher in range(stage + 1, 3) if has_ranks else ():
+        yield MemoryChange(f"zero_optimization.stage {higher}", _with_zero(config, stage=higher), checkpointed, micro)
+    smaller, more = micro, accumulation
+    while smaller > 1 and smaller % 2 == 0:
+        smaller, more = smaller // 2, more * 2
+        text = (
+            f"train_micro_batch_size_per_gpu {smaller} and gradient_accumulation_steps {more} (the same global batch)"
+        )
+        yield MemoryChange(text, with_micro_batch(config, smaller, more), checkpointed, smaller)
+    if can_checkpoint and not checkpointed:
+        changed = copy.deepcopy(config)
+        changed["activation_checkpointing"] = {**(changed.get("activation_checkpointing") or {}), "enabled": True}
+        yield MemoryChange("activation_checkpointing.enabled true", changed, True, micro)
+    if has_ranks and stage < 3:
+        yield MemoryChange("zero_optimization.stage 3", _with_zero(config, stage=3), checkpointed, micro)
+    if failed.has_own_memory:
+        states = {"offload_optimizer": {"device": "cpu"}}
+        yield MemoryChange(
+            "zero_optimization.offload_optimizer.device cpu",
+            _with_zero(config, stage=max(stage, 1), **states),
+            checkpointed,
+            micro,
+        )
+        both = {**states, "offload_param": {"device": "cpu"}}
+        yield MemoryChange(
+            "zero_optimization.stage 3 with offload_optimizer and offload_param on cpu",
+            _with_zero(config, stage=3, **both),
+            checkpointed,
+            micro,
+        )
+
+
+def with_micro_batch(config: dict[str, Any], micro: int, accumulation: int) -> dict[str, Any]:
+    """Return the configuration with another micro-batch and accumulation."""
+    changed = copy.deepcopy(config)
+    changed["train_micro_batch_size_per_gpu"], changed["gradient_accumulation_steps"] = micro, accumulation
+    return changed
+
+
+def planning_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a transformers model without memory, to be planned.
+
+    Raises:
+        ModelError: it is another model, which cannot be built a second time.
+    """
+    config, kind = getattr(model, "config", None), type(model)
+    if not hasattr(config, "to_dict"):
+        raise ModelError(f"{kind.__name__} cannot be built again from a configuration; only models of transformers can")
+    return build_on_meta(lambda: kind(copy.deepcopy(config)), kind.__name__)
+
+
+def _predicted_lines(failed: FailedRun) -> list[str]:
+    raw = failed.config.raw
+    batch = failed.config.resolve_batch(failed.world_size)
+    model = planning_copy(failed.model)
+    # Transformers has the flag on each module; its property of the whole model changes its name.
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in failed.model.modules())
+    limit, place = memory_limit(failed), DEVICE if failed.has_own_memory else HOST
+    length = (
+        failed.batch[1] if failed.batch is not None else int(getattr(model.config, "max_position_embeddings", 1024))
+    )
+    run = RunShape(
+        failed.world_size,
+        length,
+        Target("cuda" if failed.has_own_memory else "cpu", failed.config.comm.transport),
+        activations=0 if _counts_no_activations(failed) else None,
+    )
+    traces: dict[tuple[bool, int, int], ActivationTrace] = {}
+    plan = _plan(model, failed.config, run, traces, checkpointing=checkpointed)
+    lines = [f"predicted for this configuration: {_peak_text(plan, place)}"]
+    if limit is None:
+        return [*lines, "the limit of the memory is unknown, so no change is proposed"]
+    limits = RankLimits(device=limit) if place == DEVICE else RankLimits(host=limit)
+    if not missing_bytes(plan, limits):
+        lines.append(
+            "the prediction fits: other programs, fragmentation, or tensors of the script take the rest; "
+            "a change that needs less:"
+        )
+    can_checkpoint = bool(getattr(model, "supports_gradient_checkpointing", False))
+    options = {"checkpointed": checkpointed, "can_checkpoint": can_checkpoint}
+    most = min(limit, plan.peak(place) - 1)  # a change has to need less than what failed
+    for change in possible_changes(raw, batch.micro, batch.accumulation, failed, **options):
+        changed = _plan(model, load_config(change.config), run, traces, checkpointing=change.checkpointing)
+        if changed.peak(place) <= most:
+            return [*lines, f"cheapest change that fits: {change.text}; predicted {_peak_text(changed, place)}"]
+    smallest = with_micro_batch(raw, 1, batch.accumulation * batch.micro)
+    choice = choose_config(model, smallest, run, limits)
+    best = choice.chosen or choice.nearest
+    text = f"{_rung_text(best.rung)}, train_micro_batch_size_per_gpu 1"
+    if choice.chosen is not None:
+        return [*lines, f"cheapest change that fits: {text}; predicted {_peak_text(best.plan, place)}"]
+    missing = sum(best.missing.values())
+    return [
+        *lines,
+        f"no change fits; the nearest is {text}, which lacks {_size(missing)}: use more ranks or shorter samples",
+    ]
+
+
+def _plan(
+    model: nn.Module,
+    config: Config,
+    run: RunShape,
+    traces: dict[tuple[bool, int, int], ActivationTrace],
+    *,
+    checkpointing: bool,
+) -> MemoryPlan:
+    """Plan as `plan_memory`, with one trace for all configurations of the same micro-batch and blocks."""
+    layout = plan_layout(model, config, run.world_size, run.target)
+    micro = micro_batch_of(config, run.world_size)
+    key = (checkpointing, micro, len(layout.blocks))
+    if key not in traces:
+        _switch_checkpointing(model, checkpointing)
+        traces[key] = trace_of(model, config, layout, run, micro)
+    return MemoryPlanner(model, config, layout, traces[key]).plan(run.world_size, micro, run.length)
+
+
+def _counts_no_activations(failed: FailedRun) -> bool:
+    return failed.moment == "load" or (failed.device.type == "cpu" and emulated_device_memory() is not None)
+
+
+def _rung_text(rung: Rung) -> str:
+    return str(rung).replace("stage ", "zero_optimization.stage ", 1)
+
+
+def _with_zero(config: dict[str, Any], **values: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(config)
+    zero = changed.get("zero_optimization")
+    changed["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **values}
+    return changed
+
+
+def _switch_checkpointing(model: nn.Module, wanted: bool) -> None:
+    if getattr(model, "supports_gradient_checkpointing", False):
+        (enable_checkpointing if wanted else disable_checkpointing)(model)
+
+
+def _peak_text(plan: MemoryPlan, place: str) -> str:
+    moment = plan.peak_moment(place)
+    kinds = sorted(plan.moments[moment].of(place).items(), key=lambda item: -item[1])[:5]
+    parts = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in kinds if nbytes)
+    return f"{_size(plan.peak(place))} of {place} memory in the {moment} ({parts})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.1f} MiB" if nbytes < 10 << 30 else f"{nbytes / (1 << 30):,.1f} GiB"
+
+
+def _physical_bytes() -> int | None:
+    import os
+
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _cgroup_bytes() -> int | None:
+    try:
+        text = _CGROUP.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _process_limits() -> list[int]:
+    import resource
+
+    found = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return [limit for limit in found if limit != resource.RLIM_INFINITY]

@@ -1,0 +1,111 @@
+"""Rates of a disk over settings of the `aio` section, and the best setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+from windlass.base.errors import StorageError
+from windlass.storage.disk_tier import DiskTier
+from windlass.storage.io_rates import IoRates
+
+
+@dataclass(frozen=True)
+class DiskSetting:
+    """Keys of the `aio` section that set the requests in flight. Threads count where the I/O engine uses threads."""
+
+    block_size: int = 1 << 20
+    queue_depth: int = 32
+    intra_op_parallelism: int = 1
+
+    def as_section(self) -> dict[str, dict[str, int | bool]]:
+        """Return the configuration section, with DeepSpeed's keys that have one right value."""
+        return {"aio": {**asdict(self), "single_submit": False, "overlap_events": True}}
+
+
+@dataclass(frozen=True)
+class DiskMeasurement:
+    """Rates of one setting in bytes per second; 0 for a direction that was not measured."""
+
+    setting: DiskSetting
+    read_rate: float
+    write_rate: float
+    engine: str
+
+    def score(self, *, read: bool = True, write: bool = True) -> float:
+        """Return the rate of moving equal bytes in each of the directions."""
+        rates = [rate for asked, rate in ((read, self.read_rate), (write, self.write_rate)) if asked]
+        return len(rates) / sum(1 / rate for rate in rates) if all(rates) and rates else 0.0
+
+
+DEFAULT_SETTINGS = tuple(
+    DiskSetting(block, depth, threads)
+    for block, depth, threads in product((256 << 10, 1 << 20, 8 << 20), (4, 16, 64), (1, 4))
+)
+
+
+def measure_setting(setting: DiskSetting, folders: Sequence[Path], nbytes: int, loops: int = 1) -> DiskMeasurement:
+    """Measure one setting by direct I/O of the disk tier. The best of `loops` runs counts, in each direction.
+
+    Raises:
+        StorageError: a folder is missing, not writable or too full.
+    """
+    for folder in folders:
+        if not folder.is_dir():  # the disk tier would create it
+            raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
+    with DiskTier(
+        folders,
+        queue_depth=setting.queue_depth,
+        block_size=setting.block_size,
+        threads=setting.intra_op_parallelism,
+        label="windlass-bench",
+    ) as tier:
+        found: list[IoRates] = [tier.measure_rates(nbytes) for _ in range(loops)]
+        engine = tier.description()
+    return DiskMeasurement(setting, max(one.read_rate for one in found), max(one.write_rate for one in found), engine)
+
+
+def sweep(
+    settings: Iterable[DiskSetting],
+    folders: Sequence[Path],
+    nbytes: int,
+    *,
+    loops: int = 1,
+    on_measured: Callable[[DiskMeasurement], None] | None = None,
+) -> list[DiskMeasurement]:
+    """Measure all settings. The order alternates over `loops` passes, so that drift of the disk affects all alike.
+
+    Args:
+        on_measured: called with each setting's best measurement after the last pass.
+    """
+    chosen, best = list(settings), dict[DiskSetting, DiskMeasurement]()
+    for number in range(loops):
+        for setting in chosen if number % 2 == 0 else reversed(chosen):
+            new, old = measure_setting(setting, folders, nbytes), best.get(setting)
+            best[setting] = (
+                new
+                if old is None
+                else DiskMeasurement(
+                    setting, max(new.read_rate, old.read_rate), max(new.write_rate, old.write_rate), new.engine
+                )
+            )
+            if number == loops - 1 and on_measured is not None:
+                on_measured(best[setting])
+    return [best[setting] for setting in chosen]
+
+
+def best_measurement(found: Sequence[DiskMeasurement], *, read: bool = True, write: bool = True) -> DiskMeasurement:
+    """Return the measurement with the highest rate; within 2 % of it, the one with the fewest bytes in flight.
+
+    Raises:
+        StorageError: there is none.
+    """
+    if not found:
+        raise StorageError("no setting of the disk was measured; name at least one block size and queue depth")
+    top = max(one.score(read=read, write=write) for one in found)
+    near = [one for one in found if one.score(read=read, write=write) >= 0.98 * top]
+    return min(
+        near, key=lambda one: (one.setting.block_size * one.setting.queue_depth, one.setting.intra_op_parallelism)
+    )
