@@ -51,7 +51,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
     """
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     if not axes:
-        _apply_memory_savings(model, config)
+        apply_memory_savings(model, config)
         return
     given = any(has_placement(parameter) for parameter in model.parameters())
     if "tp" in script_axes:
@@ -65,10 +65,10 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
         if mesh.grid.size(*parts.difference(script_axes)) > 1:
             with ShardedInitPartitioner(model) as init_parts:
                 _broadcast_model(model, _broadcast_groups(mesh, apart), init_parts)
-                _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+                partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
         else:
-            _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
-        _apply_memory_savings(model, config)
+            partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+        apply_memory_savings(model, config)
     here = {get_placement(parameter).shared_stages for parameter in model.parameters()}
     for stages in sorted({stages for ties in mesh.gather_from_world(here) for stages in ties if stages}):
         mesh.add_stage_group(stages)
@@ -149,7 +149,8 @@ def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Seq
         )
 
 
-def _partition_axes(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> None:
+def partition_axes(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> None:
+    """Partition `model`, which has the same values on all ranks or is on the meta device, along `axes` in this order."""
     for axis in axes:
         _PARTITIONERS[axis](model, mesh, config)
 
@@ -182,7 +183,7 @@ def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
         )
 
 
-def _apply_memory_savings(model: nn.Module, config: Config) -> None:
+def apply_memory_savings(model: nn.Module, config: Config) -> None:
     """Apply tiling and recomputation as the configuration requests, once per model."""
     section, zero = config.parallel, config.zero_optimization
     if isinstance(model, PipelineSequential) and config.pipeline.activation_checkpoint_interval:
