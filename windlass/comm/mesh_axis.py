@@ -194,9 +194,7 @@ class MeshAxis:
         with self._what():
             _REDUCE_SCATTER(own, full, group=self.group.process_group)
 
-    def _fill_exchanged(
-        self, out: torch.Tensor, tensor: torch.Tensor, receives: list[int], sends: list[int]
-    ) -> None:
+    def _fill_exchanged(self, out: torch.Tensor, tensor: torch.Tensor, receives: list[int], sends: list[int]) -> None:
         with self._what():
             dist.all_to_all_single(out, tensor, receives, sends, group=self.group.process_group)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh import Mesh
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import DATA_AXES, MeshShape
 from windlass.comm.planned_axis import PlannedAxis
 from windlass.comm.rank_group import DataMesh, RankGroup
@@ -228,5 +229,5 @@ def _planned_mesh(grid: MeshShape, rank: int, secondary: int | None) -> Mesh:
         near = RankGroup(_ABSENT, ranks, ranks.index(rank))
     shard = over(*(axis for axis in DATA_AXES if axis != "dp_replicate"))
     dense = DataMesh(data, shard, over("dp_replicate"), near)
-    axes = {name: PlannedAxis(name, over(name)) for name in ("pp", "ep", "sp", "tp")}
+    axes: dict[str, MeshAxis] = {name: PlannedAxis(name, over(name)) for name in ("pp", "ep", "sp", "tp")}
     return Mesh(grid, RankGroup(_ABSENT, tuple(range(grid.world)), rank), dense, dense, axes)
