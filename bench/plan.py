@@ -19,10 +19,11 @@ from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.cli.benches.rank_pool import RankPool
 from windlass.config import load_config
+from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.memory_plan import HOST
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_layout import Target
-from windlass.plan.planned_model import build_on_meta, enable_checkpointing
+from windlass.plan.planned_model import build_on_meta
 
 _RESULTS = Path(__file__).parent / "results"
 TOLERANCE = 0.10

@@ -31,17 +31,18 @@ from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
 from windlass.engine.compression_observer import observe_compression
 from windlass.engine.engine_reporter import startup_lines
-from windlass.engine.initialize_observer import current_observer
 from windlass.engine.parallelize import mesh_of_model, parallelize
 from windlass.engine.pipeline_engine import engine_class_for
 from windlass.engine.sharded_model_builder import build_sharded_model
 from windlass.engine.training_engine import Engine
 from windlass.engine.training_progress import TrainingProgress
+from windlass.engine.trial_run import observer_of_run
 from windlass.optim import muon_groups, optimizer_factory, scheduler_factory
 from windlass.optim.loss_scale import LossScale, StaticLossScale, make_loss_scale
 from windlass.parallel import activation_checkpoint_api
 from windlass.parallel.experts import enable_router_bias_updates, get_requested_ep_size
 from windlass.parallel.megatron_flags import has_flagged_parameters
+from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
 from windlass.zero.core import parameter_registry
@@ -93,7 +94,9 @@ def initialize(
         ModelError: the model or the optimizer cannot be trained.
         StorageError: no usable NVMe path or too little space on some rank. The model is unchanged.
     """
-    source = current_observer().config_override or config_source(args, config, config_params)
+    observer = observer_of_run()
+    source = observer.config_override or config_source(args, config, config_params)
+    source = observer.change_config(source) or source
     engine = build_engine(
         Engine,
         source,
@@ -136,7 +139,7 @@ def build_engine(
     """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
-    observer = current_observer()
+    observer = observer_of_run()
     config = load_config(source)
     config.ensure_supported()
     set_config_log_level(config.log_level)
@@ -148,6 +151,8 @@ def build_engine(
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
         )
+    if config.activation_checkpointing.enabled:
+        enable_checkpointing(model, "activation_checkpointing.enabled")
     setup_distributed(config, distributed_port)
     if "comms_logger" in config.model_fields_set:
         comms_logger.configure(config.comms_logger)

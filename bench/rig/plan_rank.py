@@ -35,7 +35,7 @@ class MemoryRank:
         from windlass.cli.benches.bench_engines import preload_engine_modules
         from windlass.cli.benches.memory_sampler import MemorySampler
         from windlass.comm.rank_group import world_group
-        from windlass.plan.planned_model import enable_checkpointing
+        from windlass.parallel.model_checkpointing import enable_checkpointing
 
         case = self._case
         preload_engine_modules("windlass")

@@ -29,12 +29,20 @@ ENGINES: dict[str, dict[str, Any]] = {
         "local_step_scaler": 1,
         "local_step_clipper": HELD,
     },
+    "powersgd": {"type": "PowerSGD", "stage": 0, "start_step": 1},
     "diloco": {"type": "DiLoCo", "stage": 0, "inner_steps": INNER_STEPS},
+    "diloco, overlapped": {
+        "type": "DiLoCo",
+        "stage": 0,
+        "inner_steps": INNER_STEPS,
+        "fragments": 4,
+        "overlap_steps": 6,
+    },
 }
 """Optimizer and stage by name of the method; none is torch's DistributedDataParallel."""
-PERIODS = {"0/1 adam": HELD, "diloco": INNER_STEPS}
+PERIODS = {"0/1 adam": HELD, "diloco": INNER_STEPS, "diloco, overlapped": INNER_STEPS}
 """Steps of a method's cycle, of which one sends a message; others send in every step."""
-_WARM = {"0/1 adam": 2 * HELD, "diloco": INNER_STEPS}
+_WARM = {"0/1 adam": 2 * HELD, "diloco": INNER_STEPS, "diloco, overlapped": INNER_STEPS}
 _FIRST_STEPS = 3
 
 
@@ -46,14 +54,30 @@ class SlowLinkRank(Worker):
         super().__init__(job, rank, meeting)
 
     def build(self, watch: bool = False) -> dict[str, Any]:
-        """Build the model and its engine, and train until the method sends as it will for the rest of a run."""
+        """Build the model and its engine, and train until the method sends as it will for the rest of a run.
+
+        Return the seconds of a forward and backward without the method, too.
+        """
         name = self._job.engine
         model = build(MODEL)
+        compute = self._compute_alone(model)
         self._numel = sum(p.numel() for p in model.parameters())
         self._step = self._ddp(model) if name == "ddp" else self._windlass(model, dict(ENGINES[name]))
         for _ in range(_WARM.get(name, _FIRST_STEPS)):
             self._step(self._tokens())
-        return {"parameters": self._numel}
+        return {"parameters": self._numel, "compute": compute}
+
+    def _compute_alone(self, model: Any) -> float:
+        """Return the seconds of a forward and backward of one batch, while all ranks compute."""
+        times = []
+        for _ in range(_FIRST_STEPS):
+            tokens = self._tokens()
+            self._dist.barrier()
+            start = time.perf_counter()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            times.append(time.perf_counter() - start)
+            model.zero_grad(set_to_none=True)
+        return min(times)
 
     def pace(self, rate: int) -> int:
         """Call `rig.link.pace` for the existing connections."""

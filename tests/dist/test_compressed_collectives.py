@@ -55,6 +55,16 @@ class CountingChannel:
         self.received += sum(tensor.numel() for tensor in receives.values())
         self.inner.all_gather(own, receives)
 
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        self.received += sum(tensor.numel() for tensor in receives.values())
+        return self.inner.start_exchange(sends, receives)
+
+    def start_all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        self.received += sum(tensor.numel() for tensor in receives.values())
+        return self.inner.start_all_gather(own, receives)
+
     def broadcast(self, message: torch.Tensor, source: int) -> None:
         self.received += message.numel() if source != self.group.index else 0
         self.inner.broadcast(message, source)

@@ -178,7 +178,7 @@ class Simulation:
         for rank, gradient in enumerate(gradients):
             sent = gradient * ((1 - BETA1) / (1 / clip))
             if case.stage == 0:
-                sent += BETA1 * self.m[name]
+                sent.add_(self.m[name], alpha=BETA1)
             if ranks > 1:
                 sent += self.worker[rank][name]
             for part in self.pieces[name]:

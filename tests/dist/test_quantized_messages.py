@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from tests.oracle import relative_error
 from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec
 from windlass.config import load_config
+from windlass.engine.error_feedback_states import error_feedback_states
 
 LOSSLESS = {
     "zero_quantized_weights_codec": "identity",
@@ -185,3 +187,34 @@ def test_contradictions_are_refused(zero: dict[str, Any], transport: str, text: 
     config["comm"]["transport"] = transport
     with pytest.raises(ConfigError, match=text):
         load_config(config)
+
+
+LOCO = Case(all_of("gradients", zeropp_loco_param={"err_beta": 0.5, "reset_T": 5}), optimizer="AdamW")
+
+
+def run_from(at: int, folder: str, saves: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Train to the end, and save after `at` steps or continue from there. Return parameters and LoCo's states."""
+    subject = specimen(LOCO.model)
+    engine = start(subject, LOCO.config)
+    if not saves:
+        engine.load_checkpoint(folder)
+    for step in range(0 if saves else at, 4):
+        for micro in range(LOCO.accumulation):
+            subject.train(engine, subject.batch(Place(step, micro, dist.get_rank())), engine.backward)
+            engine.step()
+        if saves and step + 1 == at:
+            engine.save_checkpoint(folder)
+    states = list(error_feedback_states(engine._sharded))
+    found = {f"{one.name}/{one.key}": one.values.clone() for one in states}
+    found |= whole_params(engine.module)
+    engine.destroy()
+    return found, len(states)
+
+
+def test_error_feedback_of_gradients_is_saved(tmp_path: Path) -> None:
+    at = 2  # after 4 reductions of a unit: the next but one drops the errors
+    straight = run_ranks(run_from, 2, at, str(tmp_path), True)
+    resumed = run_ranks(run_from, 2, at, str(tmp_path), False)
+    for (here, states), (there, _) in zip(straight, resumed, strict=True):
+        assert states and here.keys() == there.keys()
+        assert all(torch.equal(value, there[name]) for name, value in here.items())

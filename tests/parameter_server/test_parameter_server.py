@@ -15,8 +15,11 @@ from torch import nn
 
 from tests.parameter_server.jobs import Job
 from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
+from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of
+from windlass.parameter_server.messages import receive_gradient, receive_text
 from windlass.parameter_server.parameter_cut import CutParameter, cut_parameters
+from windlass.parameter_server.server_shard import require_elementwise
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 from windlass.parameter_server.worker import ParameterServerWorker, ServerLostError, StalePushError
@@ -416,6 +419,59 @@ def test_a_restored_server_takes_the_version_of_its_workers() -> None:
     assert clock.version == 5 and clock.push(0, 5) is PushResult.WAITS
     clock.join(1, 6)  # it has seen the update that worker 0 has not
     assert clock.push(0, 5) is PushResult.DROPPED and clock.may_pull(0, 6)
+
+
+class WrittenLink:
+    """Link whose other side has sent these tensors."""
+
+    peer = "worker 3"
+
+    def __init__(self, *sent: torch.Tensor) -> None:
+        self.sent, self.is_closed = list(sent), False
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self.sent.pop(0)) if tensor.numel() else tensor
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("counts", "indices", "text"),
+    [
+        ([1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and 0 to 4"),
+        ([-1], [], r"-1 rows"),
+        ([2], [1, 4], r"rows 1 to 4, and 0 to 3"),
+        ([2], [-7, 1], r"rows -7 to 1"),
+    ],
+)
+def test_sizes_and_rows_from_the_wire_are_checked(counts: list[int], indices: list[int], text: str) -> None:
+    link: Any = WrittenLink(torch.zeros(3), torch.tensor(counts), torch.tensor(indices), torch.zeros(2, 2))
+    with pytest.raises(CommunicationError, match=text):
+        receive_gradient(link, 3, [(4, 2)], torch.float32)
+    assert link.is_closed
+
+
+def test_a_gradient_of_all_rows_is_received() -> None:
+    link: Any = WrittenLink(torch.ones(3), torch.tensor([2]), torch.tensor([0, 3]), torch.full((2, 2), 7.0))
+    gradient = receive_gradient(link, 3, [(4, 2)], torch.float32)
+    assert gradient.rows[0][0].tolist() == [0, 3] and float(gradient.rows[0][1].sum()) == 28.0
+
+
+def test_the_size_of_a_text_is_checked() -> None:
+    link: Any = WrittenLink()
+    with pytest.raises(CommunicationError, match="a text of 1099511627776 bytes"):
+        receive_text(link, 1 << 40)
+
+
+def test_rules_that_need_whole_parameters_are_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(4))]
+    require_elementwise(Lamb(parameters), cuts=False)
+    with pytest.raises(ConfigError, match="Lamb is scaled by the norm of a whole parameter.*start one server"):
+        require_elementwise(Lamb(parameters), cuts=True)
+    with pytest.raises(ConfigError, match="LBFGS reads the shape"):
+        require_elementwise(torch.optim.LBFGS(parameters), cuts=False)
+    require_elementwise(torch.optim.AdamW(parameters), cuts=True)
 
 
 def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_deepspeed_command(program: Callable[..., subprocess.CompletedProces
     assert read_records(tmp_path)[0]["arguments"] == []
     refused = program(*DEEPSPEED, "--autotuning", "run", "script.py")
     assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith(
-        "deepspeed: --autotuning is not built"
+        "deepspeed: the program has no configuration among its arguments"
     )
 
 

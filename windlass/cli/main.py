@@ -61,6 +61,14 @@ COMMANDS = (
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),
     CliCommand("plan", "windlass.cli.plan", "plan", "Predict the memory of a run before it starts."),
+    CliCommand("simulate", "windlass.cli.simulate", "simulate", "Predict the time of a step on a cluster."),
+    CliCommand(
+        "tune",
+        "windlass.cli.tune",
+        "tune",
+        "Search the fastest configuration of a script.",
+        takes_program=True,
+    ),
     CliCommand(
         "verify",
         "windlass.cli.verify",

@@ -15,10 +15,11 @@ from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
 from windlass.cli.plan_report import draw_memory, ladder_table, memory_table, missing_line, peak_line
 from windlass.config import load_config
+from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.choose_config import Choice, choose_config, missing_bytes
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_layout import Target
-from windlass.plan.planned_model import build_from_name, build_from_shape, enable_checkpointing
+from windlass.plan.planned_model import build_from_name, build_from_shape
 from windlass.plan.rank_limits import RankLimits, gpu_bytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from windlass.compat.stand_in_path import stand_in_environment
 from windlass.launch.launch_command import launch_from_args
 from windlass.launch.launch_flags import build_run_parser, parse_flags
+from windlass.launch.plan_from_flags import count_ranks
 
 
 def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
@@ -22,8 +24,19 @@ def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
         action="store_true",
         help="`import deepspeed` imports windlass in SCRIPT and its children, whether DeepSpeed is installed or not",
     )
-    args = parse_flags(parser, words or [])
+    given = words or []
+    args = parse_flags(parser, given)
+    if args.autotuning and not args.dry_run:
+        raise typer.Exit(_tune(args, given))
     raise typer.Exit(launch_from_args(args, _extra_environment(args)))
+
+
+def _tune(args: argparse.Namespace, given: list[str]) -> int:
+    from windlass.tune.autotuning_command import flags_without_autotuning, run_autotuning
+
+    flags = flags_without_autotuning(given[: len(given) - len(args.words)])
+    launcher = [sys.executable, "-m", "windlass", "run", *flags]
+    return run_autotuning(args.autotuning, launcher, args.words, count_ranks(args))
 
 
 def _extra_environment(args: argparse.Namespace) -> dict[str, str]:

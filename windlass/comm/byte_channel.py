@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from windlass.base.collective_activity import WaitScope
 from windlass.comm.mesh_axis import run_pending_checks
-from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.comm.rank_group import RankGroup
 
 
@@ -33,6 +33,15 @@ class ByteChannel(Protocol):
         """
         ...
 
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Start an `exchange`, and return a function that waits for its end. A channel may block here instead.
+
+        Exchanges in flight may not overtake each other: all ranks start the same ones in the same order.
+        """
+        ...
+
     def all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> None:
         """Send `own` to every peer and receive the tensor of every peer. Collective.
 
@@ -40,6 +49,10 @@ class ByteChannel(Protocol):
             own: contiguous uint8 tensor; ranks may give different sizes.
             receives: by group index, of all peers.
         """
+        ...
+
+    def start_all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        """Start an `all_gather` as `start_exchange`. Collective."""
         ...
 
     def broadcast(self, message: torch.Tensor, source: int) -> None:
@@ -60,17 +73,29 @@ class ProcessGroupChannel:
         self.name = "alone" if group.size == 1 else str(dist.get_backend(group.process_group))
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        self.start_exchange(sends, receives)()
+
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
         run_pending_checks()
         # both ends know the sizes, so an empty message is not transferred
+        outgoing = [(peer, tensor) for peer, tensor in sends.items() if tensor.numel()]
+        incoming = [(peer, tensor) for peer, tensor in receives.items() if tensor.numel()]
         with WaitScope(self._what):
-            exchange_tensors(
-                self.group,
-                [(peer, tensor) for peer, tensor in sends.items() if tensor.numel()],
-                [(peer, tensor) for peer, tensor in receives.items() if tensor.numel()],
-            )
+            works = start_exchange(self.group, outgoing, incoming)
+
+        def wait(_: object = (outgoing, incoming)) -> None:  # keeps the tensors until the transfers end
+            with WaitScope(self._what):
+                wait_for_transfers(works)
+
+        return wait
 
     def all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> None:
         self.exchange(dict.fromkeys(receives, own), receives)
+
+    def start_all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        return self.start_exchange(dict.fromkeys(receives, own), receives)
 
     def broadcast(self, message: torch.Tensor, source: int) -> None:
         run_pending_checks()

@@ -14,6 +14,7 @@ import torch
 
 from windlass.base.errors import CodecError
 from windlass.comm.lossy_codecs import Fp8Codec, Int4Codec, Int8Codec, SignCodec, TopKCodec
+from windlass.comm.low_rank_codec import LowRankCodec
 
 _BF16_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -134,5 +135,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype
 
 
-for _codec in (IdentityCodec(), Bf16Codec(), SignCodec(), Int8Codec(), Int4Codec(), Fp8Codec(), TopKCodec()):
+_ALL = (
+    IdentityCodec(),
+    Bf16Codec(),
+    SignCodec(),
+    Int8Codec(),
+    Int4Codec(),
+    Fp8Codec(),
+    TopKCodec(),
+    LowRankCodec(),
+)
+for _codec in _ALL:
     register_codec(_codec)

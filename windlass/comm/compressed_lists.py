@@ -1,10 +1,6 @@
 """Collectives on lists of tensors with error feedback: one message for each peer, in which each tensor has its own
 scales.
 
-[Note: error feedback] The part of a tensor that a message leaves out is its error. A sender adds the error of its last
-message to the next tensor, so that the sum of all messages equals the sum of all tensors, up to the last error. Errors
-belong to the caller, which passes them to each call and saves them.
-
 Two phases make an all-reduce in which every message is compressed (Tang et al., "1-bit Adam", arXiv:2102.02888, section
 4.2): `reduce_scatter` with the errors of the senders, then `all_gather` of the sums with the errors of the ranks that
 summed.
@@ -12,13 +8,14 @@ summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from windlass.comm.byte_channel import ByteChannel
 from windlass.comm.codec import Codec
 from windlass.comm.compressed_collectives import CompressedCollectives
+from windlass.comm.error_feedback import add_decoded, begin_message, end_message
 from windlass.comm.traffic import Traffic
 
 _ALIGN = 16  # bytes: a codec may view its message as any dtype
@@ -59,30 +56,65 @@ class CompressedLists:
             of the sums.
 
         Returns:
-            `factor` times the sums of the tensors for this rank, as new tensors.
+            `factor` times the sums of the tensors for this rank: with `errors` in place of this rank's `parts`, else as
+            new tensors.
+        """
+        return self.start_reduce_scatter(parts, errors, factor=factor)()
+
+    def start_reduce_scatter(
+        self, parts: Sequence[Tensors], errors: Sequence[Tensors] | None = None, *, factor: float = 1.0
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Start a `reduce_scatter`: encode and send. The result waits for the other ranks and returns the sums.
+
+        Collectives in flight are started in the same order on all ranks, and may be awaited in any order.
         """
         index, size = self.group.index, self.group.size
         if size == 1:
-            return [part * factor for part in parts[0]]
-        if errors is not None:
-            for tensors, owed in zip(parts, errors, strict=True):
-                _add(tensors, owed)
-        messages = [self._encode(tensors) for tensors in parts]
-        own: list[torch.Tensor] | None = None
-        for rank in range(size) if errors is not None else ():
-            assert errors is not None
-            values = self._write_errors(messages[rank], parts[rank], errors[rank])
-            own = values if rank == index else own
+            sums = [part * factor for part in parts[0]]
+            return lambda: sums
+        if errors is None:
+            messages, own = [self._encode(tensors) for tensors in parts], None
+        else:
+            messages = [self._begun(tensors, owed) for tensors, owed in zip(parts, errors, strict=True)]
+            for rank in range(size):  # after the check of all values: errors are changed together or not at all
+                self._end(messages[rank], parts[rank], errors[rank], decodes=rank == index)
+            own = list(parts[index])
         received = {peer: torch.empty_like(messages[index]) for peer in self._peers}
-        self.channel.exchange({peer: messages[peer] for peer in self._peers}, received)
+        wait = self.channel.start_exchange({peer: messages[peer] for peer in self._peers}, received)
         self._count("compressed_reduce_scatter", received)
-        received[index] = messages[index]
-        sums: list[torch.Tensor] = []
-        for rank in range(size):  # in rank order: every channel gives the same bits
-            decoded = own if rank == index and own is not None else self._decoded(received[rank], parts[index])
-            for total, value in zip(sums, decoded, strict=True) if sums else ():
-                total.add_(value)
-            sums = sums or decoded
+
+        def finish() -> list[torch.Tensor]:
+            wait()
+            return self._sums({**received, index: messages[index]}, parts[index], own, factor)
+
+        return finish
+
+    def _sums(
+        self, messages: dict[int, torch.Tensor], like: Tensors, own: list[torch.Tensor] | None, factor: float
+    ) -> list[torch.Tensor]:
+        """Return `factor` times the sums of messages, in rank order, so that every channel gives the same bits.
+
+        Args:
+            own: the decoded values of this rank's own message, if they are known.
+        """
+        index, size = self.group.index, self.group.size
+        if own is None or index > 1:  # what is summed first is not this rank's own
+            sums = self._decoded(messages[0], like)
+            for rank in range(1, size):
+                if rank == index and own is not None:
+                    for total, value in zip(sums, own, strict=True):
+                        total.add_(value)
+                else:
+                    self._add_decoded(messages[rank], sums)
+            if own is not None:
+                for value, total in zip(own, sums, strict=True):
+                    value.copy_(total)
+                sums = own
+        else:  # the sum of two floats does not depend on their order
+            sums = own
+            for rank in range(size):
+                if rank != index:
+                    self._add_decoded(messages[rank], sums)
         return [total.mul_(factor) if factor != 1.0 else total for total in sums]
 
     def all_gather(self, own: Tensors, outs: Sequence[Tensors], errors: Tensors | None = None) -> None:
@@ -92,37 +124,65 @@ class CompressedLists:
             own: this rank's list. outs: by rank, tensors of the sizes of its list, which receive the decoded values.
             errors: as in `reduce_scatter`, of `own`.
         """
+        self.start_all_gather(own, outs, errors)()
+
+    def start_all_gather(
+        self, own: Tensors, outs: Sequence[Tensors], errors: Tensors | None = None
+    ) -> Callable[[], None]:
+        """Start an `all_gather`: encode and send. The result waits for the other ranks and writes `outs`."""
+        index = self.group.index
         if self.group.size == 1:
-            for out, tensor in zip(outs[0], own, strict=True):
-                out.copy_(tensor)
-            return
-        if errors is not None:
-            _add(own, errors)
-        message = self._encode(own)
-        kept = self._write_errors(message, own, errors) if errors is not None else None
+            _copy(own, outs[0])
+            return lambda: None
+        if errors is None:
+            message = self._encode(own)
+            self._decode_to(message, outs[index])
+        else:
+            message = self._begun(own, errors)
+            self._end(message, own, errors, decodes=True)
+            _copy(own, outs[index])
         received = {peer: self._empty(outs[peer]) for peer in self._peers}
-        self.channel.all_gather(message, received)
+        wait = self.channel.start_all_gather(message, received)
         self._count("compressed_all_gather", received)
-        received[self.group.index] = message
-        for rank, tensors in enumerate(outs):
-            if rank == self.group.index and kept is not None:
-                for out, value in zip(tensors, kept, strict=True):
-                    out.copy_(value)
-            else:
-                self._decode_to(received[rank], tensors)
+
+        def finish() -> None:
+            wait()
+            for peer, other in received.items():
+                self._decode_to(other, outs[peer])
+
+        return finish
 
     def _empty(self, tensors: Tensors) -> torch.Tensor:
         device = tensors[0].device if tensors else torch.device("cpu")
         return torch.empty(self.message_bytes([one.numel() for one in tensors]), dtype=torch.uint8, device=device)
 
-    def _encode(self, tensors: Tensors) -> torch.Tensor:
-        message, start = self._empty(tensors), 0
+    def _places(self, message: torch.Tensor, tensors: Tensors) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor that is not empty, with its part of a message."""
+        start = 0
         for tensor in tensors:
             if tensor.numel():
                 size = self.codec.encoded_size(tensor.numel(), torch.float32)
-                self.codec.encode(tensor, message[start : start + size])
+                yield tensor, message[start : start + size]
                 start += -(-size // _ALIGN) * _ALIGN
+
+    def _encode(self, tensors: Tensors) -> torch.Tensor:
+        message = self._empty(tensors)
+        for tensor, encoded in self._places(message, tensors):
+            self.codec.encode(tensor, encoded)
         return message
+
+    def _begun(self, tensors: Tensors, errors: Tensors) -> torch.Tensor:
+        """Return the message of tensors whose errors are added, as far as `begin_message` encodes it."""
+        message, owed = self._empty(tensors), (error for error in errors if error.numel())
+        for (tensor, encoded), error in zip(self._places(message, tensors), owed, strict=True):
+            begin_message(self.codec, tensor, error, encoded)
+        return message
+
+    def _end(self, message: torch.Tensor, tensors: Tensors, errors: Tensors, *, decodes: bool) -> None:
+        """Complete a message; see `end_message`."""
+        owed = (error for error in errors if error.numel())
+        for (tensor, encoded), error in zip(self._places(message, tensors), owed, strict=True):
+            end_message(self.codec, tensor, error, encoded, decodes=decodes)
 
     def _decoded(self, message: torch.Tensor, like: Tensors) -> list[torch.Tensor]:
         """Return the float32 values of a message of tensors of the sizes of `like`."""
@@ -132,24 +192,18 @@ class CompressedLists:
 
     def _decode_to(self, message: torch.Tensor, outs: Tensors) -> None:
         """Write the values of a message to tensors of the sizes of its own."""
-        start = 0
-        for out in outs:
-            if out.numel():
-                size = self.codec.encoded_size(out.numel(), torch.float32)
-                self.codec.decode(message[start : start + size], out, torch.float32)
-                start += -(-size // _ALIGN) * _ALIGN
+        for out, encoded in self._places(message, outs):
+            self.codec.decode(encoded, out, torch.float32)
 
-    def _write_errors(self, message: torch.Tensor, sent: Tensors, errors: Tensors) -> list[torch.Tensor]:
-        """Write the parts of tensors that their message leaves out; return the values of the message."""
-        values = self._decoded(message, sent)
-        for error, tensor, value in zip(errors, sent, values, strict=True):
-            torch.sub(tensor, value, out=error)
-        return values
+    def _add_decoded(self, message: torch.Tensor, sums: Tensors) -> None:
+        for total, encoded in self._places(message, sums):
+            add_decoded(self.codec, encoded, total)
 
     def _count(self, operation: str, received: dict[int, torch.Tensor]) -> None:
         self.traffic.add(operation, 0, sum(message.numel() for message in received.values()))
 
 
-def _add(tensors: Tensors, errors: Tensors) -> None:
-    for tensor, error in zip(tensors, errors, strict=True):
-        tensor.add_(error)
+def _copy(sources: Tensors, targets: Tensors) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)

@@ -3,7 +3,7 @@
 A block is a run of elements of the flat tensor; the last one may be shorter. Each has one float32 scale, and the scales
 precede the codes. All round deterministically, so none is unbiased by itself: error feedback of the caller makes the
 sum of all messages equal the sum of all tensors, up to the last error. A tensor with a value that is not finite is
-refused before anything is written.
+refused before anything is written. The code of this file is the reference; native code does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 from windlass.base.errors import CodecError
 from windlass.comm.bit_packing import pack_nibbles, pack_signs, unpack_nibbles, unpack_signs
+from windlass.kernels import message_codes
 
-_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1 << 17  # elements that a CPU encodes or decodes at once, a multiple of every block: they stay in its cache
 _LEAST = torch.finfo(torch.float32).tiny  # of a scale, so that its reciprocal is finite
 
 
-def _require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:
+def require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:
     """Raise CodecError if `sums`, one number for each block, shows that one of `values` is not finite."""
     if bool(torch.isfinite(sums).all()):
         return
@@ -58,7 +59,7 @@ def _divided(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Te
     return result
 
 
-class _ScaledCodec:
+class ScaledCodec:
     """Codec with one float32 scale for each block, followed by codes."""
 
     name = ""
@@ -66,7 +67,7 @@ class _ScaledCodec:
     block = 1
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in _SOURCES
+        return dtype in SOURCES
 
     def code_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` codes."""
@@ -94,9 +95,39 @@ class _ScaledCodec:
         """Encode as `encode`, but a block with a value that is not finite is decoded as values that are not finite."""
         self._encode(tensor, encoded, checked=False)
 
+    def is_native(self, tensor: torch.Tensor) -> bool:
+        """Return True if native code encodes `tensor`."""
+        return message_codes.can_encode(self.name, tensor)
+
+    def begin(self, tensor: torch.Tensor, error: torch.Tensor, encoded: torch.Tensor) -> None:
+        """See `error_feedback.begin_message`. For a tensor that `is_native`."""
+        scales, _ = self._divided_message(encoded, tensor.numel())
+        if not message_codes.write_scales(self.name, tensor, scales, error):
+            require_finite(self.name, tensor, scales)
+
+    def end(self, tensor: torch.Tensor, error: torch.Tensor, encoded: torch.Tensor, *, decodes: bool) -> None:
+        """See `error_feedback.end_message`. For a tensor that `is_native`."""
+        scales, codes = self._divided_message(encoded, tensor.numel())
+        message_codes.write_codes(self.name, tensor, scales, codes, error, tensor if decodes else None)
+
+    def add_decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """See `error_feedback.add_decoded`. For a tensor that `is_native`."""
+        message_codes.decode(self.name, *self._divided_message(encoded, out.numel()), out, adds=True)
+
+    def _divided_message(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales and the codes of a message, as views."""
+        head = 4 * -(-numel // self.block)
+        return encoded[:head].view(torch.float32), encoded[head:]
+
     def _encode(self, tensor: torch.Tensor, encoded: torch.Tensor, *, checked: bool) -> None:
         head = 4 * -(-tensor.numel() // self.block)
         scales = torch.empty(head // 4, dtype=torch.float32, device=tensor.device)
+        if self.is_native(tensor):
+            if not message_codes.write_scales(self.name, tensor, scales) and checked:
+                require_finite(self.name, tensor, scales)
+            encoded[:head].view(torch.float32).copy_(scales)
+            message_codes.write_codes(self.name, tensor, scales, encoded[head:])
+            return
         parts = list(self._chunks(tensor, scales, encoded[head:]))
         for values, scale, _ in parts:
             whole, rest = _blocks(values.float(), self.block)
@@ -104,7 +135,7 @@ class _ScaledCodec:
             if rest.numel():
                 scale[whole.shape[0] :] = self.scales_of(rest)
         if checked:
-            _require_finite(self.name, tensor, scales)
+            require_finite(self.name, tensor, scales)
         encoded[:head].view(torch.float32).copy_(scales)
         for values, scale, codes in parts:
             self.write_codes(values.float(), scale, codes)
@@ -120,8 +151,10 @@ class _ScaledCodec:
             yield values[start:stop], scales[start // self.block : -(-stop // self.block)], codes[place]
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
-        head = 4 * -(-out.numel() // self.block)
-        for part, scales, codes in self._chunks(out, encoded[:head].view(torch.float32), encoded[head:]):
+        if self.is_native(out):
+            message_codes.decode(self.name, *self._divided_message(encoded, out.numel()), out)
+            return
+        for part, scales, codes in self._chunks(out, *self._divided_message(encoded, out.numel())):
             direct = part.dtype == torch.float32 and part.is_contiguous()
             values = part if direct else torch.empty(part.numel(), dtype=torch.float32, device=part.device)
             self.read_codes(codes, values)
@@ -130,8 +163,14 @@ class _ScaledCodec:
                 part.copy_(values)
 
 
-class SignCodec(_ScaledCodec):
+_COLUMNS = 256  # sums of a block of signs: of every 256th element
+
+
+class SignCodec(ScaledCodec):
     """Codec of one bit for each element, and the mean absolute value of each block of 2048.
+
+    The order of the sum is part of the codec, so that every processor makes the same bits: 256 columns are summed row
+    by row, then the second half of the columns is added to the first, until one is left.
 
     The scale of least squared error, so that a message with error feedback is a contraction (Karimireddy et al., "Error
     Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as positive. Bytes: n / 8 and 4 for each block.
@@ -144,7 +183,16 @@ class SignCodec(_ScaledCodec):
         return -(-numel // 8)
 
     def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.abs().mean(1)
+        sizes = torch.nn.functional.pad(whole.abs(), (0, -whole.shape[1] % _COLUMNS))
+        rows = sizes.view(whole.shape[0], sizes.shape[1] // _COLUMNS, _COLUMNS).unbind(1)
+        sums = rows[0].clone()
+        for row in rows[1:]:
+            sums += row
+        width = _COLUMNS // 2
+        while width:
+            sums = sums[:, :width] + sums[:, width : 2 * width]
+            width //= 2
+        return sums[:, 0] / whole.shape[1]
 
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         codes.copy_(pack_signs(values))
@@ -153,7 +201,7 @@ class SignCodec(_ScaledCodec):
         unpack_signs(codes, out)
 
 
-class _IntegerCodec(_ScaledCodec):
+class _IntegerCodec(ScaledCodec):
     """Codec of integers in [-highest, highest]; the scale is the largest absolute value of a block over `highest`.
 
     Rounds to nearest, ties to even: the error of an element is at most half the scale of its block.
@@ -235,7 +283,7 @@ class TopKCodec:
         self.name, self._divisor = name, divisor
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        return dtype in _SOURCES
+        return dtype in SOURCES
 
     def kept(self, numel: int) -> int:
         """Return the number of elements that are sent of `numel`."""
@@ -247,7 +295,7 @@ class TopKCodec:
     def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
         values, count = tensor.float(), self.kept(tensor.numel())
         chosen = values.abs().topk(count, sorted=False)
-        _require_finite(self.name, values, chosen.values)  # topk ranks NaN and infinity above all numbers
+        require_finite(self.name, values, chosen.values)  # topk ranks NaN and infinity above all numbers
         places = chosen.indices.sort().values
         encoded[: 4 * count].view(torch.int32).copy_(places)
         encoded[4 * count :].view(torch.float32).copy_(values[places])

@@ -1,8 +1,10 @@
-"""Options of quantized reductions, see [Note: quantized messages]."""
+"""Options and error feedback of quantized reductions, see [Note: quantized messages]."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from windlass.comm.rank_group import RankGroup
 
@@ -32,6 +34,39 @@ class QuantizedGradients:
     inside: str = "int8"
     across: str = "int4"
     loco: LocoOptions | None = None
+
+
+class LaneErrors:
+    """Error feedback of one lane.
+
+    Attributes:
+        flat: `[numel]` in float32, by the element that a message was for: a rank sends each element of the other shards
+            once, in the first hop or in the second one. None before the first reduction.
+        reductions: `[1]` int64, their number.
+    """
+
+    def __init__(self) -> None:
+        self.flat: torch.Tensor | None = None
+        self.reductions = torch.zeros(1, dtype=torch.int64)
+
+    def open(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Return `flat`, which is zeros at first."""
+        if self.flat is None:
+            self.flat = torch.zeros(numel, dtype=torch.float32, device=device)
+        return self.flat
+
+    def begin(self, options: LocoOptions, numel: int, device: torch.device) -> torch.Tensor:
+        """Count a reduction, drop the errors if it is time, and return `flat`."""
+        flat, reductions = self.open(numel, device), int(self.reductions)
+        if reductions and reductions % options.reset_t == 0:
+            flat.zero_()
+        self.reductions += 1
+        return flat
+
+    def forget(self) -> None:
+        """Return to the state before the first reduction."""
+        self.flat = None
+        self.reductions.zero_()
 
 
 def ranks_of_node(group: RankGroup, node_size: int) -> int:

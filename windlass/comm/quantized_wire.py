@@ -18,7 +18,6 @@ its error to a part before it is sent, and then moves the error towards what the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,26 +26,9 @@ from windlass.base.collective_activity import activity
 from windlass.base.pending import FinishingPending, Pending
 from windlass.comm.codec import Codec, get_codec
 from windlass.comm.ordered_sum import sum_of_squares
-from windlass.comm.quantized_options import LocoOptions, QuantizedGradients, ranks_of_node
+from windlass.comm.quantized_options import LaneErrors, QuantizedGradients, ranks_of_node
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.transport import TransportBuffer, local_shard
-
-
-@dataclass
-class LaneErrors:
-    """Error feedback of one lane: for each hop, by index of the shard that a message is for."""
-
-    reductions: int = 0
-    inside: dict[int, torch.Tensor] = field(default_factory=dict)
-    across: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def begin(self, options: LocoOptions) -> None:
-        """Count a reduction, and drop the errors if it is time."""
-        if self.reductions and self.reductions % options.reset_t == 0:
-            self.inside.clear()
-            self.across.clear()
-        self.reductions += 1
-
 
 Sends = Mapping[int, torch.Tensor]
 
@@ -120,11 +102,12 @@ class QuantizedReduction:
     ) -> None:
         self.squares: torch.Tensor | None = None
         self._group, self._flat, self._out, self._add, self._factor = group, flat, out, add, factor
-        self._options, self._errors, self._tags = options, errors, tags
+        self._options, self._tags = options, tags
         self._node = ranks_of_node(group, node_size)
+        self._errors: torch.Tensor | None = None
         if errors is not None:
             assert options.loco is not None
-            errors.begin(options.loco)
+            self._errors = errors.begin(options.loco, flat.numel(), flat.device)
         self._works: list[dist.Work] = []
         self._kept: list[torch.Tensor] = []  # messages must live until they are sent
         self._received: dict[tuple[int, int], torch.Tensor] = {}
@@ -159,12 +142,11 @@ class QuantizedReduction:
         group, codec = self._group, get_codec(self._options.inside)
         first = group.index // self._node * self._node
         mates = [i for i in range(first, first + self._node) if i != group.index]
-        kept = None if self._errors is None else self._errors.inside
         sends, receives = {}, {}
         for mate in mates:
             shards = list(range(mate % self._node, group.size, self._node))
             parts = [local_shard(self._flat, shard, group.size) for shard in shards]
-            sends[mate] = self._message(codec, dict(zip(shards, parts, strict=True)), kept)
+            sends[mate] = self._message(codec, dict(zip(shards, parts, strict=True)))
             receives[mate] = torch.empty(self._nbytes(codec, len(shards)), dtype=torch.uint8, device=self._flat.device)
         self._received = {(0, mate): message for mate, message in receives.items()}
         self._kept = list(sends.values())
@@ -187,9 +169,8 @@ class QuantizedReduction:
                 sums[shard].add_(value)
         self._sums, self._second = sums, True
         codec = get_codec(self._options.across)
-        kept = None if self._errors is None else self._errors.across
         others = [shard for shard in shards if shard != group.index]
-        sends = {other: self._message(codec, {other: sums[other]}, kept) for other in others}
+        sends = {other: self._message(codec, {other: sums[other]}) for other in others}
         receives = {
             other: torch.empty(self._nbytes(codec, 1), dtype=torch.uint8, device=self._flat.device) for other in others
         }
@@ -219,32 +200,29 @@ class QuantizedReduction:
     def _nbytes(self, codec: Codec, shards: int) -> int:
         return shards * _aligned(codec.encoded_size(self._out.numel(), torch.float32))
 
-    def _message(
-        self, codec: Codec, parts: Mapping[int, torch.Tensor], errors: dict[int, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def _message(self, codec: Codec, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Encode parts in float32, by the shard that they are for, and update their errors."""
         message = torch.empty(self._nbytes(codec, len(parts)), dtype=torch.uint8, device=self._flat.device)
         size = codec.encoded_size(self._out.numel(), torch.float32)
         for number, (shard, part) in enumerate(parts.items()):
             start = number * _aligned(size)
             values = part.float()
-            if errors is not None and shard in errors:
-                values = values + errors[shard]
+            if self._errors is not None:
+                values = values + local_shard(self._errors, shard, self._group.size)
             encode(codec, values.contiguous(), message[start : start + size])
-            if errors is not None:
-                self._update_error(codec, message[start : start + size], values, errors, shard)
+            if self._errors is not None:
+                error = local_shard(self._errors, shard, self._group.size)
+                self._update_error(codec, message[start : start + size], values, error)
         return message
 
-    def _update_error(
-        self, codec: Codec, message: torch.Tensor, values: torch.Tensor, errors: dict[int, torch.Tensor], shard: int
-    ) -> None:
+    def _update_error(self, codec: Codec, message: torch.Tensor, values: torch.Tensor, error: torch.Tensor) -> None:
         loco = self._options.loco
         assert loco is not None
         decoded = torch.empty_like(values)
         codec.decode(message, decoded, torch.float32)
         left_out = (values - decoded).mul_(1 - loco.err_beta)
         if bool(torch.isfinite(left_out).all()):
-            errors[shard] = left_out.add_(errors[shard], alpha=loco.err_beta) if shard in errors else left_out
+            error.copy_(left_out.add_(error, alpha=loco.err_beta))
 
     def _decoded(self, codec: Codec, message: torch.Tensor, shards: list[int]) -> dict[int, torch.Tensor]:
         size = codec.encoded_size(self._out.numel(), torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -72,6 +72,16 @@ class SharedMemoryChannel:
                 if number < len(chunks):
                     self._read_public(peer, chunks[number])
 
+    def start_exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        self.exchange(sends, receives)  # copies of this rank: there is no transfer to wait for
+        return _nothing
+
+    def start_all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        self.all_gather(own, receives)
+        return _nothing
+
     def broadcast(self, message: torch.Tensor, source: int) -> None:
         if source == self.group.index:
             self.all_gather(message, {})
@@ -109,6 +119,10 @@ class SharedMemoryChannel:
     def _slot(self, owner: int, reader: int, nbytes: int) -> torch.Tensor:
         """Return the first bytes of the window that `owner` writes for `reader`; the last window is for all."""
         return self._blocks[owner][reader * self._window :][:nbytes]
+
+
+def _nothing() -> None:
+    """Wait for a transfer that has ended."""
 
 
 def _rounds(*messages: Mapping[int, list[torch.Tensor]]) -> int:

@@ -104,6 +104,9 @@ class ShmTransport:
     ) -> ShmReduction:
         return ShmReduction(self, lane, buffer, out, add, factor, elements, wire)
 
+    def error_feedback(self, lane: int) -> None:
+        return None
+
     def publish(self, buffer: TransportBuffer) -> None:
         buffer.published += 1
         self._counters.raise_to(buffer.key, buffer.published)

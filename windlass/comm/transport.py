@@ -10,7 +10,7 @@ import torch
 from windlass.base.pending import DONE, Pending
 from windlass.comm.agreement_board import AgreementBoard
 from windlass.comm.anonymous_pages import AnonymousPages
-from windlass.comm.quantized_options import QuantizedGradients
+from windlass.comm.quantized_options import LaneErrors, QuantizedGradients
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 
@@ -145,6 +145,10 @@ class Transport(Protocol):
             elements: Number of payload elements, for traffic counts.
             wire: Dtype in which the parts are sent.
         """
+        ...
+
+    def error_feedback(self, lane: int) -> LaneErrors | None:
+        """Return the error feedback of a lane's reductions; None if they have none."""
         ...
 
     def publish(self, buffer: TransportBuffer) -> None:

@@ -13,8 +13,8 @@ from windlass.base.collective_activity import activity
 from windlass.base.pending import DONE, ChainedPending, FinishingPending, Pending
 from windlass.comm.agreement_board import WireBoard
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
+from windlass.comm.quantized_options import LaneErrors
 from windlass.comm.quantized_wire import (
-    LaneErrors,
     QuantizedReduction,
     gather_bytes,
     quantized_gather,
@@ -82,6 +82,12 @@ class _WireTransport:
         self._waiting.append(waiting)
         return waiting
 
+    def error_feedback(self, lane: int) -> LaneErrors | None:
+        options = self.ways.gradients
+        if options is None or options.loco is None or self.group.size == 1:
+            return None
+        return self._errors.setdefault(lane, LaneErrors())
+
     def _begin_reduction(self, buffer: TransportBuffer, elements: int, wire: torch.dtype) -> None:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
         # Peers start these gathers before this reduction, so this rank must too.
@@ -97,7 +103,7 @@ class _WireTransport:
         inside, across = reduction_bytes(self.group, buffer.local.numel(), options, self.ways.node_size)
         self._count_quantized("reduce", elements, inside, across)
         self._begin_waiting()
-        errors = self._errors.setdefault(lane, LaneErrors()) if options.loco is not None else None
+        errors = self.error_feedback(lane)
         tags = self._next_tag(), self._next_tag()
         return QuantizedReduction(
             self.group,

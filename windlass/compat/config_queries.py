@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,9 @@ CONFIG_KEYS: dict[str, str] = {
     "flops_profiler_output_file": "flops_profiler.output_file",
     "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
     "autotuning_enabled": "autotuning.enabled",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
     "curriculum_learning_enabled": "curriculum_learning.enabled",
     "data_efficiency_enabled": "data_efficiency.enabled",
     "zenflow_config": "zero_optimization.zenflow",
@@ -90,6 +94,9 @@ def _param_and_accumulation_dtypes(config: Any) -> tuple[Any, Any]:
 
 # Method -> function that computes its result from the configuration.
 COMPUTED_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "autotuning_metric_path": lambda c: c.autotuning.metric_path or os.path.abspath("autotuning_metric.json"),
+    "autotuning_model_info_path": lambda c: c.autotuning.model_info_path or os.path.abspath("model_info.json"),
+    "autotuning_profile_model_info": lambda c: c.autotuning.enabled and c.autotuning.model_info.profile,
     "optimizer_params": lambda c: dict(c.optimizer.params) if c.optimizer is not None else None,
     "scheduler_params": lambda c: dict(c.scheduler.params) if c.scheduler is not None else None,
     "optimizer_legacy_fusion": lambda c: False,

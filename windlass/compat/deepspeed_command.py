@@ -15,7 +15,8 @@ from windlass.launch.hostfile import DEFAULT_HOSTFILE
 from windlass.launch.launch_command import launch_from_args
 from windlass.launch.launch_flags import copy_flags, parse_flags
 from windlass.launch.launcher_backends import is_installed
-from windlass.launch.plan_from_flags import DEFAULT_MASTER_PORT
+from windlass.launch.plan_from_flags import DEFAULT_MASTER_PORT, count_ranks
+from windlass.tune.autotuning_command import flags_without_autotuning, run_autotuning
 
 _FLAGS = (
     *("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank", "launcher"),
@@ -55,7 +56,14 @@ def run(args: Sequence[str] | None = None) -> None:
     Raises:
         LaunchError: the flags cannot be honoured; also a ValueError if filters and numbers are inconsistent.
     """
-    given = parse_args(args)
+    words = list(sys.argv[1:] if args is None else args)
+    given = parse_args(words)
+    if given.autotuning:
+        flags = flags_without_autotuning(words[: len(words) - len(given.words)])
+        launcher = [sys.executable, "-m", "windlass.compat.deepspeed_command", *flags]
+        if code := run_autotuning(given.autotuning, launcher, given.words, count_ranks(given)):
+            sys.exit(code)
+        return
     given.give_local_rank = not given.no_local_rank
     given.single_is_local = True
     given.keep_store = False  # rank 0 hosts the store

@@ -64,7 +64,6 @@ from windlass.zero.sharded_model import ShardedModel
 _REDUCTION_REASON = "gradients are reduced by the engine, in the same order on all ranks; call engine.backward"
 _COMPILER_REASON = "DeepSpeed's compilers are not built; engine.compile() uses torch.compile"
 _DENSE_GRADIENT_REASON = "the engine reduces gradients of embeddings as dense tensors; call engine.step()"
-_AUTOTUNER_REASON = "the autotuner is not built"
 REFUSED_METHODS = {
     "allreduce_and_copy": _REDUCTION_REASON,
     "allreduce_bucket": _REDUCTION_REASON,
@@ -74,11 +73,6 @@ REFUSED_METHODS = {
     "get_autotp_backend": _COMPILER_REASON,
     "get_deepcompile_backend": _COMPILER_REASON,
     "get_deepspeed_compile_backend": _COMPILER_REASON,
-    "autotuning_end_profile_step": _AUTOTUNER_REASON,
-    "autotuning_metric": _AUTOTUNER_REASON,
-    "autotuning_metric_path": _AUTOTUNER_REASON,
-    "autotuning_model_info_path": _AUTOTUNER_REASON,
-    "autotuning_start_profile_step": _AUTOTUNER_REASON,
     "get_optimizer_configuration": "`initialize` constructs optimizers from the configuration",
     "print_forward_breakdown": "experts are not timed individually; use torch.profiler",
     "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
@@ -90,7 +84,6 @@ REFUSED_METHODS = {
     "sparse_allreduce_no_retain": _DENSE_GRADIENT_REASON,
     "sparse_all_gather": _DENSE_GRADIENT_REASON,
     "load_moe_state_dict": "load_checkpoint loads experts too, saved on any number of ranks",
-    "autotuning_profile_model_info": _AUTOTUNER_REASON,
 }
 
 

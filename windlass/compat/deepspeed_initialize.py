@@ -28,8 +28,8 @@ from windlass.compat.tp_model_init import config_with_tp_arguments, count_batch_
 from windlass.compat.z3_leaf_modules import apply_zero_leaf_module_config, mark_fine_grained_modules
 from windlass.compat.zero_linear import replace_linear
 from windlass.config.config_source import read_source
-from windlass.engine.initialize_observer import current_observer
 from windlass.engine.pipeline_engine import register_pipeline_engine
+from windlass.engine.trial_run import observer_of_run
 from windlass.initialize import build_engine, config_source
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 
@@ -81,7 +81,9 @@ def initialize(
         raise ArgumentError("deepspeed.initialize requires a model")
     _check_local_rank(args)
     try:
-        source = current_observer().config_override or config_source(args, config, config_params)
+        observer = observer_of_run()
+        source = observer.config_override or config_source(args, config, config_params)
+        source = observer.change_config(source) or source
     except ConfigError as error:
         raise ArgumentError(str(error)) from None
     given = source if isinstance(source, dict) else read_source(source).data

@@ -7,8 +7,11 @@ from windlass.config.key_status import honoured
 
 
 class ActivationCheckpointing(ConfigSection):
-    """Options of `windlass.checkpointing.checkpoint`. They do not affect models that call torch's own function."""
+    """Options of `windlass.checkpointing.checkpoint`. Except for `enabled`, they do not affect models that call torch's
+    own function."""
 
+    enabled: bool = honoured(False, windlass_only=True)
+    """Call `gradient_checkpointing_enable` of the model in `initialize`, as transformers' Trainer does."""
     partition_activations: bool = honoured(False)
     """Shard saved inputs over the ranks of the model-parallel group. No effect if the group has one rank."""
     number_checkpoints: Positive | None = honoured(None)

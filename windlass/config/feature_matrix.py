@@ -147,7 +147,7 @@ INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("optimizer", "onebit"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
     frozenset({("optimizer", "onebit"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
     frozenset({("optimizer", "onebit"), ("parallel", "mics")}): _ONE_DATA_AXIS,
-    **{frozenset({("optimizer", "onebit"), (axis, "many")}): _ONE_DATA_AXIS for axis in ("pp", "tp", "sp", "ep")},
+    **{frozenset({("optimizer", "onebit"), (axis, "many")}): _ONE_DATA_AXIS for axis in ("sp", "ep")},
     frozenset({("optimizer", "onebit"), ("update", "delayed")}): "the update communicates",
 }
 """Pairs of built features that do not work together. Every pair of built features that is not listed works."""

@@ -24,8 +24,7 @@ class KeyNormalizer:
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `data` with canonical keys. `data` itself is not modified."""
-        data = _expand_cpu_offload(_expand_boolean_zero(data))
-        return self._section(data, Config, "")
+        return self._section(expand_old_spellings(data), Config, "")
 
     def _section(self, data: dict[str, Any], section: type[ConfigSection], path: str) -> dict[str, Any]:
         names = canonical_names(section)
@@ -80,6 +79,11 @@ def canonical_names(section: type[ConfigSection]) -> dict[str, str]:
     for name, field in section.model_fields.items():
         names.update(dict.fromkeys(key_facts(field)["aliases"], name))
     return names
+
+
+def expand_old_spellings(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with `"zero_optimization": true` and `cpu_offload` replaced by the sections that they stand for."""
+    return _expand_cpu_offload(_expand_boolean_zero(data))
 
 
 def _expand_boolean_zero(data: dict[str, Any]) -> dict[str, Any]:

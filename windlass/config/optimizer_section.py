@@ -130,6 +130,16 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "outer_momentum": ParameterSpec("float", 0.9, minimum=0, less_than=1),
         "fragments": ParameterSpec("int", 1, minimum=1),
         "codec": ParameterSpec("str", "int8", choices=("identity", "bf16", "fp8", "int8", "int4", "sign")),
+        "overlap_steps": ParameterSpec("int", 0, minimum=0),
+        "mixing": ParameterSpec("float", 0.5, minimum=0, less_than=1),
+    },
+    "PowerSGD": {
+        **_LR, **_DECAY,
+        "momentum": ParameterSpec("float", 0.9, minimum=0),
+        "nesterov": ParameterSpec("bool", False),
+        "rank": ParameterSpec("int", 4, minimum=1),
+        "start_step": ParameterSpec("int", 1000, minimum=0),
+        "min_compression_rate": ParameterSpec("float", 2.0, minimum=1),
     },
     "OneBitAdam": {**_AS_ADAMW, "freeze_step": ParameterSpec("int", 100_000, minimum=1)},
     "ZeroOneAdam": {**_AS_ADAMW, **_ZERO_ONE},
@@ -140,7 +150,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 }  # fmt: skip
 """Parameters by optimizer, known without importing torch: DeepSpeed's names, and those that every torch version has."""
 
-COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 0, "DiLoCo": 0}
+COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 2, "DiLoCo": 0, "PowerSGD": 0}
 """Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
 UNSUPPORTED_OPTIMIZERS = {
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
@@ -161,8 +171,8 @@ class OptimizerConfig(ConfigSection):
     """Optimizer that the engine constructs if the caller passes none."""
 
     type: str = honoured(...)
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, DiLoCo, MuAdam, MuAdamW, MuSGD
-    (case-insensitive), a class of torch.optim, or a name that the script registered with
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, DiLoCo, PowerSGD, MuAdam,
+    MuAdamW, MuSGD (case-insensitive), a class of torch.optim, or a name that the script registered with
     windlass.optim.register_update."""
     params: dict[str, Any] = honoured(dict)
     """Parameters of the optimizer. Absent ones have torch's default."""

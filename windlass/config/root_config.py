@@ -184,7 +184,8 @@ class Config(ConfigSection):
     data_efficiency: DataEfficiency = refused(DataEfficiency, "")
     curriculum_learning: CurriculumLearning = refused(CurriculumLearning, "")
     progressive_layer_drop: ProgressiveLayerDrop = refused(ProgressiveLayerDrop, "")
-    autotuning: Autotuning = refused(Autotuning, "")
+    autotuning: Autotuning = honoured(Autotuning)
+    """Search for the fastest configuration."""
     sparse_attention: SparseAttention | None = refused(None, "")
     nebula: Nebula = refused(Nebula, "")
     amp: Amp = refused(Amp, "")

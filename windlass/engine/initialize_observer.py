@@ -24,6 +24,10 @@ class InitializeObserver:
 
     config_override: Any = None
 
+    def change_config(self, source: Any) -> Any:
+        """Return the configuration to use in place of the script's `source`; None: keep it. Called if there is no
+        override."""
+
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
         """Observe `model` before it is sharded; `optimizer` steps its parameters. Called on every rank."""
 

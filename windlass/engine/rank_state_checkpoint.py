@@ -5,8 +5,7 @@ See [Note: per-rank states].
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +14,8 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint import FlatShard, LazyFlatTensor
+from windlass.engine.error_feedback_states import error_feedback_states, open_error_feedback
+from windlass.parallel.placement import Placement
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.rank_state import RankState
 
@@ -23,7 +24,7 @@ RANK_STATE_PREFIX = "rank_state/"
 
 def rank_state_shards(model: ShardedModel) -> list[FlatShard]:
     """Return this rank's rows of all per-rank states, in memory."""
-    return [_row(model, state) for state in _rank_states(model)]
+    return [_row(model, state) for state in _rank_states(model) if state.unit.is_primary_replica]
 
 
 class RankStateLoader:
@@ -50,38 +51,47 @@ class RankStateLoader:
         self.was_relaid = False
         keys = {name.rpartition("/")[2] for name in saved if name.startswith(RANK_STATE_PREFIX)}
         needless = model.update.open_rank_states(keys) if model.update is not None else frozenset()
+        needless |= open_error_feedback(model, keys)
         self.dropped = tuple(
             name for name in saved if name.startswith(RANK_STATE_PREFIX) and name.rpartition("/")[2] in needless
         )
         for state in _rank_states(model):
             row = _row(model, state)
             stored = saved.get(row.name)
-            if stored is None or stored.shape[:1] == (ranks,):
+            if stored is None or (stored.shape[:1] == (ranks,) and not state.follows_owners):
                 self.shards.append(row)  # a missing state is reported together with other missing names
                 continue
-            if stored.dim() == 0 or stored.shape[1:] != state.shape or not stored.shape[0]:
+            expected = state.full_shape
+            if stored.dim() == 0 or stored.shape[1:] != expected or not stored.shape[0]:
                 raise CheckpointError(
                     f"the checkpoint holds {row.name!r} of shape {list(stored.shape)}, and the row of each rank here "
-                    f"has shape {list(state.shape)}; load another checkpoint, or load with "
+                    f"has shape {list(expected)}; load another checkpoint, or load with "
                     "load_optimizer_states=False"
                 )
-            self.was_relaid = True
-            storage = _RelaidStorage(state, stored, model.mesh.dense.data.index, ranks)
-            resting = LazyFlatTensor(math.prod(stored.shape), state.values.dtype, storage, storage.rows)
-            self.shards.append(FlatShard(row.name, tuple(stored.shape), 0, resting))
+            saved_ranks = stored.shape[0]
+            self.was_relaid |= saved_ranks != ranks
+            storage = _RelaidStorage(state, saved_ranks, model.mesh.dense.data.index, ranks, self._note_change)
+            resting = LazyFlatTensor(saved_ranks * state.values.numel(), state.values.dtype, storage, storage.rows)
+            shape = (saved_ranks, *state.shape)
+            self.shards.append(FlatShard(row.name, shape, 0, resting, _rows_placement(state, saved_ranks)))
         if self.was_relaid:
-            saved_ranks = next(shard.shape[0] for shard in self.shards if shard.storage is not None)
             logger.info(
                 f"optimizer states of each rank were saved by {plural(saved_ranks, 'rank')} and are distributed over "
                 f"{plural(ranks, 'rank')} by the rule of {type(model.update).__name__}"
             )
 
+    def _note_change(self) -> None:
+        self.was_relaid = True
+
 
 class _RelaidStorage:
     """All saved rows of one state, while they are read and distributed."""
 
-    def __init__(self, state: RankState, saved: torch.Tensor, rank: int, ranks: int) -> None:
-        self._state, self._saved_ranks, self._rank, self._ranks = state, saved.shape[0], rank, ranks
+    def __init__(
+        self, state: RankState, saved_ranks: int, rank: int, ranks: int, on_change: Callable[[], None]
+    ) -> None:
+        self._state, self._saved_ranks, self._rank, self._ranks = state, saved_ranks, rank, ranks
+        self._on_change = on_change
         self._rows: torch.Tensor | None = None
 
     @property
@@ -95,6 +105,9 @@ class _RelaidStorage:
         self._rows = torch.empty(self._saved_ranks, values.numel(), dtype=values.dtype, device="cpu")
         yield
         values.copy_(self._state.relay(self._rows, self._ranks)[self._rank])
+        # on the same number of ranks the rule changes rows where ranks own other elements than before
+        if self._rank < self._saved_ranks and not torch.equal(values.cpu(), self._rows[self._rank]):
+            self._on_change()
         self._rows = None
 
     def rows(self) -> torch.Tensor:
@@ -104,10 +117,22 @@ class _RelaidStorage:
 
 
 def _rank_states(model: ShardedModel) -> Iterator[RankState]:
-    return model.update.rank_states() if model.update is not None else iter(())
+    if model.update is not None:
+        yield from model.update.rank_states()
+        yield from error_feedback_states(model)
 
 
 def _row(model: ShardedModel, state: RankState) -> FlatShard:
     data = model.mesh.dense.data
-    name, shape = f"{RANK_STATE_PREFIX}{state.name}/{state.key}", (data.size, *state.shape)
-    return FlatShard(name, shape, data.index * state.values.numel(), state.values)
+    placement = state.unit.placements[state.index]
+    name, shape = f"{RANK_STATE_PREFIX}{placement.global_name or state.name}/{state.key}", (data.size, *state.shape)
+    start = data.index * state.values.numel()
+    return FlatShard(name, shape, start, state.values, _rows_placement(state, data.size))
+
+
+def _rows_placement(state: RankState, ranks: int) -> Placement | None:
+    """Return the part of the rows `[ranks, *shape]` of a parameter that is sharded along tp; None: all of it."""
+    placement = state.unit.placements[state.index]
+    if placement.is_full or state.full_shape == state.shape:
+        return None
+    return Placement((ranks, *placement.global_shape), (((0, ranks),), *placement.ranges))

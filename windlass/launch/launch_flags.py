@@ -54,6 +54,7 @@ def build_run_parser() -> argparse.ArgumentParser:
     _add_failure_flags(parser)
     _add_output_flags(parser)
     _add_core_binding_flags(parser)
+    _add_tuning_flags(parser)
     _add_dry_run_flags(parser)
     _add_refused_flags(parser)
     return parser
@@ -273,6 +274,12 @@ def _add_core_binding_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(group, "--bind_core_list", metavar="LIST", help=text)
 
 
+def _add_tuning_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tuning")
+    text = "search the fastest configuration as the section `autotuning` asks (tune), and start SCRIPT with it (run)"
+    add_flag(group, "--autotuning", choices=["tune", "run"], metavar="MODE", help=text)
+
+
 def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
     text = "print the placement of ranks and the traffic of each mesh axis in a step; nothing is started"
     group = parser.add_argument_group("dry run", text)
@@ -288,7 +295,6 @@ def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_refused_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("known and refused")
-    add_flag(group, "--autotuning", choices=["tune", "run"], metavar="MODE", help="not built yet")
     text = "only spawn, because ranks are programs"
     add_flag(
         group, "--start_method", choices=["spawn", "fork", "forkserver"], default="spawn", metavar="spawn", help=text

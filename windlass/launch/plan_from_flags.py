@@ -78,8 +78,6 @@ def reject_unsupported_flags(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: such a flag is given; the message names it.
     """
-    if args.autotuning:
-        raise LaunchError("--autotuning is not built yet; leave it out and choose the configuration by hand")
     if args.start_method != "spawn":
         raise LaunchError(
             f"--start_method {args.start_method} is not supported, because ranks are separate programs; leave it at "
@@ -201,6 +199,11 @@ def hosts_from_args(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
             f"{plural(ranks, 'rank')} on {plural(len(hosts), 'host')}; at most {MAX_RANKS:,} are supported"
         )
     return hosts, use_devices
+
+
+def count_ranks(args: argparse.Namespace) -> int:
+    """Return the number of ranks that the flags ask for. Raises like `hosts_from_args`."""
+    return sum(len(host.slots) for host in hosts_from_args(args)[0])
 
 
 def _choose_hosts(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:

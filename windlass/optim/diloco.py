@@ -19,16 +19,21 @@ class DiLoCo(torch.optim.AdamW):
     Each rank takes `inner_steps` steps of AdamW on its own data, with states of its own. Then the mean of the ranks'
     changes is the gradient of an outer SGD with Nesterov momentum, which moves the parameters of all ranks. With
     `fragments` above 1 the units of the model are divided into as many parts, which take their outer steps at evenly
-    distributed steps, so that each message is shorter. Outside an engine every step is AdamW's.
+    distributed steps, so that each message is shorter. With `overlap_steps` above 0 inner steps go on while a message
+    travels. Outside an engine every step is AdamW's.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
-    algorithm 1; parts: "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, section 2.2.
+    algorithm 1; parts and overlap: "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, sections 2.2
+    and 2.3.
 
     Args:
         inner_steps: local steps between two outer steps of a parameter.
         outer_lr, outer_momentum: of the outer SGD.
         fragments: parts of the model; 1: all parameters at once.
         codec: registered name of the codec of the changes; what it leaves out is in the next change.
+        overlap_steps: inner steps that a message may take; 0: the step waits for it.
+        mixing: with overlapped messages, weight of the local parameters beside the new common ones; 0 drops the inner
+            steps during the transfer.
 
     Raises:
         ConfigError: a value is out of range.
@@ -46,6 +51,8 @@ class DiLoCo(torch.optim.AdamW):
         outer_momentum: float = 0.9,
         fragments: int = 1,
         codec: str = "int8",
+        overlap_steps: int = 0,
+        mixing: float = 0.5,
     ) -> None:
         if inner_steps < 1 or not 1 <= fragments <= inner_steps:
             raise ConfigError(
@@ -57,6 +64,12 @@ class DiLoCo(torch.optim.AdamW):
                 f"DiLoCo: outer_lr is {outer_lr} and outer_momentum is {outer_momentum}; write a rate above 0, such as "
                 "0.7, and a momentum in [0, 1), such as 0.9"
             )
+        if not 0 <= overlap_steps < inner_steps or not 0 <= mixing < 1:
+            raise ConfigError(
+                f"DiLoCo: overlap_steps is {overlap_steps}, inner_steps is {inner_steps} and mixing is {mixing}; write "
+                "fewer overlapped than inner steps, so that a message arrives before the next one is sent, and a "
+                "mixing in [0, 1), such as 0.5"
+            )
         if codec not in CODECS:
             raise ConfigError(f"DiLoCo: there is no codec {codec!r} for changes; write one of {', '.join(CODECS)}")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -66,6 +79,8 @@ class DiLoCo(torch.optim.AdamW):
             "outer_momentum": outer_momentum,
             "fragments": fragments,
             "codec": codec,
+            "overlap_steps": overlap_steps,
+            "mixing": mixing,
             "applied_steps": 0,
         }
         keep_options(self, kept)

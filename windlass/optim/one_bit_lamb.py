@@ -104,17 +104,14 @@ def compressed_lamb_step(
     gradient = (momentum - state["exp_avg"] * beta1) / (1 - beta1)
     fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     state["exp_avg"].copy_(momentum)
-    frozen, current = _denominator(variance, group), _denominator(fresh, group)
+    frozen, current = lamb_denominator(variance, group), lamb_denominator(fresh, group)
     plain = (momentum / frozen).masked_fill_(variance == 0, 0.0)
     update = plain.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else plain
     factor = (frozen / current).max()
     if group["weight_decay"]:
         share = (torch.linalg.vector_norm(plain) / torch.linalg.vector_norm(update)).nan_to_num(1.0).clamp(max=1.0)
         factor = factor * share + (1 - share)
-    last, change = state["last_factor"], group["factor_threshold"]
-    factor = factor.clamp(group["factor_min"], group["factor_max"])
-    factor = torch.minimum(torch.maximum(factor, last * (1 - change)), last * (1 + change))
-    state["last_factor"] = factor
+    factor = state["last_factor"] = next_factor(factor, state["last_factor"], group)
     size = float(group["lr"])
     if group["bias_correction"]:
         seen = float(state["variance_steps"])
@@ -122,7 +119,15 @@ def compressed_lamb_step(
     values.sub_(update * (state["coeff_freeze"] * factor * size))
 
 
-def _denominator(variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def next_factor(factor: torch.Tensor, last: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Return the factor of the trust ratio within its bounds, and near the last one."""
+    change = group["factor_threshold"]
+    factor = factor.clamp(group["factor_min"], group["factor_max"])
+    return torch.minimum(torch.maximum(factor, last * (1 - change)), last * (1 + change))
+
+
+def lamb_denominator(variance: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Return the root of the variance with eps."""
     if group["eps_inside_sqrt"]:
         return variance.add(group["eps"]).sqrt_()
     return variance.sqrt().add_(group["eps"])

@@ -29,6 +29,7 @@ from windlass.optim.lion import Lion
 from windlass.optim.muon import Muon
 from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.optim.one_bit_lamb import OneBitLamb
+from windlass.optim.power_sgd import PowerSGD
 from windlass.optim.zero_one_adam import ZeroOneAdam
 
 _WINDLASS_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
@@ -36,6 +37,7 @@ _WINDLASS_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "lamb": Lamb,
     "muon": Muon,
     "diloco": DiLoCo,
+    "powersgd": PowerSGD,
     "onebitadam": OneBitAdam,
     "onebitlamb": OneBitLamb,
     "zerooneadam": ZeroOneAdam,

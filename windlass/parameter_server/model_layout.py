@@ -45,10 +45,18 @@ class ModelLayout:
         """Return the number of elements of a server's dense fragments."""
         return sum(one.numel for one in self.fragments[server] if not self.parameters[one.parameter].is_sparse)
 
-    def sparse_rows(self, server: int) -> list[int]:
-        """Return the elements of a row, of each sparse fragment of a server."""
-        rows = [self.parameters[one.parameter].row for one in self.fragments[server]]
-        return [row for row in rows if row > 1]
+    @property
+    def cuts(self) -> bool:
+        """True if some parameter is cut."""
+        return any(
+            fragment.numel < self.parameters[fragment.parameter].numel for own in self.fragments for fragment in own
+        )
+
+    def sparse_shapes(self, server: int) -> list[tuple[int, int]]:
+        """Return the rows and the elements of a row, of each sparse fragment of a server."""
+        sparse = [one for one in self.fragments[server] if self.parameters[one.parameter].is_sparse]
+        rows = [self.parameters[one.parameter].row for one in sparse]
+        return [(one.numel // row, row) for one, row in zip(sparse, rows, strict=True)]
 
 
 def layout_of(model: nn.Module, servers: int) -> ModelLayout:

@@ -10,7 +10,7 @@ from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.pair_link import PairLink
 from windlass.parameter_server.meeting import Meeting
-from windlass.parameter_server.messages import MessageKind, receive_gradient, send_problem
+from windlass.parameter_server.messages import MOST_WORKERS, MessageKind, receive_gradient, refused, send_problem
 from windlass.parameter_server.model_layout import ModelLayout
 from windlass.parameter_server.server_shard import MakeOptimizer, ServerShard, ShardGradient
 from windlass.parameter_server.settings import ParameterServerSettings
@@ -104,7 +104,7 @@ class ParameterServer:
                 with_first = self._meeting.link_servers(self._server, first=False)
                 with_first.receive(own)
                 with_first.close()
-        shard = ServerShard(layout.parameters, layout.fragments[self._server], own, make_optimizer)
+        shard = ServerShard(layout.parameters, layout.fragments[self._server], own, make_optimizer, cuts=layout.cuts)
         if stored:
             assert path is not None
             self._clock.version = shard.load(path)
@@ -155,8 +155,10 @@ class ParameterServer:
                     self._answer_pull(link, worker, number)
                 elif kind == MessageKind.PUSH:
                     self._answer_push(link, worker, number)
-                else:
+                elif kind == MessageKind.BYE:
                     said_bye = True
+                else:
+                    raise refused(link, f"message kind {kind}", "pull, push or bye")
         except CommunicationError as error:
             logger.warning("%s: worker %d has left: %s", self._here, worker, error)
         finally:
@@ -165,7 +167,9 @@ class ParameterServer:
 
     def _welcome(self, link: PairLink, ticket: int) -> int:
         """Add the worker, and return its number; -1 if it cannot take part."""
-        _, worker, pulled, pushes, fingerprint, *_ = link.receive_header()
+        kind, worker, pulled, pushes, fingerprint, *_ = link.receive_header()
+        if kind != MessageKind.HELLO or not 0 <= worker < MOST_WORKERS or pulled < 0 or pushes < 0:
+            raise refused(link, f"{[kind, worker, pulled, pushes]}", f"a hello of worker 0 to {MOST_WORKERS - 1}")
         if fingerprint != self._layout.fingerprint:
             send_problem(
                 link,
@@ -209,7 +213,9 @@ class ParameterServer:
 
     def _answer_push(self, link: PairLink, worker: int, pulled: int) -> None:
         layout, server = self._layout, self._server
-        gradient = receive_gradient(link, layout.dense_numel(server), layout.sparse_rows(server), layout.dtype)
+        if pulled < 0:
+            raise refused(link, f"a gradient of version {pulled}", "0 or more")
+        gradient = receive_gradient(link, layout.dense_numel(server), layout.sparse_shapes(server), layout.dtype)
         with self._changed:
             result = self._clock.push(worker, pulled)
             if result in (PushResult.WAITS, PushResult.COMPLETES):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.base.errors import CheckpointError
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.errors import CheckpointError, ConfigError
 from windlass.parameter_server.parameter_cut import CutParameter, Fragment
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -38,6 +39,10 @@ class ServerShard:
         fragments: the fragments of this server.
         values: `[n]`, their elements.
         make_optimizer: builds the optimizer from a list of parameters.
+        cuts: some parameter of the model is cut, so that no server has all of it.
+
+    Raises:
+        ConfigError: the rule of the optimizer is not elementwise.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class ServerShard:
         fragments: Sequence[Fragment],
         values: Tensor,
         make_optimizer: MakeOptimizer,
+        *,
+        cuts: bool = False,
     ) -> None:
         self.fragments = list(fragments)
         self.rows = [parameters[fragment.parameter].row for fragment in fragments]
@@ -56,6 +63,8 @@ class ServerShard:
         ]
         # An optimizer of torch refuses an empty list, which a server has if there are more servers than elements.
         self._optimizer = make_optimizer(self._parameters) if self._parameters else None
+        if self._optimizer is not None:
+            require_elementwise(self._optimizer, cuts)
 
     def values(self) -> Tensor:
         """Return a copy of all elements, `[n]`."""
@@ -88,19 +97,25 @@ class ServerShard:
         self._optimizer.zero_grad()
 
     def save(self, path: Path, version: int) -> None:
-        """Write parameters and states to `path`, by one rename."""
+        """Write parameters and states to `path`, by one rename, and return when they are on the disk."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}.new")
-        torch.save(
-            {
-                "version": version,
-                "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
-                "values": self.values(),
-                "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
-            },
-            new,
-        )
-        os.replace(new, path)
+        new = temporary_path_beside(path)
+        stored = {
+            "version": version,
+            "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
+            "values": self.values(),
+            "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+        }
+        try:
+            with open(new, "xb") as file:
+                torch.save(stored, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        _sync_directory(path.parent)
 
     def load(self, path: Path) -> int:
         """Restore from `path`, and return the version.
@@ -124,3 +139,38 @@ class ServerShard:
         if self._optimizer is not None:
             self._optimizer.load_state_dict(found["optimizer"])
         return int(found["version"])
+
+
+_WHOLE_NORMS = ("Lamb", "CPULamb", "OneBitLamb", "LARS")
+_WHOLE_SHAPES = ("Muon", "Adafactor", "LBFGS", "SparseAdam")
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer, cuts: bool) -> None:
+    """Check that the rule of an optimizer is the same on the flat fragments that a server has.
+
+    Args:
+        cuts: some parameter is cut.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    if found := next((name for name in names if name in _WHOLE_SHAPES), ""):
+        raise ConfigError(
+            f"parameter server: {found} reads the shape of a parameter or calls the model again, and a server has flat "
+            "fragments; write AdamW or SGD"
+        )
+    if cuts and (found := next((name for name in names if name in _WHOLE_NORMS), "")):
+        raise ConfigError(
+            f"parameter server: the step of {found} is scaled by the norm of a whole parameter, and a server has a "
+            "fragment of one that is cut; write AdamW, or start one server"
+        )
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 from windlass.config import load_config
+from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
 from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MemoryPlan
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, micro_batch_of, plan_notes, trace_of
 from windlass.plan.planned_layout import plan_layout
-from windlass.plan.planned_model import disable_checkpointing, enable_checkpointing
 from windlass.plan.rank_limits import RankLimits
 
 PLACES = (DEVICE, HOST, DISK)
@@ -142,7 +142,7 @@ def choose_config(
     nvme_path = nvme_path or _named_path(raw)
     rungs = ladder(
         has_own_memory=run.target.has_own_memory,
-        can_checkpoint=_can_checkpoint(model),
+        can_checkpoint=can_checkpoint(model),
         nvme=nvme_path is not None,
     )
     traces: dict[tuple[bool, int], ActivationTrace] = {}
@@ -174,7 +174,7 @@ def _try(
 ) -> TriedRung:
     changed = rung.apply(raw, nvme_path)
     config = load_config(changed)
-    if _can_checkpoint(model):
+    if can_checkpoint(model):
         (enable_checkpointing if rung.checkpointing else disable_checkpointing)(model)
     layout = plan_layout(model, config, run.world_size, run.target)
     micro = micro_batch_of(config, run.world_size)
@@ -186,10 +186,6 @@ def _try(
     plan = planner.plan(run.world_size, micro, run.length)
     plan.notes += plan_notes(config, run, layout)
     return TriedRung(rung, plan, missing_bytes(plan, limits), changed)
-
-
-def _can_checkpoint(model: nn.Module) -> bool:
-    return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def _named_path(raw: dict[str, Any]) -> str | None:

@@ -24,8 +24,16 @@ SHAPES: dict[str, dict[str, int]] = {
         **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
         "num_key_value_heads": 8,
     },
+    "405b": {
+        **{"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+        "num_key_value_heads": 8,
+    },
+    "1t": {
+        **{"hidden_size": 22528, "intermediate_size": 73216, "num_hidden_layers": 165, "num_attention_heads": 176},
+        "num_key_value_heads": 16,
+    },
 }
-"""Sizes of Llama models by name, with a vocabulary of 32,000."""
+"""Sizes of Llama models by name, with a vocabulary of 32,000. 1t is no published model: the 405B's proportions."""
 
 
 def build_from_shape(shape: str) -> nn.Module:
@@ -88,34 +96,6 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     if own_config is not None and getattr(own_config, "use_cache", False):
         own_config.use_cache = False  # training makes no use of cached keys and values
     return model.train()
-
-
-def enable_checkpointing(model: nn.Module) -> None:
-    """Enable activation checkpointing of each layer, as transformers does.
-
-    Raises:
-        ModelError: the model has no switch for it.
-    """
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if enable is not None:
-        enable(options)
-        return
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise ModelError(
-            f"{type(model).__name__} has no switch for activation checkpointing; leave --checkpointing out"
-        )
-    enable(gradient_checkpointing_kwargs=options)
-
-
-def disable_checkpointing(model: nn.Module) -> None:
-    """Undo `enable_checkpointing`."""
-    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
-        disable: Any = getattr(model, name, None)
-        if disable is not None:
-            disable()
-            return
 
 
 def language_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:

@@ -53,7 +53,9 @@ class DifferingReplicas:
         self._update.publish(units)
 
     def equalize(self) -> None:
-        """Copy the master weights to the parameters of all ranks. Collective."""
+        """Copy the master weights to the parameters of all ranks, after transfers in flight. Collective."""
+        if self._update is not None:
+            self._update.finish_transfers()
         self._write_master_weights()
         self._gather(self._units)
         self.differ = self._has_common_weights = False

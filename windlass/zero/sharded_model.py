@@ -95,7 +95,7 @@ class ShardedModel:
         check_same_model(model, optimizer, mesh.dense.data)
         if optimizer is not None:
             check_parameters(optimizer, model)
-            if settings.delayed_update and update_class(optimizer).needs_whole_parameters:
+            if settings.delayed_update and update_class(optimizer, settings.policy.state).needs_whole_parameters:
                 raise ModelError(
                     f"offload_optimizer.delayed_update does not support {type(optimizer).__name__}, which needs whole "
                     "parameters and communicates during an update: set delayed_update to false, or use an elementwise "
@@ -166,7 +166,7 @@ class ShardedModel:
             ),
             hoist_gathers=settings.prefetch_numel > 0,
         )
-        full = optimizer is not None and update_class(optimizer).steps_whole_units
+        full = optimizer is not None and update_class(optimizer, policy.state).steps_whole_units
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
         # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
@@ -190,7 +190,7 @@ class ShardedModel:
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
             delayed=late,
-            separate=optimizer is not None and update_class(optimizer).separates_masters(policy.state),
+            separate=optimizer is not None and update_class(optimizer, policy.state).separates_masters(policy.state),
         )
         try:
             self.reserve("initialize cannot start")
@@ -361,7 +361,7 @@ class ShardedModel:
         context = UpdateContext(
             self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once, self.settings.timeout
         )
-        self.update = update_class(optimizer)(optimizer, context)
+        self.update = update_class(optimizer, self.policy.state)(optimizer, context)
         self.reducer.keep_local_gradients(self.update.takes_local_gradients)
         self._refuse_quantized_states()
 

@@ -21,19 +21,19 @@ def script() -> Any:
     return module
 
 
-def test_a_share_is_that_of_the_longer_of_compute_and_bytes_over_the_rate() -> None:
+def test_shares_compare_a_step_with_bytes_over_the_rate_and_with_the_step_without_a_limit() -> None:
     bench = script()
     rate = bench.GOAL_RATE
-    ddp = bench.Timing("ddp", rate, 20.0, 1.0, 180 * 2**20, 1.0)
-    one_bit = bench.Timing("1-bit adam", rate, 4.0, 1.0, 5 * 2**20, 2.0)
-    assert ddp.at_rate == 18.0 and ddp.share == 0.9
-    assert one_bit.at_rate == 0.5 and one_bit.share == 0.5
+    ddp = bench.Timing("ddp", rate, 20.0, 1.0, 180 * 2**20, 1.0, 0.5)
+    one_bit = bench.Timing("1-bit adam", rate, 4.0, 1.0, 5 * 2**20, 2.0, 0.5)
+    assert ddp.at_rate == 18.0 and ddp.of_sum == 0.95 and ddp.of_rate == 0.9
+    assert one_bit.at_rate == 0.5 and one_bit.of_sum == 0.625 and one_bit.of_rate == 0.125
     assert bench.factor(one_bit, [ddp, one_bit]) == 5.0 and bench.factor(one_bit, [one_bit]) is None
     assert bench.missed_goals([ddp, one_bit]) == [
         "1-bit adam at 10 MiB/s: 5.0 x as fast as DDP, not 8",
-        "1-bit adam at 10 MiB/s: 50% of the limit",
+        "1-bit adam at 10 MiB/s: 62% of bytes / rate and free step",
     ]
-    assert bench.Timing("ddp", 0, 2.0, 1.0, 1.0, 2.0).share == 1.0
+    assert bench.Timing("ddp", 0, 2.0, 1.0, 1.0, 2.0, 0.5).at_rate == 0.0
 
 
 def test_methods_are_named_one_by_one() -> None:

@@ -80,14 +80,13 @@ def test_sums_are_in_float32_or_wider() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_codec_registry() -> None:
-    assert list_codecs() == ["bf16", "fp8", "identity", "int4", "int8", "sign", "topk"]
+    assert list_codecs() == ["bf16", "fp8", "identity", "int4", "int8", "lowrank", "sign", "topk"]
     local = SignCodec()
     register_codec(local)
     register_codec(local)  # registering the same codec again is not an error
     assert get_codec("toy-sign") is local and "toy-sign" in list_codecs()
     with pytest.raises(CodecError, match="'toy-sign' is registered already"):
         register_codec(SignCodec())
-    with pytest.raises(
-        WindlassError, match=r"no codec named 'zip'; use one of bf16, fp8, identity, int4, int8, sign, topk, toy-sign"
-    ):
+    names = "bf16, fp8, identity, int4, int8, lowrank, sign, topk, toy-sign"
+    with pytest.raises(WindlassError, match=f"no codec named 'zip'; use one of {names}"):
         get_codec("zip")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from windlass.comm.bit_packing import (
     unpack_signs,
 )
 from windlass.comm.codec import Codec, get_codec
+from windlass.comm.error_feedback import add_decoded, begin_message, end_message
+from windlass.kernels import message_codes
 
-NAMES = ("sign", "int8", "int4", "fp8", "topk")
+NAMES = ("sign", "int8", "int4", "fp8", "topk", "lowrank")
 NUMELS = st.one_of(st.integers(1, 9), st.sampled_from([127, 128, 129, 255, 257, 2047, 2048, 2049, 4099]))
 SEEDS = st.integers(0, 2**20)
 
@@ -84,12 +87,25 @@ def test_messages_with_error_feedback_sum_to_the_truth(numel: int, seed: int, na
     assert float(error.norm()) <= float(corrected.norm()) * 1.00001
 
 
+def test_a_product_of_low_rank_is_exact_and_all_others_are_projected() -> None:
+    draw = torch.Generator().manual_seed(3)
+    codec, matrix = get_codec("lowrank"), torch.randn(60, 4, generator=draw) @ torch.randn(4, 60, generator=draw)
+    torch.testing.assert_close(through(codec, matrix.view(-1)), matrix.view(-1), rtol=1e-4, atol=1e-4)
+    values = drawn(3000, 5, spread=0.5)
+    decoded = through(codec, values)
+    best = torch.linalg.svdvals(torch.nn.functional.pad(values, (0, 55 * 55 - 3000)).view(55, 55))
+    least = float(best[4:].square().sum().sqrt())
+    assert least * 0.999 <= float((values - decoded).norm()) <= 1.3 * least
+    assert abs(float(decoded @ (values - decoded))) <= 1e-3 * float(values.square().sum())
+
+
 def test_sizes_are_exact() -> None:
     sizes = {name: [get_codec(name).encoded_size(n, torch.float32) for n in (0, 1, 8, 257, 1 << 20)] for name in NAMES}
     assert sizes["sign"] == [0, 5, 5, 37, (1 << 17) + 4 * 512]
     assert sizes["int8"] == sizes["fp8"] == [0, 5, 12, 265, (1 << 20) + 4 * 4096]
     assert sizes["int4"] == [0, 5, 8, 141, (1 << 19) + 4 * 8192]
     assert sizes["topk"] == [0, 8, 8, 24, 8 * 10486]
+    assert sizes["lowrank"] == [0, 4, 32, 4 * 4 * (17 + 16), 4 * 4 * 2048]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +141,7 @@ def test_packing_and_unpacking_are_inverse(flags: list[bool]) -> None:
     assert nibbles.numel() == -(-len(flags) // 2) and torch.equal(unpack_nibbles(nibbles, len(flags)), codes)
 
 
-@pytest.mark.parametrize("name", NAMES[:-1])
+@pytest.mark.parametrize("name", NAMES[:-2])
 def test_a_long_tensor_is_coded_as_its_blocks_are(name: str) -> None:
     codec, part, numel = get_codec(name), 1 << 17, 2**18 + 2053  # of three chunks on a CPU
     values = drawn(numel, 7)
@@ -137,3 +153,46 @@ def test_a_long_tensor_is_coded_as_its_blocks_are(name: str) -> None:
     codec.encode(values, encoded)
     codec.decode(encoded, narrow, values.dtype)
     assert torch.equal(narrow, whole.to(torch.bfloat16)) and torch.equal(values, before)
+
+
+NATIVE = pytest.mark.skipif(not message_codes.can_encode("sign", torch.zeros(1)), reason="no native module was built")
+
+
+@NATIVE
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(NUMELS, st.sampled_from([2**16 - 1, 2**16 + 9])),
+    SEEDS,
+    st.sampled_from(("sign", "int8", "int4")),
+    st.sampled_from([1.0, 1e-40, 1e30]),
+)
+def test_native_messages_are_those_of_the_reference_bit_for_bit(numel: int, seed: int, name: str, size: float) -> None:
+    codec, values, error = get_codec(name), drawn(numel, seed, 1.0) * size, drawn(numel, seed + 1, 1.0) * size
+    found = []
+    for path in ("", "reference"):
+        with patch.dict("os.environ", {"WINDLASS_KERNELS": path}):
+            assert message_codes.can_encode(name, values) == (not path)
+            tensor, owed, sums = values.clone(), error.clone(), values.clone()
+            encoded = torch.full((codec.encoded_size(numel, torch.float32),), 255, dtype=torch.uint8)
+            begin_message(codec, tensor, owed, encoded)
+            kept = tensor.clone()
+            end_message(codec, tensor, owed, encoded, decodes=True)
+            add_decoded(codec, encoded, sums)
+            plain = torch.full_like(encoded, 255)
+            codec.encode(values, plain)
+            out = torch.full_like(values, math.nan)
+            codec.decode(plain, out, torch.float32)
+            found.append([kept, tensor, owed, encoded, sums, plain, out])
+    for native, reference in zip(*found, strict=True):
+        assert torch.equal(native.view(torch.uint8), reference.view(torch.uint8))
+
+
+@NATIVE
+@pytest.mark.parametrize("name", ["sign", "int8", "int4"])
+def test_native_errors_stay_where_a_value_is_not_finite(name: str) -> None:
+    codec, values, error = get_codec(name), drawn(3000, 1), torch.ones(3000)
+    values[2500] = math.inf
+    encoded = torch.empty(codec.encoded_size(3000, torch.float32), dtype=torch.uint8)
+    with pytest.raises(CodecError, match="element 2500 of 3000 is inf"):
+        begin_message(codec, values, error, encoded)
+    assert bool((error == 1).all())

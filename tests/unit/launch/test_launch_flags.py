@@ -106,7 +106,6 @@ def test_deepspeed_flags_may_be_abbreviated() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--autotuning", "tune"], "--autotuning is not built yet"),
         (["--start-method", "fork"], "--start_method fork"),
         (["--elastic_training"], "use --max-restarts K"),
         (["--max_elastic_nodes", "4"], "use --max-restarts K"),

@@ -75,7 +75,18 @@ def test_every_name_builds_and_steps_in_any_case(name: str, spell: Any) -> None:
 def test_names_are_all_of_torch_and_windlass() -> None:
     of_torch = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
     assert set(optimizer_factory.list_optimizer_names()) == (
-        of_torch | {"Lion", "Lamb", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "DiLoCo", *mup.OPTIMIZER_NAMES}
+        of_torch
+        | {
+            "Lion",
+            "Lamb",
+            "Muon",
+            "OneBitAdam",
+            "OneBitLamb",
+            "ZeroOneAdam",
+            "DiLoCo",
+            "PowerSGD",
+            *mup.OPTIMIZER_NAMES,
+        }
     ) - {
         "Optimizer",
         "LBFGS",

@@ -12,12 +12,13 @@ from torch import nn
 from tests.causal_models import model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.config import load_config
+from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.activation_trace import BACKWARD, FORWARD, trace_step
 from windlass.plan.choose_config import Rung, choose_config, ladder
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MOMENTS, MemoryPlan
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_layout import Target, plan_layout
-from windlass.plan.planned_model import build_from_shape, build_on_meta, enable_checkpointing
+from windlass.plan.planned_model import build_from_shape, build_on_meta
 from windlass.plan.rank_limits import RankLimits, gpu_bytes
 
 SIZES = {

@@ -225,7 +225,8 @@ class StepAgreement:
 
     def _sum_in_place(self, slot: GradientSlot) -> None:
         values, traffic = slot.read(), slot.unit.transport.traffic
-        part = self.sum_replicas(slot.unit, self.local_part(slot.unit, values))
+        local = self._gradients.keeps_local_gradients  # then each data rank has a whole gradient
+        part = self.sum_replicas(slot.unit, values if local else self.local_part(slot.unit, values))
         slot.write(values)
         for group in slot.unit.extra_reduce_groups:
             elements = 2 * slot.unit.numel // slot.unit.dp_group.group.size

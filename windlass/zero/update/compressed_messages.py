@@ -4,11 +4,14 @@
 spans are those of stage 1. A rank sends each owner its part of the local gradient, as one message for some units
 ([Note: error feedback]); each parameter in it has its own scales. The owner's answer is compressed too, and every rank,
 the owner included, uses the decoded answer, so that all ranks keep the same bits.
+
+[Note: messages in flight] Units are divided into small batches. While the message of one batch travels, the next one is
+encoded and the one before decoded, and nothing waits but the last. All ranks start the transfers in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,7 +25,7 @@ from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
 
-_BATCH_NUMEL = 1 << 25  # elements of a message's units: bounds the float32 copies of a batch to 128 MiB
+_BATCH_NUMEL = 1 << 22  # elements of a message's units, so that transfers and codecs of batches overlap
 
 
 @dataclass(frozen=True)
@@ -75,38 +78,69 @@ class CompressedMessages:
             self._lists = CompressedLists(channel, self._codec, self.traffic)
         return self._lists
 
-    def average_to_owners(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> None:
-        """Replace this rank's own fragments of each message by their mean over ranks. Collective.
+    def start_average(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Start to replace this rank's own fragments of each message by their mean over ranks. Collective.
 
         Args:
             errors: for each message the error feedback of this rank, `[padded]` in float32.
+
+        Returns:
+            A function that waits for the result.
         """
         if self.group.size == 1 or not messages:
-            return
+            return _done
         size = self.group.size
         parts = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
         owed = [
             [view for one, error in zip(messages, errors, strict=True) for view in one.views(error, rank, size)]
             for rank in range(size)
         ]
-        means = self.lists(messages[0].flat.device).reduce_scatter(parts, owed, factor=1.0 / size)
-        for own, mean in zip(parts[self.group.index], means, strict=True):
-            own.copy_(mean)
+        wait = self.lists(messages[0].flat.device).start_reduce_scatter(parts, owed, factor=1.0 / size)
+        return lambda: _ignore(wait())  # the means are in place of this rank's parts
 
-    def send_from_owners(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor] | None = None) -> None:
-        """Replace all fragments of each message by what their owners send. Collective.
+    def start_send(
+        self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor] | None = None
+    ) -> Callable[[], None]:
+        """Start to replace all fragments of each message by what their owners send. Collective.
 
         Args:
             errors: for each message the error feedback of the owners, `[padded]`; None: the caller keeps it.
+
+        Returns:
+            A function that waits for the result.
         """
         if self.group.size == 1 or not messages:
-            return
+            return _done
         size, index = self.group.size, self.group.index
         outs = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
         owed = None
         if errors is not None:
             owed = [view for one, error in zip(messages, errors, strict=True) for view in one.views(error, index, size)]
-        self.lists(messages[0].flat.device).all_gather(outs[index], outs, owed)
+        return self.lists(messages[0].flat.device).start_all_gather(outs[index], outs, owed)
+
+
+Batch = list[UnitMessage]
+
+
+def in_flight(started: Iterable[tuple[Batch, Callable[[], None]]]) -> Iterator[Batch]:
+    """Yield each batch when its transfer has ended, after that of the next batch was started."""
+    previous: tuple[Batch, Callable[[], None]] | None = None
+    for item in started:
+        if previous is not None:
+            previous[1]()
+            yield previous[0]
+        previous = item
+    if previous is not None:
+        previous[1]()
+        yield previous[0]
+
+
+def _done() -> None:
+    """Wait for nothing."""
+
+
+def _ignore(result: object) -> None:
+    """Drop a result."""
 
 
 def batches_of(units: Sequence[Unit]) -> Iterator[list[Unit]]:

@@ -10,7 +10,14 @@ import torch
 
 from windlass.comm.rank_group import RankGroup
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_messages import CompressedMessages, UnitMessage, batches_of, owner_rows
+from windlass.zero.update.compressed_messages import (
+    Batch,
+    CompressedMessages,
+    UnitMessage,
+    batches_of,
+    in_flight,
+    owner_rows,
+)
 from windlass.zero.update.rank_state import RankState, RelayRule, mean_of_ranks
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
@@ -20,8 +27,8 @@ WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE = "worker_error", "server_error", "loca
 
 Options = dict[int, dict[str, Any]]
 """Hyper-parameters by id of the parameter."""
-Fragments = Callable[[Unit], Iterable[tuple[int, int, torch.Tensor]]]
-"""Returns fragments of a unit's parameters: index of the parameter, first element, and flat values."""
+Fragments = Callable[[Unit], Iterable[tuple[int, int, torch.Tensor, float]]]
+"""Returns fragments of a unit's parameters: index of the parameter, first element, flat values and their factor."""
 
 
 class CompressedPhase:
@@ -31,6 +38,7 @@ class CompressedPhase:
         chunks: chunks of the update; chunks that are added later are seen.
         keys: names of the other per-rank states, beside the error feedback.
         codec: registered name of the codec of messages.
+        errors: names of the error feedback; by default those of both phases at stage 0, else that of the senders.
     """
 
     def __init__(
@@ -40,10 +48,13 @@ class CompressedPhase:
         chunks: list[UpdateChunk],
         keys: tuple[str, ...] = (),
         codec: str = CODEC,
+        errors: tuple[str, ...] | None = None,
     ) -> None:
         self._optimizer, self._chunks, self.shards = optimizer, chunks, context.shards_states
         self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
-        self._keys = (WORKER_ERROR, *(() if self.shards else (SERVER_ERROR,)), *keys)
+        if errors is None:
+            errors = (WORKER_ERROR,) if self.shards else (WORKER_ERROR, SERVER_ERROR)
+        self._keys = (*errors, *keys)
         self._states: dict[str, dict[int, torch.Tensor]] = {}  # by key and unit: flat [padded]
         self._held: tuple[str, ...] = ()
 
@@ -51,6 +62,11 @@ class CompressedPhase:
     def group(self) -> RankGroup:
         """The data-parallel ranks."""
         return self._messages.group
+
+    def add_key(self, key: str) -> None:
+        """Hold another per-rank state, which is saved too."""
+        self._keys = (*self._keys, key)
+        self._held = self._keys if self._held else ()
 
     def begin(self) -> None:
         """Hold all per-rank states from now on."""
@@ -82,7 +98,7 @@ class CompressedPhase:
     @torch.no_grad()
     def local_messages(
         self, used: dict[int, list[bool]], divisor: float, options: Options, *, weighted: bool = True
-    ) -> Iterator[list[UnitMessage]]:
+    ) -> Iterator[Batch]:
         """Yield the local gradients of each batch of units, as messages of one exchange.
 
         Args:
@@ -101,28 +117,46 @@ class CompressedPhase:
                 for index, parameter in enumerate(unit.parameters):
                     if chosen[index]:
                         beta = options[id(parameter)]["betas"][0] if weighted else 0.0
-                        unit.parameter_view(flat, index).mul_((1 - beta) / divisor)
+                        factor = (1 - beta) / divisor
+                        if factor != 1.0:
+                            unit.parameter_view(flat, index).mul_(factor)
                 messages.append(UnitMessage(unit, flat, chosen))
             yield messages
             for message in messages:
                 slots[message.unit.index].shard = message.unit.local_span(message.flat)
 
-    @torch.no_grad()
-    def exchange(self, messages: list[UnitMessage], fragments: Fragments | None = None) -> None:
-        """Replace local values by their mean: on all ranks at stage 0, else on the owners. Collective.
+    def exchange(self, batches: Iterable[Batch], fragments: Fragments | None = None) -> Iterator[Batch]:
+        """Replace local values by their mean, on all ranks at stage 0, else on the owners. Collective.
+
+        Yield each batch when it has its result; batches after it are on their way ([Note: messages in flight]).
 
         Args:
             fragments: values to add to those of this rank before.
         """
+        averaged = in_flight((messages, self.start_average(messages, fragments)) for messages in batches)
+        if self.shards:
+            return averaged
+        return in_flight((messages, self.start_answer(messages)) for messages in averaged)
+
+    def start_exchange(self, batches: Iterable[Batch]) -> PendingExchange:
+        """Start an exchange of which no part is awaited. Its messages need memory of their own. Collective."""
+        return PendingExchange(self, batches)
+
+    @torch.no_grad()
+    def start_answer(self, messages: Batch) -> Callable[[], None]:
+        """Start to send the means of this rank's elements to all ranks: stage 0. Collective."""
+        return self._messages.start_send(messages, [self.state(SERVER_ERROR, one.unit) for one in messages])
+
+    @torch.no_grad()
+    def start_average(self, messages: Batch, fragments: Fragments | None = None) -> Callable[[], None]:
+        """Start to bring the mean of local values to the owners of elements. Collective."""
         for message in messages if fragments is not None else ():
             assert fragments is not None
-            for index, start, values in fragments(message.unit):
+            for index, start, values, factor in fragments(message.unit):
                 if message.chosen[index]:
                     place = message.unit.layout.offsets[index] + start
-                    message.flat.narrow(0, place, values.numel()).add_(values)
-        self._messages.average_to_owners(messages, [self.state(WORKER_ERROR, one.unit) for one in messages])
-        if not self.shards:
-            self._messages.send_from_owners(messages, [self.state(SERVER_ERROR, one.unit) for one in messages])
+                    message.flat.narrow(0, place, values.numel()).add_(values, alpha=factor)
+        return self._messages.start_average(messages, [self.state(WORKER_ERROR, one.unit) for one in messages])
 
     @torch.no_grad()
     def send_changes(self, units: list[Unit], changes: dict[int, torch.Tensor]) -> None:
@@ -132,22 +166,24 @@ class CompressedPhase:
             changes: by unit, the difference of this rank's span to the parameters; removed. One that is missing, since
                 this rank's update failed, is sent as zeros: the others wait for its message.
         """
-        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        for batch in batches_of(units):
-            messages = []
-            for unit in batch:
-                flat = torch.zeros(unit.layout.padded, dtype=torch.float32, device=unit.full.device)
-                change = changes.pop(unit.index, None)
-                if change is not None:
-                    unit.local_span(flat).copy_(change)
-                messages.append(UnitMessage(unit, flat, [id(p) in trained for p in unit.parameters]))
-            self._messages.send_from_owners(messages)
+        batches = (self._changes_of(batch, changes) for batch in batches_of(units))
+        for messages in in_flight((batch, self._messages.start_send(batch)) for batch in batches):
             for message in messages:
                 for rank in range(self.group.size):
                     values = message.views(message.unit.full, rank, self.group.size)
                     moves = message.views(message.flat, rank, self.group.size)
                     for value, move in zip(values, moves, strict=True):
                         value.add_(move) if value.dtype == move.dtype else value.copy_(value.float().add_(move))
+
+    def _changes_of(self, units: list[Unit], changes: dict[int, torch.Tensor]) -> Batch:
+        trained, messages = {id(p) for group in self._optimizer.param_groups for p in group["params"]}, []
+        for unit in units:
+            flat = torch.zeros(unit.layout.padded, dtype=torch.float32, device=unit.full.device)
+            change = changes.pop(unit.index, None)
+            if change is not None:
+                unit.local_span(flat).copy_(change)
+            messages.append(UnitMessage(unit, flat, [id(p) in trained for p in unit.parameters]))
+        return messages
 
     def rank_states(self) -> Iterator[RankState]:
         """See `Update.rank_states`. None before the first compressed step."""
@@ -159,9 +195,37 @@ class CompressedPhase:
                     if id(parameter) in trained and unit.layout.numels[index]:
                         values = unit.parameter_view(self.state(key, unit), index).view(-1)
                         relay: RelayRule = mean_of_ranks if key != SERVER_ERROR else partial(owner_rows, unit, index)
-                        yield RankState(unit, index, key, values, relay)
+                        yield RankState(unit, index, key, values, relay, follows_owners=key == SERVER_ERROR)
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`. A checkpoint from before the first compressed step has none."""
         self._states, self._held = {}, tuple(key for key in self._keys if key in saved)
         return frozenset(saved) - set(self._keys)
+
+
+class PendingExchange:
+    """Exchange of stage 0 that travels while the ranks compute. Its messages receive the result.
+
+    All ranks call the methods in the same order with respect to other transfers. Construction is collective.
+    """
+
+    def __init__(self, phase: CompressedPhase, batches: Iterable[Batch]) -> None:
+        self._phase, self._answers = phase, False
+        self._waits = [(messages, phase.start_average(messages)) for messages in batches]
+
+    @torch.no_grad()
+    def answer(self) -> None:
+        """Wait for the messages to this rank, and start to send their means. Collective."""
+        if not self._answers:
+            self._answers, waits, self._waits = True, self._waits, []
+            for messages, wait in waits:
+                wait()
+                self._waits.append((messages, self._phase.start_answer(messages)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the means of all owners. Collective."""
+        self.answer()
+        for _, wait in self._waits:
+            wait()
+        self._waits = []

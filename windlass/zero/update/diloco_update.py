@@ -5,32 +5,51 @@ values of the last outer step, equal on all ranks; the parameters of a rank are 
 step of a unit sends the changes of all ranks through the compressed all-reduce of two phases ([Note: error feedback]),
 and moves the master weights by SGD with Nesterov momentum on their mean. A save between two outer steps holds the
 weights of the last one, and what each rank has changed since as states of the rank.
+
+[Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
+and the outer step is taken with their mean after step s + T; inner steps go on meanwhile. The first phase of the
+all-reduce ends after step s + T / 2, at the same step on all ranks. The changes of the steps in between are a part of
+the next message: parameters become the mean, weighted by `mixing`, of the local ones and of the new master weights. A
+save completes the transfer and keeps the mean as a state, so that a resumed run is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
 from windlass.optim.diloco import fragment_due
 from windlass.optim.one_bit_adam import applied_steps
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_messages import UnitMessage
-from windlass.zero.update.compressed_phase import LOCAL_CHANGE, Options
+from windlass.zero.update.compressed_messages import Batch, UnitMessage, batches_of
+from windlass.zero.update.compressed_phase import LOCAL_CHANGE, Options, PendingExchange
 from windlass.zero.update.elementwise_update import ParameterSegment
-from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
+from windlass.zero.update.one_bit_adam_update import PART, OneBitAdamUpdate
 from windlass.zero.update.update_chunk import UpdateChunk
+from windlass.zero.update.update_protocol import UpdateContext
 
 MOMENT, VARIANCE, OUTER = "local_exp_avg", "local_exp_avg_sq", "outer_momentum"
+SENT, IN_FLIGHT = "sent", "mean_change"
 
 
 class DiLoCoUpdate(OneBitAdamUpdate):
     """Update of `DiLoCo`.
 
     States: `step` and `outer_momentum`, and for each rank `local_exp_avg`, `local_exp_avg_sq`, `local_change` and the
-    error feedback.
+    error feedback. With overlapped outer steps also `sent`, 1 while a parameter's change is on its way, and for each
+    rank `mean_change`, the memory of the message.
     """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        super().__init__(optimizer, context)
+        self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
+        if self._overlap:
+            self._phase.add_key(IN_FLIGHT)
+
+    @property
+    def _overlap(self) -> int:
+        return int(self.optimizer.param_groups[0]["overlap_steps"])
 
     @classmethod
     def codec_of(cls, optimizer: torch.optim.Optimizer) -> str:
@@ -71,46 +90,119 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
         step, group = applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0]
-        for messages in self._phase.local_messages(used, divisor, options, weighted=False):
-            for message in messages:
-                for segment in self._segments_of(message.unit):
-                    if message.chosen[segment.piece.index]:
-                        self._inner_step(segment, self._view(message.flat, segment), options)
-            due = [self._changed(one, options) for one in messages if fragment_due(step, one.unit.index, group)]
-            self._phase.exchange(due)
-            for message in due:
-                for segment in self._segments_of(message.unit):
-                    if message.chosen[segment.piece.index]:
-                        self._outer_step(segment, self._view(message.flat, segment), options)
+        local = self._phase.local_messages(used, divisor, options, weighted=False)
+        moved = (self._moved(messages, options) for messages in local)
+        if self._overlap:
+            for _ in moved:
+                pass
+            self._move_transfers(step, options)
+        else:
+            due = (
+                [
+                    self._changed(one.unit, one.flat, options)
+                    for one in messages
+                    if fragment_due(step, one.unit.index, group)
+                ]
+                for messages in moved
+            )
+            for messages in self._phase.exchange(due):
+                for segment, mean in self._chosen(messages):
+                    self._outer_step(segment, mean, options)
         yield from self.state_offload.iterate_batches(self._batches)
+
+    def _moved(self, messages: Batch, options: Options) -> Batch:
+        """Take an inner step with each gradient."""
+        for segment, gradient in self._chosen(messages):
+            self._inner_step(segment, gradient, options)
+        return messages
 
     def _inner_step(self, segment: ParameterSegment, gradient: torch.Tensor, options: Options) -> None:
         """Take a step of AdamW with this rank's gradient and states."""
         given, state = options[id(segment.parameter)], self._inner.state[segment.tensor]
         (beta1, beta2), lr = given["betas"], float(given["lr"])
-        moment, variance = self._own(MOMENT, segment), self._own(VARIANCE, segment)
-        change = self._own(LOCAL_CHANGE, segment)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state[OUTER] = torch.zeros_like(self._master(segment), dtype=segment.chunk.state_dtype)
+            if self._overlap:
+                state[SENT] = torch.zeros((), dtype=torch.float32)
         state["step"] += 1
         steps = float(state["step"])
-        moment.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        move = moment / (variance / (1 - beta2**steps)).sqrt_().add_(given["eps"])
-        move.mul_(lr / (1 - beta1**steps))
-        change.add_(move.add_(self._master(segment).float() - change, alpha=lr * given["weight_decay"]))
+        own = (self._own(key, segment) for key in (MOMENT, VARIANCE, LOCAL_CHANGE))
+        parts = (tensor.split(PART) for tensor in (gradient, self._master(segment), *own))
+        for part, master, moment, variance, change in zip(*parts, strict=True):  # each part stays in the cache
+            moment.lerp_(part, 1 - beta1)
+            variance.mul_(beta2).addcmul_(part, part, value=1 - beta2)
+            root = (variance / (1 - beta2**steps)).sqrt_().add_(given["eps"])
+            if given["weight_decay"]:  # lr decay (master - change), which is the local weight
+                change.lerp_(master.to(change.dtype), lr * given["weight_decay"])
+            change.addcdiv_(moment, root, value=lr / (1 - beta1**steps))
 
-    def _changed(self, message: UnitMessage, options: Options) -> UnitMessage:
-        """Return the message of a unit's changes since its last outer step, of all parameters that took a step."""
-        chosen = [False] * len(message.unit.parameters)
-        for segment in self._segments_of(message.unit):
-            if id(segment.parameter) in options and self._inner.state.get(segment.tensor):
+    # Overlapped outer steps.
+
+    def _move_transfers(self, step: int, options: Options) -> None:
+        """Take the outer steps that are due, continue the transfers half way, and start new ones. Collective.
+
+        All ranks do the same in the same step, so that transfers between two ranks keep their order.
+        """
+        group, overlap = self.optimizer.param_groups[0], self._overlap
+        units = {chunk.unit.index: chunk.unit for chunk in self.chunks}
+        due = [units[index] for index in sorted(units, reverse=True) if fragment_due(step - overlap, index, group)]
+        if step > overlap and due:
+            if pending := self._pending.pop(step - overlap, None):
+                pending.finish()
+            for unit in due:
+                for segment in self._segments_of(unit):
+                    self._late_outer_step(segment, options)
+        if pending := self._pending.get(step - overlap // 2) if overlap > 1 else None:
+            pending.answer()
+        sent = [units[index] for index in sorted(units, reverse=True) if fragment_due(step, index, group)]
+        if sent:
+            self._pending[step] = self._phase.start_exchange(
+                [self._changed(unit, self._phase.state(IN_FLIGHT, unit), options) for unit in batch]
+                for batch in batches_of(sent)
+            )
+
+    def _late_outer_step(self, segment: ParameterSegment, options: Options) -> None:
+        """Take an outer step with the mean of changes that arrived, and mix the result with the local weights."""
+        state = self._inner.state.get(segment.tensor)
+        if not state or id(segment.parameter) not in options or not float(state.get(SENT, 0.0)):
+            return
+        state[SENT].zero_()
+        master, change = self._master(segment), self._own(LOCAL_CHANGE, segment)
+        local = master.float() - change
+        self._outer_step(segment, self._own(IN_FLIGHT, segment), options)
+        torch.sub(master.float(), local, out=change)
+        change.mul_(options[id(segment.parameter)]["mixing"])
+
+    def finish_transfers(self) -> None:
+        """See `Update.finish_transfers`. Collective."""
+        for step in sorted(self._pending):
+            self._pending[step].finish()
+        self._pending = {}
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        self.finish_transfers()  # the other ranks load too
+        return super().open_rank_states(saved)
+
+    def _changed(self, unit: Unit, flat: torch.Tensor, options: Options) -> UnitMessage:
+        """Return the message of a unit's changes since its last outer step, of all parameters that took a step.
+
+        Args:
+            flat: `[padded]` in float32, the memory of the message.
+        """
+        chosen = [False] * len(unit.parameters)
+        for segment in self._segments_of(unit):
+            state = self._inner.state.get(segment.tensor)
+            if id(segment.parameter) in options and state:
                 chosen[segment.piece.index] = True
                 change = self._own(LOCAL_CHANGE, segment)
-                self._view(message.flat, segment).copy_(change)
-                change.zero_()
-        return UnitMessage(message.unit, message.flat, chosen)
+                self._view(flat, segment).copy_(change)
+                if self._overlap:
+                    state[SENT].fill_(1.0)
+                else:
+                    change.zero_()
+        return UnitMessage(unit, flat, chosen)
 
     def _outer_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
         """Move the master weights by SGD with Nesterov momentum."""

@@ -28,14 +28,16 @@ import torch
 
 from windlass.base.log import logger
 from windlass.optim.one_bit_adam import count_step, is_frozen
+from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
+from windlass.zero.update.compressed_messages import Batch
 from windlass.zero.update.compressed_phase import CODEC, LOCAL_CHANGE, CompressedPhase, Options
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
-_PART = 1 << 17  # elements that are stepped at once, so that temporary tensors stay in a cache
+PART = 1 << 17  # elements that are stepped at once, so that temporary tensors stay in a cache
 
 
 class OneBitAdamUpdate(ElementwiseUpdate):
@@ -53,6 +55,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         self._phase = CompressedPhase(
             optimizer, context, self.chunks, self.rank_state_keys(self._shards), self.codec_of(optimizer)
         )
+        self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
         self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
         if self.takes_local_gradients:
             self._phase.begin()
@@ -95,8 +98,9 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        for messages in self._phase.local_messages(used, divisor, options):
-            self._phase.exchange(messages, None if self._shards else lambda unit: self._momenta(unit, options))
+        momenta = None if self._shards else lambda unit: self._momenta(unit, options)
+        for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options), momenta):
+            pass
         yield from self._step_chunks(used, options)
 
     def _step_chunks(self, used: dict[int, list[bool]], options: Options) -> Iterator[list[UpdateChunk]]:
@@ -109,13 +113,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
                     self._step_chunk(chunk, used[chunk.unit.index], options)
             yield batch
 
-    def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor]]:
-        """Yield the common momentum times beta1, at stage 0: every rank has all of it."""
+    def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor, float]]:
+        """Yield the common momentum with its factor beta1, at stage 0: every rank has all of it."""
         for chunk in self._masters.chunks_of(unit):
             for segment in self._of_chunk[id(chunk)]:
                 state, given = self._inner.state.get(segment.tensor), options.get(id(segment.parameter))
                 if state and given is not None:
-                    yield segment.piece.index, segment.piece.start, state["exp_avg"] * given["betas"][0]
+                    yield segment.piece.index, segment.piece.start, state["exp_avg"], given["betas"][0]
 
     @torch.no_grad()
     def _step_chunk(self, chunk: UpdateChunk, used: list[bool], options: Options) -> None:
@@ -162,10 +166,23 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         state["step"] += 1
         lr, beta1 = float(given["lr"]), given["betas"][0]
         rate, decay = lr / (1 - beta1 ** float(state["step"])), 1 - lr * given["weight_decay"]
-        momenta, variances, parts = (t.split(_PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
+        momenta, variances, parts = (t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
+        masks = self._may_have_zeros(segment)
         for momentum, variance, part in zip(momenta, variances, parts, strict=True):
             change = momentum.to(values.dtype) / self._root(segment, variance.to(values.dtype), options)
-            part.mul_(decay).sub_(change.masked_fill_(variance == 0, 0.0), alpha=rate)
+            if masks:
+                change.masked_fill_(variance == 0, 0.0)
+            part.mul_(decay).sub_(change, alpha=rate)
+
+    def _may_have_zeros(self, segment: ParameterSegment) -> bool:
+        """Return False if no element of a fragment's variance is 0. A variance in memory is read once per change."""
+        variance = self._inner.state[segment.tensor]["exp_avg_sq"]
+        if segment.chunk.tier is not Tier.DEVICE:  # its memory is filled without a trace
+            return True
+        known = variance.data_ptr(), variance._version
+        if segment not in self._zeros or self._zeros[segment][0] != known:
+            self._zeros[segment] = known, bool((variance == 0).any())
+        return self._zeros[segment][1]
 
     def _denominator(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> torch.Tensor:
         """Return the root of the variance with the bias correction of its last step, plus eps."""
@@ -202,6 +219,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         layout, piece = segment.chunk.unit.layout, segment.piece
         return flat.narrow(0, layout.offsets[piece.index] + piece.start, piece.numel)
 
+    def _chosen(self, messages: Batch) -> Iterator[tuple[ParameterSegment, torch.Tensor]]:
+        """Yield the fragments that take part in messages, with their values there."""
+        for message in messages:
+            for segment in self._segments_of(message.unit):
+                if message.chosen[segment.piece.index]:
+                    yield segment, self._view(message.flat, segment)
+
     def _own(self, key: str, segment: ParameterSegment) -> torch.Tensor:
         return self._view(self._phase.state(key, segment.chunk.unit), segment)
 
@@ -214,8 +238,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         """Set this rank's parameters to the master weights minus its local change."""
         for unit in units:
             for segment in self._segments_of(unit):
-                change = self._own(LOCAL_CHANGE, segment)
-                self._view(unit.full, segment).copy_(self._master(segment).float() - change)
+                change, out = self._own(LOCAL_CHANGE, segment), self._view(unit.full, segment)
+                parts = (tensor.split(PART) for tensor in (out, self._master(segment), change))
+                for target, master, moved in zip(*parts, strict=True):
+                    if target.dtype == master.dtype == moved.dtype:
+                        torch.sub(master, moved, out=target)
+                    else:
+                        target.copy_(master.float() - moved)
 
     def rank_states(self) -> Iterator[RankState]:
         """See `Update.rank_states`. None before the first compressed step."""
@@ -223,4 +252,5 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
+        self._zeros.clear()  # the load may fill memory without a trace
         return self._phase.open_rank_states(saved)

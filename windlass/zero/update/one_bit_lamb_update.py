@@ -55,20 +55,21 @@ class OneBitLambUpdate(WholeParameterUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        for messages in self._phase.local_messages(used, divisor, options):
-            self._phase.exchange(messages, lambda unit: self._momenta(unit, options))
+        local = self._phase.local_messages(used, divisor, options)
+        for _ in self._phase.exchange(local, lambda unit: self._momenta(unit, options)):
+            pass
         for batch in self.state_offload.iterate_batches(self._batches):
             for chunk in batch:
                 if chunk.gradient is not None:
                     self._step_chunk(chunk, used[chunk.unit.index], options)
             yield batch
 
-    def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor]]:
+    def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor, float]]:
         for chunk in self._masters.chunks_of(unit):
             for owned in self._of_chunk[id(chunk)]:
                 state, given = self._inner.state.get(owned.tensor), options.get(id(owned.parameter))
                 if state and given is not None:
-                    yield owned.index, 0, state["exp_avg"].reshape(-1) * given["betas"][0]
+                    yield owned.index, 0, state["exp_avg"].reshape(-1), given["betas"][0]
 
     @torch.no_grad()
     def _step_chunk(self, chunk: UpdateChunk, used: list[bool], options: Options) -> None:

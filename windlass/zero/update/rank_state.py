@@ -30,6 +30,11 @@ def share_of_sum(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     return (rows.sum(0, keepdim=True) / ranks).expand(ranks, -1)
 
 
+def largest_of_ranks(rows: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Give every rank the largest of the saved rows: a count that ranks have in common."""
+    return rows.amax(0, keepdim=True).expand(ranks, -1)
+
+
 def zeros_on_ranks(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     """Give every rank zeros: the saved rows are dropped."""
     return rows.new_zeros(ranks, rows.shape[1])
@@ -44,6 +49,7 @@ class RankState:
         key: name of the state.
         values: `[numel]`, the state of this rank; a view of the memory that the update uses. relay: rule for another
         number of ranks.
+        follows_owners: the rule also applies on the same number of ranks, whose shards may be others.
     """
 
     unit: Unit
@@ -51,6 +57,7 @@ class RankState:
     key: str
     values: torch.Tensor
     relay: RelayRule
+    follows_owners: bool = False
 
     @property
     def name(self) -> str:
@@ -59,5 +66,24 @@ class RankState:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the parameter."""
+        """Shape of the parameter, or of the part that this rank has."""
         return self.unit.shapes[self.index]
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return torch.Size(self.unit.placements[self.index].global_shape)
+
+
+class RankNumber(RankState):
+    """One number of a unit that each rank keeps, under the name of one of its parameters: `values` is `[1]`."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """No dimension."""
+        return torch.Size([])
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """No dimension."""
+        return torch.Size([])

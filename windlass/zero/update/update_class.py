@@ -10,6 +10,7 @@ from windlass.optim.diloco import DiLoCo
 from windlass.optim.elementwise_optimizers import is_elementwise
 from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.optim.one_bit_lamb import OneBitLamb
+from windlass.optim.power_sgd import PowerSGD
 from windlass.optim.update_registry import find_registered_update
 from windlass.optim.zero_one_adam import ZeroOneAdam
 from windlass.storage.slot import Tier
@@ -18,6 +19,8 @@ from windlass.zero.update.diloco_update import DiLoCoUpdate
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.one_bit_lamb_update import OneBitLambUpdate
+from windlass.zero.update.power_sgd_update import PowerSGDUpdate
+from windlass.zero.update.sharded_one_bit_lamb_update import ShardedOneBitLambUpdate
 from windlass.zero.update.update_protocol import Update
 from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 from windlass.zero.update.zero_one_adam_update import ZeroOneAdamUpdate
@@ -27,13 +30,17 @@ _ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {
     OneBitLamb: OneBitLambUpdate,
     ZeroOneAdam: ZeroOneAdamUpdate,
     DiLoCo: DiLoCoUpdate,
+    PowerSGD: PowerSGDUpdate,
 }
 _MODEL_AXES = ("pp", "ep", "sp", "tp")
+_MODEL_PARALLEL = (OneBitAdam, ZeroOneAdam)
+"""Optimizers that train a model whose layers or matrices are distributed over pp and tp."""
+_AXIS_NAMES = {"pp": "pipeline", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 
 
-def update_class(optimizer: torch.optim.Optimizer) -> type[Update]:
-    """Return the class that steps `optimizer`.
+def update_class(optimizer: torch.optim.Optimizer, shards_states: bool = False) -> type[Update]:
+    """Return the class that steps `optimizer`, with or without sharded states.
 
     That is the one registered for it (`windlass.optim.register_update`); else flat segments are stepped for elementwise
     rules, and whole parameters for any other.
@@ -42,6 +49,8 @@ def update_class(optimizer: torch.optim.Optimizer) -> type[Update]:
     if registered is not None:
         return registered
     one_bit = _one_bit_class(optimizer)
+    if one_bit is OneBitLambUpdate and shards_states:
+        return ShardedOneBitLambUpdate
     if one_bit is not None:
         return one_bit
     return ElementwiseUpdate if is_elementwise(optimizer) else WholeParameterUpdate
@@ -74,11 +83,12 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
                 f"zero_optimization.{key}.device is {_DEVICE_KEYS[tier]!r}, {why}, on the device; set it to 'none', or "
                 "use another optimizer"
             )
-    long_axes = [f"{name} = {axis.size}" for name, axis in mesh.axes.items() if name in _MODEL_AXES and axis.size > 1]
-    if long_axes or not mesh.only_data:
+    refused = ("ep", "sp") if isinstance(optimizer, _MODEL_PARALLEL) else _MODEL_AXES
+    long_axes = [f"{name} = {axis.size}" for name, axis in mesh.axes.items() if name in refused and axis.size > 1]
+    if long_axes or mesh.experts is not mesh.dense:
         raise ConfigError(
             f"the parallel axes {', '.join(long_axes)} shard the model or its inputs, {why} over data-parallel ranks "
-            "alone; set tensor, sequence, pipeline and expert parallel sizes to 1, or use another optimizer"
+            f"alone; set {', '.join(_AXIS_NAMES[one] for one in refused)} parallel sizes to 1, or use another optimizer"
         )
     if settings.policy.state and mesh.dense.replicate.size > 1:
         raise ConfigError(
@@ -89,15 +99,15 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
 
 def _check_one_bit(optimizer: torch.optim.Optimizer, settings: ZeroSettings) -> None:
     name = type(optimizer).__name__
-    if isinstance(optimizer, OneBitLamb) and settings.policy.stage in (1, 2):
-        raise ConfigError(
-            f"zero_optimization.stage is {settings.policy.stage}, where no rank has the whole of a parameter's states, "
-            f"and the factor of {name} needs them; set it to 0, or use OneBitAdam or ZeroOneAdam"
-        )
     if isinstance(optimizer, DiLoCo) and settings.policy.stage:
         raise ConfigError(
             f"zero_optimization.stage is {settings.policy.stage}, and each rank of {name} takes local steps with whole "
             "parameters and states of its own; set it to 0, or use ZeroOneAdam"
+        )
+    if isinstance(optimizer, PowerSGD) and settings.policy.stage:
+        raise ConfigError(
+            f"zero_optimization.stage is {settings.policy.stage}, where new parameters are gathered in full, so that "
+            f"the thin matrices of {name} would save half at most; set it to 0, or use OneBitAdam or ZeroOneAdam"
         )
     if settings.policy.stage == 3:
         raise ConfigError(

@@ -99,6 +99,10 @@ class Update(Protocol):
         """Bring the result of a step to the parameters of these units on all ranks. Collective; in the same order."""
         ...
 
+    def finish_transfers(self) -> None:
+        """Wait for messages that travel between steps, so that states are complete. Collective."""
+        ...
+
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Step these chunks too, after parameters were unfrozen. `masters.chunks` contains them already."""
         ...
@@ -164,6 +168,9 @@ class OrdinaryUpdate:
     def publish(self, units: list[Unit]) -> None:
         """See `Update.publish`. Never called."""
         raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
+
+    def finish_transfers(self) -> None:
+        """See `Update.finish_transfers`. There are none."""
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""

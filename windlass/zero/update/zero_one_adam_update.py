@@ -25,6 +25,7 @@ import torch
 from windlass.optim.one_bit_adam import applied_steps
 from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
 from windlass.zero.core.unit import Unit
+from windlass.zero.update.compressed_messages import Batch
 from windlass.zero.update.compressed_phase import LOCAL_CHANGE, SERVER_ERROR, WORKER_ERROR, Options
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
@@ -98,30 +99,36 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        for messages in self._phase.local_messages(used, divisor, options):
-            self._phase.exchange(messages)
+        for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options)):
+            pass
         yield from self._step_chunks(used, options)
 
     def _run_summed(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
         """Sum the gradients of this rank, and exchange their mean in a synchronization: stages 1 and 2."""
         syncs = self.kind is StepKind.SYNC
         steps = steps_since_sync(applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0])
-        for messages in self._phase.local_messages(used, divisor, options):
-            for message in messages:
-                summed = self._phase.state(SUMMED, message.unit)
-                for index in (index for index, chosen in enumerate(message.chosen) if chosen):
-                    total = message.unit.parameter_view(summed, index)
-                    total.add_(message.unit.parameter_view(message.flat, index))
-                    if syncs:
-                        torch.div(total, steps, out=message.unit.parameter_view(message.flat, index))
-                        total.zero_()
-            if syncs:
-                self._phase.exchange(messages)
+        local = self._phase.local_messages(used, divisor, options)
+        summed = (self._added(messages, steps if syncs else 0) for messages in local)
+        for _ in self._phase.exchange(summed) if syncs else summed:
+            pass
         self._repeats = steps
         if syncs:
             yield from self._step_chunks(used, options)
         else:
             self._changes = {}
+
+    @torch.no_grad()
+    def _added(self, messages: Batch, steps: int) -> Batch:
+        """Add local gradients to their sums; if `steps` is not 0, the messages become the means of so many steps."""
+        for message in messages:
+            summed = self._phase.state(SUMMED, message.unit)
+            for index in (index for index, chosen in enumerate(message.chosen) if chosen):
+                total = message.unit.parameter_view(summed, index)
+                total.add_(message.unit.parameter_view(message.flat, index))
+                if steps:
+                    torch.div(total, steps, out=message.unit.parameter_view(message.flat, index))
+                    total.zero_()
+        return messages
 
     def _step_segment(
         self, segment: ParameterSegment, values: torch.Tensor, received: torch.Tensor, options: Options
@@ -143,18 +150,19 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     def _run_local(self, used: dict[int, list[bool]], divisor: float, options: Options) -> Iterator[list[UpdateChunk]]:
         syncs = self.kind is StepKind.SYNC
-        for messages in self._phase.local_messages(used, divisor, options):
-            for message in messages:
-                for segment in self._segments_of(message.unit):
-                    if message.chosen[segment.piece.index]:
-                        self._take_local_step(segment, self._view(message.flat, segment), options, syncs=syncs)
-            if syncs:
-                self._phase.exchange(messages)
-                for message in messages:
-                    for segment in self._segments_of(message.unit):
-                        if message.chosen[segment.piece.index]:
-                            self._take_common_step(segment, self._view(message.flat, segment), options)
+        local = self._phase.local_messages(used, divisor, options)
+        moved = (self._moved(messages, options, syncs=syncs) for messages in local)
+        for messages in self._phase.exchange(moved) if syncs else moved:
+            for segment, mean in self._chosen(messages) if syncs else ():
+                self._take_common_step(segment, mean, options)
         yield from self.state_offload.iterate_batches(self._batches)
+
+    @torch.no_grad()
+    def _moved(self, messages: Batch, options: Options, *, syncs: bool) -> Batch:
+        """Take a local step with each gradient; in a synchronization the messages become the changes to send."""
+        for segment, gradient in self._chosen(messages):
+            self._take_local_step(segment, gradient, options, syncs=syncs)
+        return messages
 
     def _take_local_step(
         self, segment: ParameterSegment, gradient: torch.Tensor, options: Options, *, syncs: bool

@@ -1,0 +1,286 @@
+"""Simulated step times: against published runs, against steps measured on CPU ranks of this machine, extrapolated to
+16,384 devices; and the speed of the simulator.
+
+python bench/simulate.py --part published
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rig.models import Sizes
+from rig.published_runs import PublishedRun, cluster_of, published_runs
+from rig.simulated_cases import CASES, LENGTH, MODEL, MeasuredMachine
+from rig.simulated_rank import TimedRank
+
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.rank_pool import RankPool
+from windlass.config import load_config
+from windlass.parallel.model_shape import ModelShape, from_transformers
+from windlass.plan.planned_model import SHAPES
+from windlass.simulate.cluster_file import known_cluster
+from windlass.simulate.goodput import expected_goodput
+from windlass.simulate.model_states import checkpoint_bytes, state_bytes_of_rank
+from windlass.simulate.predict_step import predict_step, predict_work
+from windlass.simulate.step_prediction import StepPrediction
+from windlass.simulate.step_workload import describe_step
+
+_RESULTS = Path(__file__).parent / "results"
+PARTS = ("published", "extrapolated", "measured")
+PUBLISHED_TOLERANCE, MEASURED_TOLERANCE = 0.15, 0.10
+CALIBRATION = (
+    "ZeRO-Infinity 0.01T, 1 DGX-2",
+    "ZeRO-3 175B, 256 A100",
+    "8B, 8 H100, compiled",
+    "8B, 32 H200, compiled, FP8",
+)
+"""Runs that decide the share of its rates that a device reaches in training, one for each device."""
+_LENGTH, _TOKENS = 8192, 4 * 2**20  # of a sample, and of the global batch
+_MTBF_HOURS, _RESTART = 50_000.0, 600.0  # of a device with its share of host and network: an assumption
+
+
+def main(
+    part: Annotated[str, typer.Option(help="published, extrapolated, measured, or several with commas.")] = ",".join(
+        PARTS
+    ),
+    results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
+) -> None:
+    """Run these parts, print their tables with every miss, and write simulate.json, which keeps the other parts."""
+    chosen = [name.strip() for name in part.split(",")]
+    wrong = [name for name in chosen if name not in PARTS]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]!r} is no part; write some of {', '.join(PARTS)}", param_hint="--part")
+    path = results / "simulate.json"
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    found: dict[str, Any] = {name: stored[name] for name in PARTS if name in stored}
+    works = {"published": compare_with_published, "extrapolated": extrapolate, "measured": compare_with_measured}
+    for name in chosen:
+        found[name] = works[name]()
+        bench_console().print(TABLES[name](found[name]))
+    write_result(path, {"bench": "simulate", **found})
+
+
+def compare_with_published() -> list[dict[str, Any]]:
+    """Return one row for each published run: predicted from data sheets, and with a share of each device's rates that
+    one of its runs decides."""
+    runs = published_runs()
+    shares = {run.device: _calibrate(run) for run in runs if run.name in CALIBRATION}
+    rows = []
+    for run in runs:
+        start = time.perf_counter()
+        found = _predict(run, 1.0)
+        calibrated = run.predicted(_predict(run, shares[run.device]))
+        predicted = run.predicted(found)
+        rows.append(
+            {
+                "row": run.row,
+                "name": run.name,
+                "source": run.source,
+                "unit": run.unit,
+                "published": run.figure,
+                "predicted": predicted,
+                "error": predicted / run.figure - 1,
+                "share": shares[run.device],
+                "decides the share": run.name in CALIBRATION,
+                "calibrated": calibrated,
+                "calibrated error": calibrated / run.figure - 1,
+                "seconds": found.seconds,
+                "waits": {kind: seconds / found.seconds for kind, seconds in found.waits.items()},
+                "assumed": run.assumed,
+                "simulated in": time.perf_counter() - start,
+            }
+        )
+    return rows
+
+
+def _predict(run: PublishedRun, share: float) -> StepPrediction:
+    """Predict a run on devices that reach `share` of what `parts` says."""
+    place = cluster_of(run)
+    device = replace(
+        place.device,
+        matmul_efficiency=share * place.device.matmul_efficiency,
+        attention_efficiency=share * place.device.attention_efficiency,
+        memory_efficiency=share * place.device.memory_efficiency,
+    )
+    return predict_step(
+        run.shape, load_config(run.full_config()), replace(place, device=device), world_size=run.ranks,
+        length=run.length, checkpointing=run.checkpointing, fused=run.fused, linear_dtype=run.linear_dtype,
+    )  # fmt: skip
+
+
+def _calibrate(run: PublishedRun) -> float:
+    """Return the share of its device's rates with which a run is predicted exactly."""
+    low, high = 0.1, 1.5
+    for _ in range(12):
+        middle = (low + high) / 2
+        predicted = run.predicted(_predict(run, middle))
+        too_slow = predicted > run.figure if run.unit == "s" else predicted < run.figure
+        low, high = (middle, high) if too_slow else (low, middle)
+    return (low + high) / 2
+
+
+def extrapolate() -> list[dict[str, Any]]:
+    """Return the fastest of several meshes that fits for 7B, 70B, 405B and 1T on 8 to 16,384 H100."""
+    rows = []
+    for shape in ("7b", "70b", "405b", "1t"):
+        for ranks in (8, 64, 512, 4096, 16_384):
+            start = time.perf_counter()
+            best = _best_mesh(shape, ranks)
+            if best is None:
+                rows.append({"shape": shape, "ranks": ranks, "mesh": "", "seconds": None})
+                continue
+            rows.append({"shape": shape, "ranks": ranks, **best, "simulated in": time.perf_counter() - start})
+    return rows
+
+
+def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
+    place, sizes = known_cluster("dgx-h100").with_devices(ranks), model_shape(shape)
+    best: dict[str, Any] | None = None
+    for stage, tp, pp in ((3, 1, 1), (3, 8, 1), (1, 8, 1), (1, 8, 4), (1, 8, 16)):
+        data = ranks // (tp * pp)
+        if ranks % (tp * pp) or not data or pp > sizes.layers or (_TOKENS // _LENGTH) % data:
+            continue
+        config = load_config(
+            {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": _TOKENS // _LENGTH // data,
+                "bf16": {"enabled": True},
+                "communication_data_type": "bf16",
+                "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 10**10},
+                "parallel": {"tp": tp, "pp": pp, "tp_sequence_norms": tp > 1},
+            }
+        )
+        work = describe_step(sizes, config, ranks, _LENGTH, checkpointing="full", fused=True)
+        # The inputs of all layers, and the activations of one, are what full checkpointing keeps.
+        inputs = work.volumes.tokens * sizes.hidden * 2 * (sizes.layers + 20) // tp
+        if state_bytes_of_rank(work) + inputs > 0.9 * place.device.memory:
+            continue
+        found = predict_work(work, place)
+        good = expected_goodput(
+            ranks, _MTBF_HOURS * 3600, checkpoint_bytes(work) / (place.hosts * place.host.disk_write), _RESTART
+        )
+        row = {
+            "mesh": f"stage {stage}, tp {tp}, pp {pp}, dp {data}",
+            "seconds": found.seconds,
+            "mfu": found.mfu,
+            "tokens_per_second": found.tokens_per_second,
+            "waits": {kind: seconds / found.seconds for kind, seconds in found.waits.items()},
+            "goodput": good.goodput,
+            "checkpoint_interval": good.daly,
+        }
+        if best is None or found.seconds < best["seconds"]:
+            best = row
+    return best
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the sizes of a model of `windlass plan --shape`."""
+    return from_transformers({**SHAPES[name], "vocab_size": 32_000, "hidden_act": "silu"})
+
+
+def compare_with_measured() -> dict[str, Any]:
+    """Measure this machine's rates and the step times of all cases; return them with the predictions."""
+    env = {"OMP_NUM_THREADS": "1", "WINDLASS_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo"}
+    machines: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for ranks in sorted({case.ranks for case in CASES}):
+        with RankPool(partial(TimedRank, ranks), ranks, label=f"{ranks} ranks", env=env) as pool:
+            found = pool.ask("measure")
+            rates = {key: statistics.median(one[key] for one in found) for key in found[0]}
+            machines[str(ranks)] = rates
+            for case in (one for one in CASES if one.ranks == ranks):
+                steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
+                rows.append(_compare(case, MeasuredMachine(**rates), statistics.median(steps), steps))
+    return {"machines": machines, "rows": rows}
+
+
+def _compare(case: Any, machine: MeasuredMachine, measured: float, steps: list[float]) -> dict[str, Any]:
+    found = predict_step(_shape(MODEL), load_config(case.config()), machine.cluster(case.ranks), length=LENGTH)
+    return {
+        "name": case.name,
+        "measured": measured,
+        "steps": steps,
+        "predicted": found.seconds,
+        "error": found.seconds / measured - 1,
+        "waits": found.waits,
+    }
+
+
+def _shape(sizes: Sizes) -> ModelShape:
+    return sizes.shape()
+
+
+def _published_table(rows: list[dict[str, Any]]) -> Table:
+    misses = [_is_miss(row["error"]) for row in rows]
+    others = [_is_miss(row["calibrated error"]) for row in rows if not row["decides the share"]]
+    table = Table(
+        title=f"published runs within {PUBLISHED_TOLERANCE:.0%}: {misses.count(False)} of {len(misses)} from data "
+        f"sheets, {others.count(False)} of {len(others)} others once one run of each device decides its share",
+        title_justify="left",
+    )
+    for name in ("row", "run", "published", "data sheets", "error", "calibrated", "error", ""):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for row in rows:
+        figures = [f"{row[key]:,.4g}" for key in ("predicted", "calibrated")]
+        miss = "decides" if row["decides the share"] else "MISS" if _is_miss(row["calibrated error"]) else ""
+        table.add_row(
+            str(row["row"]), row["name"], f"{row['published']:,.5g} {row['unit']}", figures[0],
+            f"{row['error']:+.0%}", figures[1], f"{row['calibrated error']:+.0%}", miss,
+        )  # fmt: skip
+    return table
+
+
+def _is_miss(error: float) -> bool:
+    return abs(error) > PUBLISHED_TOLERANCE
+
+
+def _extrapolated_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{_TOKENS:,} tokens a step of {_LENGTH:,}, H100, full checkpointing", title_justify="left")
+    for name in ("model", "devices", "mesh", "step", "MFU", "waits", "goodput"):
+        table.add_column(name, justify="left" if name in ("model", "mesh", "waits") else "right")
+    for row in rows:
+        if row["seconds"] is None:
+            table.add_row(row["shape"], f"{row['ranks']:,}", "none of the meshes fits", "", "", "", "")
+            continue
+        waits = ", ".join(f"{kind} {part:.0%}" for kind, part in row["waits"].items() if part >= 0.005)
+        table.add_row(
+            row["shape"], f"{row['ranks']:,}", row["mesh"], f"{row['seconds']:.2f} s", f"{row['mfu']:.1%}", waits,
+            f"{row['goodput']:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _measured_table(found: dict[str, Any]) -> Table:
+    rows = found["rows"]
+    misses = sum(abs(row["error"]) > MEASURED_TOLERANCE for row in rows)
+    table = Table(
+        title=f"steps of CPU ranks: {len(rows) - misses} of {len(rows)} within {MEASURED_TOLERANCE:.0%}",
+        title_justify="left",
+    )
+    for name in ("configuration", "measured", "predicted", "error", ""):
+        table.add_column(name, justify="left" if name == "configuration" else "right")
+    for row in rows:
+        times = [f"{row[key] * 1e3:,.0f} ms" for key in ("measured", "predicted")]
+        miss = "MISS" if abs(row["error"]) > MEASURED_TOLERANCE else ""
+        table.add_row(row["name"], *times, f"{row['error']:+.1%}", miss)
+    return table
+
+
+TABLES: dict[str, Any] = {
+    "published": _published_table,
+    "extrapolated": _extrapolated_table,
+    "measured": _measured_table,
+}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,82 @@
+"""Tests of the part of a tuning trial that runs inside the program, on two ranks."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from windlass.engine.trial_job import VARIABLE, TrialJob
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": True,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+
+
+def train_in_trial(as_deepspeed: bool, steps: int) -> tuple[int, int, list[int]]:
+    """Train until the trial ends. Return the stage, the number of steps, and sizes of batches."""
+    import windlass
+    from windlass.compat.deepspeed_initialize import initialize as deepspeed_initialize
+    from windlass.engine import trial_run
+    from windlass.engine.initialize_observer import InitializeObserver, install_observer
+
+    torch.manual_seed(dist.get_rank())
+    with ExitStack() as stack:
+        stack.callback(install_observer, install_observer(InitializeObserver()))
+        stack.enter_context(mock.patch.object(trial_run, "exit_later"))
+        build = deepspeed_initialize if as_deepspeed else windlass.initialize
+        engine = build(model=torch.nn.Linear(8, 1), config=dict(CONFIG))[0]
+        batch = [engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()]
+        done = 0
+        try:
+            for _ in range(steps):
+                for _ in range(engine.gradient_accumulation_steps()):
+                    engine.backward(engine(torch.randn(batch[1], 8)).square().mean())
+                    engine.step()
+                done += 1
+        except trial_run.TrialFinished:
+            done += 1
+        stage = engine.zero_optimization_stage()
+        engine.destroy()
+        return stage, done, batch
+
+
+@pytest.mark.parametrize("as_deepspeed", [False, True])
+def test_a_trial_changes_keys_times_steps_and_ends_the_program(tmp_path: Path, as_deepspeed: bool) -> None:
+    result = tmp_path / "result.json"
+    values = {"zero_optimization.stage": 2, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    job = TrialJob(str(result), values, warmup=1, steps=3)
+    runs = run_ranks(train_in_trial, 2, as_deepspeed, 50, env=job.environment())
+    assert runs == [(2, 4, [12, 3])] * 2, "every rank ends in the same step"
+    found = json.loads(result.read_text())
+    assert len(found["steps"]) == 3 and 0 < found["forward_s"] + found["update_s"] < 2 * found["step_s"]
+    assert (found["train_batch"], found["micro"], found["accumulation"], found["world_size"]) == (12, 3, 2, 2)
+    assert found["fed_shape"] == [3, 8] and found["parameters"] == 9 and found["peak_host"] > 2**20
+    assert not found["ended_early"]
+
+
+def test_a_slow_trial_ends_after_two_steps(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    job = TrialJob(str(result), {"zero_optimization.stage": 3}, warmup=1, steps=9, slow_s=1e-9)
+    assert [run[1] for run in run_ranks(train_in_trial, 2, False, 50, env=job.environment())] == [3, 3]
+    assert json.loads(result.read_text())["ended_early"]
+
+
+def test_another_value_of_the_variable_is_refused() -> None:
+    from windlass.base.errors import ConfigError
+    from windlass.engine.trial_job import trial_from_environment
+
+    assert trial_from_environment({}) is None
+    job = TrialJob("r", {"a": 1})
+    assert trial_from_environment(job.environment()) == job
+    with pytest.raises(ConfigError, match=f"{VARIABLE} is not an order of `windlass tune`"):
+        trial_from_environment({VARIABLE: "1"})

@@ -1,0 +1,60 @@
+"""Command `windlass simulate`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from windlass.base.errors import ConfigError
+from windlass.cli.main import app
+
+SHAPE = "hidden=64,layers=4,heads=4,vocabulary=96"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_table_trace_and_picture(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    )
+    trace, picture = tmp_path / "step.json", tmp_path / "step.png"
+    options = ["--config", str(tmp_path / "ds.json"), "--world-size", "8,64", "--length", "16"]
+    code, text = run("--shape", SHAPE, *options, "--trace", str(trace), "--picture", str(picture), "--device-mtbf", "9")
+    assert code == 0 and "64 ranks: where the step waits" in text and "received along data: gather" in text
+    assert "a failure every" in text and "parameters, gradients and states of a rank" in text
+    assert json.loads(trace.read_text())["traceEvents"] and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_of_a_model_directory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, **sizes})
+    )
+    code, text = run(str(tmp_path), "--world-size", "2", "--length", "16", "--cluster", "cpu", "--json")
+    found: dict[str, Any] = json.loads(text)
+    assert code == 0 and found["world_size"] == 2 and found["tokens"] == 32 and found["goodput"] is None
+    assert found["seconds"] > 0 and found["state_bytes"] > 0 and found["waits"]
+
+
+def test_wrong_options_name_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give MODEL or --shape"):
+        run()
+    with pytest.raises(ConfigError, match="--world-size '8,x' is no list"):
+        run("--shape", SHAPE, "--world-size", "8,x")
+    with pytest.raises(ConfigError, match="--checkpointing 'some' does not exist; write one of none, full, selective"):
+        run("--shape", SHAPE, "--checkpointing", "some")
+    with pytest.raises(ConfigError, match="--shape '9b' is unknown"):
+        run("--shape", "9b")
+    path = tmp_path / "lab.toml"
+    path.write_text('cluster = "dgx-h100"\nhosts = 2\n[[links]]\nfrom = "host 0"\nto = "leaf"\nrate = "100Gbps"\n')
+    with pytest.raises(ConfigError, match=r"links\[0\].to = 'leaf' leads nowhere: write a host from 'host 0' to"):
+        run("--shape", SHAPE, "--cluster", str(path), "--world-size", "16")

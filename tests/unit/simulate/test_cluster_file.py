@@ -1,0 +1,109 @@
+"""Tests of cluster files: what they replace, and their mistakes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from windlass.base.errors import ConfigError
+from windlass.simulate.cluster_file import load_cluster
+from windlass.simulate.parts import DEVICES, parse_rate, parse_seconds
+
+LINKS = """
+hosts = 3
+switches = ["leaf"]
+[device]
+part = "h100"
+[host]
+part = "dgx-h100"
+[[links]]
+from = "host 0"
+to = "leaf"
+rate = "100Gbps"
+latency = "2us"
+[[links]]
+from = "host 1"
+to = "leaf"
+rate = "100Gbps"
+[[links]]
+from = "leaf"
+to = "host 2"
+rate = "10Gbps"
+"""
+
+
+def load(folder: Path, text: str, world: int = 8) -> object:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return load_cluster(str(path), world)
+
+
+def test_files_replace_values_of_known_parts(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'name = "lab"\ncluster = "dgx-a100"\ndevice_mtbf_hours = 100\n'
+        '[device]\nflops = {bf16 = "300TFLOP/s"}\nmemory = "40GB"\nlaunch = "10us"\n'
+        '[host]\ndevices = 4\nnics = 1\nnic = {rate = "100Gbps", latency = "5us", efficiency = 0.9}\n'
+        '[network]\ntopology = "fat-tree"\nhosts_per_leaf = 2\noversubscription = 4\n'
+    )
+    found = load_cluster(str(path), 16)
+    assert (found.name, found.hosts, found.devices, found.device_mtbf) == ("lab", 4, 16, 360_000)
+    assert found.device.flops == {"bf16": 300e12} and found.device.launch_seconds == pytest.approx(1e-5)
+    assert found.device.memory_rate == DEVICES["a100"].memory_rate
+    assert found.host.nic.usable == pytest.approx(0.9 * 12.5e9)
+    assert found.link_part("leaf").rate == pytest.approx(2 * 12.5e9 / 4)
+
+
+def test_explicit_links_are_routed(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(LINKS)
+    found = load_cluster(str(path), 24)
+    assert [link.kind for link in found.route(0, 16)] == ["device", "host 0-leaf", "leaf-host 2", "device"]
+    assert found.link_part("leaf-host 2").rate == pytest.approx(1.25e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            LINKS.replace('to = "leaf"', 'to = "leaf 9"', 1),
+            "links[0].to = 'leaf 9' leads nowhere: write a host from 'host 0' to 'host 2' or one of the switches leaf, "
+            "or add it to switches",
+        ),
+        (LINKS.replace('"host 2"', '"host 3"'), "links[2].to = 'host 3' leads nowhere"),
+        (LINKS.replace('"host 2"', '"leaf"'), "links[2].to = 'leaf' is the link's own begin"),
+        (LINKS.replace('to = "host 2"', 'to = "host 1"'), "no links lead from 'host 0' to 'host 2'"),
+        (LINKS.replace('rate = "10Gbps"', ""), "links[2].rate is missing"),
+        (LINKS.replace("10Gbps", "fast"), "links[2].rate = 'fast' is no rate; write e.g. 400Gbps"),
+        (LINKS.replace("2us", "soon"), "links[0].latency = 'soon' is no time"),
+        (LINKS.replace("hosts = 3", "hosts = 0"), "hosts = 0 is no whole number from 1"),
+        ("[device]\npart = 'b9'", "device.part = 'b9' is no known device; write one of v100"),
+        ("[device]\nflops = {bf16 = 1}", "device.memory is missing"),
+        ("cluster = 'dgx-h100'\nspeed = 3", "speed = 3 is no key; the keys are cluster"),
+        ("cluster = 'dgx-h100'\n[network]\ntopology = 'star'", "network.topology = 'star' does not exist"),
+        ("cluster = 'dgx-h100'\n[network]\ntopology = 'links'", "network.topology = 'links' needs [[links]]"),
+        ("cluster = 'dgx-h100'\nhosts = 4\n[network]\ntopology = 'torus'\nshape = [3]", "sides whose product is 4"),
+        ("cluster = 'dgx-h100'\n[host]\nmesh = 'web'", "host.mesh = 'web' does not exist; write one of switch"),
+        (
+            "cluster = 'dgx-h100'\n[device]\nmatmul_efficiency = 2",
+            "device.matmul_efficiency = 2 is no number from 0 to 1",
+        ),
+        ("[device", "is no TOML"),
+    ],
+)
+def test_mistakes_name_the_key_its_value_and_the_fix(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, text)
+
+
+def test_unknown_clusters_and_units() -> None:
+    with pytest.raises(ConfigError, match="neither a known cluster nor a file; write one of dgx2, dgx-a100"):
+        load_cluster("dgx-9", 8)
+    assert parse_rate("400Gbps", "x") == 50e9 and parse_rate("2.5GB/s", "x") == 2.5e9
+    assert parse_rate("989TFLOP/s", "x") == 989e12 and parse_rate(7, "x") == 7.0
+    assert parse_seconds("3us", "x") == pytest.approx(3e-6) and parse_seconds("10ms", "x") == pytest.approx(0.01)
+    for wrong in ("0GB/s", "", True, -1, None):
+        with pytest.raises(ConfigError, match="x = .* is no rate"):
+            parse_rate(wrong, "x")

@@ -1,0 +1,251 @@
+"""Tests of predicted steps: the laws of bytes, of one device, and of more resources."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.mesh_shape import AXES, MeshShape
+from windlass.config import load_config
+from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes
+from windlass.parallel.model_shape import ModelShape, from_transformers
+from windlass.simulate.cluster import Cluster, Network
+from windlass.simulate.cluster_file import known_cluster
+from windlass.simulate.goodput import expected_goodput
+from windlass.simulate.model_blocks import build_chunk, global_model_flops
+from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
+from windlass.simulate.predict_step import predict_step
+from windlass.simulate.step_tasks import StepTasks
+from windlass.simulate.step_workload import describe_step
+from windlass.simulate.timeline import write_trace
+
+DENSE = ModelShape(hidden=64, layers=4, heads=8, vocabulary=256, kv_heads=4, intermediate=128)
+EXPERTS = replace(DENSE, experts=4, top_k=4, intermediate=96)
+MICRO, SAMPLES, LENGTH = 2, 2, 32
+KEYS = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 0,
+}
+
+
+def config(stage: int = 0, zero: dict[str, Any] | None = None, **other: Any) -> Any:
+    return load_config(
+        {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": MICRO,
+            "zero_optimization": {"stage": stage, **(zero or {})},
+            **other,
+        }
+    )
+
+
+def place(world: int, name: str = "dgx-h100") -> Cluster:
+    return known_cluster(name).with_devices(world)
+
+
+AXIS_CASES = [
+    *((2, {}, stage, {}) for stage in range(4)),
+    (2, {"tp": 2}, 0, {}),
+    (2, {"tp": 2, "recompute": True}, 0, {}),
+    (2, {"tp": 2, "tp_overlap_chunks": 2}, 0, {}),
+    (2, {"tp": 2, "tp_sequence_norms": True}, 0, {}),
+    (2, {"sp": 2}, 1, {}),
+    (2, {"sp": 2, "sp_mode": "ring"}, 1, {}),
+    (2, {"sp": 2, "recompute": True}, 0, {}),
+    (2, {"ep": 2}, 2, {}),
+    (2, {"ep": 2, "recompute": True}, 0, {}),
+    (2, {"pp": 2}, 0, {}),
+    (2, {"pp": 2}, 0, {"schedule": "gpipe"}),
+    (2, {"pp": 2}, 0, {"schedule": "interleaved", "virtual_stages": 2}),
+    (2, {"pp": 2}, 0, {"schedule": "zero-bubble"}),
+    (4, {"dp_replicate": 2}, 3, {}),
+    (4, {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2}, 2, {}),
+    (4, {"ep": 2, "tp": 2}, 2, {}),
+    (4, {"ep": 2, "sp": 2}, 2, {}),
+    (4, {"pp": 2, "tp": 2}, 0, {}),
+    (4, {"pp": 2}, 3, {}),
+    (4, {"pp": 2}, 3, {"unshard_per": "micro-batch"}),
+    (4, {"pp": 2, "ep": 2}, 1, {}),
+    (64, {"pp": 2, "tp": 2, "sp": 2, "ep": 2}, 2, {}),
+]
+
+
+@pytest.mark.parametrize(("world", "axes", "stage", "pipeline"), AXIS_CASES)
+def test_simulated_bytes_equal_the_formulas(
+    world: int, axes: dict[str, Any], stage: int, pipeline: dict[str, Any]
+) -> None:
+    """The formulas equal the counters of real ranks (bench/parallel_axes.py, tests/dist)."""
+    shape = EXPERTS if "ep" in axes else DENSE
+    settings = config(stage, KEYS, parallel=axes, pipeline=pipeline)
+    found = predict_step(shape, settings, place(world), world_size=world, length=LENGTH).moved
+    taken = {axis: int(axes.get(axis, 1)) for axis in AXES if axis != "dp_shard"}
+    grid = MeshShape(**taken, dp_shard=world // MeshShape(**taken).world)
+    work = StepWorkload(
+        SAMPLES * LENGTH, micro_batches=MICRO, zero_stage=stage, activation_bytes=4, parameter_bytes=4,
+        recompute=bool(axes.get("recompute")), tp_sequence_norms=bool(axes.get("tp_sequence_norms")),
+        ulysses_degree={"ring": 1, "ulysses+ring": axes.get("ulysses_degree", 0)}.get(axes.get("sp_mode", ""), 0),
+        unshards_once="unshard_per" not in pipeline, virtual_stages=pipeline.get("virtual_stages", 1),
+    )  # fmt: skip
+    for pipe in range(grid.pp):
+        expected: dict[str, dict[str, int]] = {}
+        for volume in compute_step_volumes(shape, grid, work, pipe):
+            axis = "data" if volume.axis == "experts" else volume.axis
+            of = expected.setdefault(axis, {})
+            name = {"activations": "activations", "gradients of activations": "gradients"}.get(volume.tensors)
+            operation = name if axis == "pp" and name else volume.operation
+            of[operation] = of.get(operation, 0) + volume.nbytes
+        _add_scalars(expected, grid, pipe, 2 if axes.get("recompute") else 1)
+        if axes.get("tp_sequence_norms"):  # gradients of two norms a layer, which the formulas leave out
+            expected["data"] = {"replicate": DENSE.layers * 2 * DENSE.hidden * 4}
+        assert found[pipe] == expected
+
+
+def _add_scalars(expected: dict[str, dict[str, int]], grid: MeshShape, pipe: int, forwards: int) -> None:
+    """Add what the formulas leave out: losses, numbers of tokens, and numbers of rows for experts."""
+    if pipe < grid.pp - 1:
+        expected["pp"]["broadcast"] = 4
+    if grid.sp > 1 and pipe == grid.pp - 1:
+        expected["sp"]["all_reduce"] = 2 * MICRO * (2 * 2 * 4 * (grid.sp - 1) // grid.sp)
+    if grid.ep > 1:
+        layers = DENSE.layers // grid.pp
+        expected["ep"]["all_to_all"] += forwards * MICRO * layers * (grid.ep - 1) * (4 // grid.ep) * 8
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_one_device_takes_the_sum_of_its_operations(checkpointing: str) -> None:
+    infinite = LinkPart(math.inf, 0.0, 1.0)
+    host = replace(HOSTS["dgx-h100"], devices=1, nics=1, device_link=infinite, nic=infinite)
+    lonely = Cluster(DEVICES["h100"], host, 1, Network(switch_latency=0.0))
+    settings = config(3, KEYS)
+    found = predict_step(DENSE, settings, lonely, length=LENGTH, checkpointing=checkpointing)
+    work = describe_step(DENSE, settings, 1, LENGTH, checkpointing=checkpointing)
+    total = 0.0
+    chunk = build_chunk(work, lonely.device, 0)
+    for block in chunk.blocks:
+        segments = [*block.forward, *block.backward, *block.again]
+        total += MICRO * sum(op.seconds(lonely.device) for segment in segments for op in segment.operations)
+    rate = lonely.device.memory_rate * lonely.device.memory_efficiency
+    total += DENSE.numel * (4 + (4 + 2 * 8 + 2 * 4)) / rate  # the norm reads gradients; the update touches all
+    assert math.isclose(found.seconds, total, rel_tol=1e-9)
+    assert math.isclose(found.compute_seconds, total, rel_tol=1e-9)
+    assert sum(found.waits.values()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_compute_and_waits_sum_to_the_step() -> None:
+    for axes, stage in (({}, 3), ({"tp": 2, "pp": 2}, 1), ({"sp": 4}, 2)):
+        found = predict_step(DENSE, config(stage, parallel=axes), place(16), length=LENGTH)
+        assert math.isclose(found.compute_seconds + sum(found.waits.values()), found.seconds, rel_tol=1e-9)
+        assert found.waits and all(seconds >= 0 for seconds in found.waits.values())
+
+
+def test_sums_of_blocking_collectives_take_the_same_time() -> None:
+    work = describe_step(EXPERTS, config(2, parallel={"tp": 2, "pp": 2, "ep": 2}), 16, LENGTH)
+    fine, coarse = (StepTasks(work, place(16), coarse=coarse) for coarse in (False, True))
+    assert coarse.run() == pytest.approx(fine.run(), rel=0.02)
+    assert [stage.lanes.moved for stage in coarse.stages] == [stage.lanes.moved for stage in fine.stages]
+    assert len(coarse.loop.tasks) < 0.6 * len(fine.loop.tasks)
+
+
+def test_model_flops_equal_those_of_the_traced_model() -> None:
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 96, "use_cache": False}
+    own = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager", tie_word_embeddings=False
+    )
+    model = transformers.LlamaForCausalLM(own)
+    ids = torch.zeros((SAMPLES, LENGTH), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    work = describe_step(model, config(), 1, LENGTH)
+    assert work.shape == from_transformers(own.to_dict())
+    # eager attention multiplies whole score matrices; the embedding is no product
+    assert global_model_flops(work, DEVICES["h100"]) / MICRO == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_prefetch_hides_gathers_and_reuse_saves_them() -> None:
+    shape = replace(DENSE, hidden=4096, heads=32, kv_heads=8, intermediate=14336, layers=4)
+    slow = replace(place(8), host=replace(HOSTS["dgx-h100"], device_link=LinkPart(100e9, 0.0)))
+    ahead = predict_step(shape, config(3), slow, length=2048)
+    alone = predict_step(shape, config(3, {"stage3_prefetch_bucket_size": 0}), slow, length=2048)
+    again = predict_step(shape, config(3, {"stage3_max_reuse_distance": 0}), slow, length=2048)
+    big = {"stage3_prefetch_bucket_size": 1_000_000_000}
+    hidden = predict_step(shape, config(3, {**big, "stage3_max_reuse_distance": 0}), slow, length=2048)
+    assert ahead.moved[0]["data"]["gather"] < again.moved[0]["data"]["gather"]
+    assert hidden.moved == again.moved and hidden.seconds < again.seconds
+    assert alone.seconds >= ahead.seconds
+
+
+def test_tiers_and_codecs_change_transfers() -> None:
+    shape = replace(DENSE, hidden=1024, heads=8, intermediate=4096)
+
+    def run(**zero: Any) -> Any:
+        return predict_step(shape, config(3, zero, bf16={"enabled": True}), place(16), length=LENGTH)
+
+    base, states = run(), run(offload_optimizer={"device": "cpu"})
+    nvme = run(offload_optimizer={"device": "nvme", "nvme_path": "/x"}, offload_param={"device": "cpu"})
+    assert "device to host" in states.link_bytes and "disk read" in nvme.link_bytes
+    assert base.seconds < states.seconds < nvme.seconds and nvme.waits["disk"] > 0
+    delayed = run(offload_optimizer={"device": "cpu", "delayed_update": True})
+    assert delayed.seconds < states.seconds
+    encoded = run(zero_quantized_weights=True, zero_quantized_gradients=True)
+    assert encoded.moved[0]["data"]["gather"] < 0.6 * base.moved[0]["data"]["gather"]
+    assert encoded.moved[0]["data"]["reduce"] < 0.4 * base.moved[0]["data"]["reduce"]
+    bare = replace(place(16), host=replace(HOSTS["dgx-h100"], disk_read=0.0))
+    settings = config(3, {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}})
+    with pytest.raises(ConfigError, match="hosts have no disk; set host.disk_read"):
+        predict_step(shape, settings, bare, length=LENGTH)
+
+
+def test_pipeline_bubble_is_that_of_the_formula() -> None:
+    infinite = LinkPart(math.inf, 0.0, 1.0)
+    host = replace(HOSTS["dgx-h100"], device_link=infinite, nic=infinite)
+    fast = Cluster(replace(DEVICES["h100"], launch_seconds=0.0), host, 1, Network(switch_latency=0.0))
+    shape = replace(DENSE, vocabulary=1)  # so that the ends cost nothing
+    found = predict_step(shape, config(parallel={"pp": 4}, train_batch_size=16, gradient_accumulation_steps=8), fast,
+                         world_size=4, length=LENGTH)  # fmt: skip
+    assert found.waits["pipeline"] / found.seconds == pytest.approx(3 / 11, rel=0.1)
+
+
+def test_sixteen_thousand_devices_are_folded(tmp_path: Path) -> None:
+    settings = config(1, parallel={"tp": 8, "pp": 4}, bf16={"enabled": True})
+    found = predict_step(DENSE, settings, place(16_384), world_size=16_384, length=LENGTH, timeline=True)
+    assert found.world_size == 16_384 and {span.process for span in found.spans} == {
+        *("rank 0", "rank 4096", "rank 8192", "rank 12288"),
+        "links",
+    }
+    write_trace(found, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"rank 0", "links", "compute", "tp", "zero"} <= names
+    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert last == pytest.approx(found.seconds * 1e6)
+
+
+def test_goodput_follows_young_and_daly() -> None:
+    found = expected_goodput(16_384, 50_000 * 3600.0, 30.0, 600.0)
+    assert found.mtbf == pytest.approx(10986.3, rel=1e-4)
+    assert found.young == pytest.approx(math.sqrt(2 * 30 * found.mtbf))
+    best = max((expected_goodput(16_384, 50_000 * 3600.0, 30.0, 600.0, t).goodput, t) for t in range(200, 3000, 5))
+    assert found.daly == pytest.approx(best[1], rel=0.02) and found.goodput == pytest.approx(best[0], rel=1e-4)
+    assert 0.8 < found.goodput < 1
+    with pytest.raises(ConfigError, match="checkpoint = 0"):
+        expected_goodput(8, 1.0, 0.0, 0.0)
+
+
+def test_bad_input_names_the_fix() -> None:
+    with pytest.raises(ConfigError, match="has 8 devices .* and the run has 16 ranks"):
+        predict_step(DENSE, config(), known_cluster("dgx-h100"), world_size=16)
+    with pytest.raises(ModelError, match="the sizes of Linear are unknown"):
+        predict_step(torch.nn.Linear(2, 2), config(), known_cluster("dgx-h100"))
+    with pytest.raises(ConfigError, match="a pipeline of 8 stages .* the model has 4"):
+        predict_step(DENSE, config(parallel={"pp": 8}), known_cluster("dgx-h100"))

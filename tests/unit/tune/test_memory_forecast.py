@@ -1,0 +1,57 @@
+"""Laws of the forecast: it is the plan of each configuration, and traces grow linearly with the micro-batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.causal_models import model_of
+from windlass.config import load_config
+from windlass.config.batch_sizes import MICRO
+from windlass.config.config_overrides import override_keys
+from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
+from windlass.plan.memory_plan import HOST
+from windlass.plan.plan_run import RunShape, plan_memory
+from windlass.tune.memory_forecast import ForecastOrder, ForecastResult, start_forecast
+from windlass.tune.search_space import CHECKPOINTING, REDUCE_BUCKET, STAGE
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": 64},
+}
+RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def test_the_forecast_equals_the_plan(tmp_path: Path) -> None:
+    model = model_of("LlamaForCausalLM", **SIZES)
+    candidates = {
+        f"z{stage}_mbs{micro}_{checkpoints}": {STAGE: stage, MICRO: micro, CHECKPOINTING: checkpoints, REDUCE_BUCKET: 7}
+        for stage, micro, checkpoints in ((3, 4, False), (2, 4, True))
+    }
+    order = ForecastOrder(candidates, str(tmp_path / "forecast.json"))
+    order.write(tmp_path / "order.json")
+    ids = torch.zeros((2, 16), dtype=torch.long)
+    start_forecast(str(tmp_path / "order.json"), RAW, model, 2, 12)(2, (), {"input_ids": ids, "labels": ids})
+    found = ForecastResult(**json.loads(Path(order.result).read_text()))
+    assert (found.problem, found.fed, found.tokens, found.base, found.can_checkpoint) == ("", 2, 16, 12, True)
+    for name, overrides in candidates.items():
+        (enable_checkpointing if overrides[CHECKPOINTING] else disable_checkpointing)(model)
+        config = load_config(override_keys(RAW, overrides))
+        plan = plan_memory(model, config, RunShape(2, 16))
+        planned = plan.peak(HOST, ("init", "load", "forward", "backward", "step"))
+        assert abs(found.host_bytes[name] - planned) < 1e-3 * planned, "blocks of 64 bytes are not quite linear"
+
+
+def test_a_model_that_cannot_be_traced_gives_facts_and_a_reason(tmp_path: Path) -> None:
+    class Reads(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows)[: len(rows.unique().tolist())]
+
+    order = ForecastOrder({"z0": {STAGE: 0}}, str(tmp_path / "forecast.json"))
+    order.write(tmp_path / "order.json")
+    start_forecast(str(tmp_path / "order.json"), RAW, Reads(4, 4), 1, 0)(2, (torch.zeros(2, 4),), {})
+    found = ForecastResult(**json.loads(Path(order.result).read_text()))
+    assert found.parameters == 20 and not found.host_bytes and "cannot be traced" in found.problem

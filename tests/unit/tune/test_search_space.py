@@ -1,0 +1,152 @@
+"""Tests of the search space: which keys are searched, which configurations it has, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.base.errors import ConfigError
+from windlass.config import load_config
+from windlass.config.batch_sizes import ACCUMULATION, MICRO, TRAIN
+from windlass.config.config_overrides import override_keys, value_at_path
+from windlass.tune.search_space import (
+    CHECKPOINTING,
+    PARAMETERS_TIER,
+    REUSE,
+    STAGE,
+    STATES_RATIO,
+    STATES_TIER,
+    SearchLimits,
+    build_space,
+    needs_no_less_memory,
+)
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    return {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZER, **keys}
+
+
+@pytest.mark.parametrize(
+    ("zero", "changes", "expected"),
+    [
+        (True, {STAGE: 2}, {"stage": 2}),
+        (
+            {"cpu_offload": True},
+            {"zero_optimization.offload_optimizer.ratio": 0.5},
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        ),
+        ({"max_reuse_distance": 4}, {REUSE: 0}, {"stage3_max_reuse_distance": 0}),
+        ({"offload_param": None}, {PARAMETERS_TIER: "cpu"}, {"offload_param": {"device": "cpu"}}),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, {STAGE: None}, {"offload_param": {"device": "cpu"}}),
+        ({"stage": 3}, {PARAMETERS_TIER: None}, {"stage": 3}),
+    ],
+)
+def test_override_replaces_every_spelling(zero: Any, changes: dict[str, Any], expected: Any) -> None:
+    raw = {"zero_optimization": zero}
+    before = repr(raw)
+    assert override_keys(raw, changes) == {"zero_optimization": expected}
+    assert repr(raw) == before
+    for key, value in changes.items():
+        assert value_at_path(override_keys(raw, changes), key) == value
+
+
+def test_auto_keys_and_lists_are_searched_and_the_global_batch_is_kept() -> None:
+    raw = config(
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        zero_optimization={"stage": [1, 3], "max_reuse_distance": "auto"},
+    )
+    space = build_space(raw, 2, SearchLimits())
+    assert {one.key: one.choices for one in space.dimensions} == {
+        STAGE: (1, 3),
+        MICRO: (1, 2, 4, 8),
+        REUSE: (0, 1_000_000_000),
+    }
+    found = space.candidates()
+    assert len(found) == 4 + 8, "stage 1 has no reuse distance"
+    for candidate in found:
+        sizes = load_config(space.config_of(candidate)).resolve_batch(2, "")
+        assert (sizes.train, sizes.micro) == (16, candidate.get(MICRO))
+        assert sizes.accumulation == candidate.get(ACCUMULATION)
+    assert len({candidate.name for candidate in found}) == len(found)
+
+
+def test_a_plain_configuration_searches_the_usual_keys() -> None:
+    space = build_space(config(), 2, SearchLimits(has_device_memory=True, micro_count=2))
+    keys = [one.key for one in space.dimensions]
+    assert {STAGE, MICRO, CHECKPOINTING, STATES_TIER, STATES_RATIO, PARAMETERS_TIER, REUSE} <= set(keys)
+    for candidate in space.candidates():
+        stage, states = candidate.get(STAGE), candidate.get(STATES_TIER)
+        assert candidate.get(STATES_RATIO) is None or states == "cpu"
+        assert candidate.get(PARAMETERS_TIER) is None or stage == 3
+        load_config(space.config_of(candidate)).ensure_supported()
+    alone = build_space(config(), 1, SearchLimits())
+    assert [one.key for one in alone.dimensions] == [STAGE, MICRO, CHECKPOINTING]
+
+
+def test_a_range_of_the_global_batch() -> None:
+    space = build_space(config(zero_optimization={"stage": [0, 1]}), 2, SearchLimits(train_min=8, train_max=32))
+    assert {candidate.get(TRAIN) for candidate in space.candidates()} == {8, 16, 32}
+
+
+def test_without_a_batch_the_micro_batch_is_free() -> None:
+    raw = {"train_micro_batch_size_per_gpu": "auto", "optimizer": OPTIMIZER}
+    space = build_space(raw, 2, SearchLimits(micro_max=8))
+    assert [(c.get(MICRO), c.get(ACCUMULATION), c.get(TRAIN)) for c in space.candidates()] == [
+        (1, 1, 2),
+        (2, 1, 4),
+        (4, 1, 8),
+        (8, 1, 16),
+    ]
+
+
+def test_nvme_takes_part_with_a_path() -> None:
+    raw = config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "auto"}})
+    space = build_space(raw, 1, SearchLimits(nvme_path="/fast"))
+    found = {c.get(STATES_TIER): space.config_of(c) for c in space.candidates()}
+    assert set(found) == {"none", "nvme"}
+    assert found["nvme"]["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": "/fast"}
+
+
+def test_neighbours_change_one_key_and_near_values_come_first() -> None:
+    space = build_space(config(zero_optimization={"stage": [0, 1, 3]}), 2, SearchLimits(choices={MICRO: (1, 2, 4, 8)}))
+    by_name = {candidate.name: candidate for candidate in space.candidates()}
+    micro = next(one for one in space.dimensions if one.key == MICRO)
+    assert [one.get(MICRO) for one in space.neighbours(by_name["z1_mbs2_gas4"], micro)] == [4, 1, 8]
+    stage = next(one for one in space.dimensions if one.key == STAGE)
+    assert [one.get(STAGE) for one in space.neighbours(by_name["z0_mbs2_gas4"], stage)] == [1, 3]
+
+
+def test_what_needs_no_less_memory() -> None:
+    space = build_space(config(zero_optimization={"stage": [0, 3]}), 2, SearchLimits(choices={MICRO: (2, 4)}))
+    by_name = {candidate.name: candidate for candidate in space.candidates()}
+    pairs = {
+        (a, b) for a, first in by_name.items() for b, other in by_name.items() if needs_no_less_memory(first, other)
+    }
+    names = ("z0_mbs4_gas2", "z0_mbs2_gas4", "z3_mbs4_gas2", "z3_mbs2_gas4")
+    assert pairs == {(name, name) for name in names} | {
+        *((names[0], other) for other in names[1:]),
+        (names[1], names[3]),
+        (names[2], names[3]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("raw", "limits", "message"),
+    [
+        (config(zero_optimization={"stage": [2]}), {}, "nothing is to be searched"),
+        (
+            config(train_micro_batch_size_per_gpu="auto"),
+            {"micro_min": 9},
+            "no micro-batch from 9 to 1024 divides the 8",
+        ),
+        (config(zero_optimization={"stage": [7, 8]}), {}, "zero_optimization.stage: 7 does not fit"),
+        (config(), {"train_min": 1, "train_max": 1}, "no global batch from 1 to 1 is a multiple of 2"),
+    ],
+)
+def test_refusals_name_the_fix(raw: dict[str, Any], limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_space(raw, 2, SearchLimits(**limits)).candidates()

@@ -1,0 +1,209 @@
+"""Tests of a search over programs that need no torch: they read the trial's order and write a made-up result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.base.processes import descendants
+from windlass.config.batch_sizes import MICRO
+from windlass.tune.result_files import metrics_of
+from windlass.tune.trial_command import ProgramCommand, find_config, replace_option
+from windlass.tune.trial_process import find_error
+from windlass.tune.trial_record import TrialStatus
+from windlass.tune.tuning_report import as_json, draw_trials, summary_lines, trials_table
+from windlass.tune.tuning_run import TuningError, TuningOutcome, TuningRun, TuningSettings
+
+PROGRAM = """
+import base64, json, os, subprocess, sys, time
+job = json.loads(base64.urlsafe_b64decode(os.environ["WINDLASS_TUNE_TRIAL"]))
+values = job["overrides"]
+micro, stage = values.get("train_micro_batch_size_per_gpu", 4), values.get("zero_optimization.stage", 0)
+if job["forecast_order"]:
+    order = json.load(open(job["forecast_order"]))
+    facts = {"parameters": 1000, "can_checkpoint": True, "fed": micro, "micro": micro}
+    if order["plans_memory"]:
+        sizes = {n: 100 * 2**20 * v.get("train_micro_batch_size_per_gpu", 4) for n, v in order["candidates"].items()}
+        facts |= {"host_bytes": sizes, "device_bytes": dict.fromkeys(sizes, 0)}
+    json.dump(facts, open(order["result"], "w"))
+def measured(step_s, fed=micro, host=2**20):
+    figures = dict(step_s=step_s, steps=[step_s] * job["steps"], forward_s=step_s / 2, update_s=step_s / 8)
+    figures |= dict(train_batch=16, micro=micro, accumulation=4 // micro or 1, world_size=1, fed_shape=[fed, 8])
+    figures |= dict(parameters=1000, device="cpu", peak_device=0, peak_host=host, ended_early=False)
+    json.dump(figures, open(job["result"], "w"))
+"""
+RAW: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": [0, 1, 2]},
+}
+
+
+def tuning(folder: Path, body: str, *arguments: str, raw: dict[str, Any] = RAW, **settings: Any) -> TuningRun:
+    script, config = folder / "train.py", folder / "ds.json"
+    script.write_text(PROGRAM + body)
+    config.write_text(json.dumps(raw))
+    given = TuningSettings(folder / "results", folder / "exps", **{"repeats": 0, **settings})
+    program = (str(script), "--config", str(config), *arguments)
+    return TuningRun(raw, 1, ProgramCommand((sys.executable, "-S"), program, str(config)), given)
+
+
+def statuses(outcome: TuningOutcome) -> dict[str, TrialStatus]:
+    return {record.candidate.name: record.status for record in outcome.records}
+
+
+def test_the_best_is_found_and_written_with_all_files(tmp_path: Path) -> None:
+    body = "measured(0.01 * (3 - stage) + 0.1 / micro)\nassert '--config' in sys.argv and open(sys.argv[2])"
+    run = tuning(tmp_path, body, repeats=2)
+    outcome = run.run()
+    best, results = outcome.best, tmp_path / "results"
+    assert best is not None and best.candidate.name == "z2_mbs16_gas1" and outcome.config is not None
+    assert outcome.config["zero_optimization"]["stage"] == 2 and outcome.config["train_batch_size"] == 16
+    assert json.loads((results / "ds_config_optimal.json").read_text()) == outcome.config
+    assert str(results / "ds_config_optimal.json") in (results / "cmd_optimal.txt").read_text()
+    folder = results / best.candidate.name
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("cmd.txt", "ds_config.json", "exp.json", "metrics.json", "result.json", "stderr.log", "stdout.log")
+    ]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics == metrics_of(best) and metrics["throughput"] == pytest.approx(16 / metrics["latency"])
+    order = json.loads((tmp_path / "exps" / "z2_mbs16_gas1.json").read_text())
+    assert order["ds_config"] == outcome.config and order["result_dir"] == str(folder)
+    assert "z2_mbs16_gas1" in (results / "summary.txt").read_text().splitlines()[-1]
+    assert json.loads((results / "trials.json").read_text())["best"] == "z2_mbs16_gas1"
+    assert json.loads(json.dumps(as_json(outcome)))["throughput"] == pytest.approx(best.throughput)
+    assert trials_table(outcome).row_count == len(outcome.records)
+    assert draw_trials(outcome, tmp_path / "trials.png") and (tmp_path / "trials.png").read_bytes()[1:4] == b"PNG"
+    again = tuning(tmp_path, "sys.exit(1)", keeps_results=True).run()
+    assert again.best is not None and again.best.candidate == best.candidate
+
+
+def test_failed_trials_keep_their_error_and_the_search_goes_on(tmp_path: Path) -> None:
+    body = """
+if stage == 0: raise ValueError("stage 0 is not for me")
+if micro > 4: raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+measured(0.1 / micro, fed=3 if micro == 2 else micro)
+"""
+    outcome = tuning(tmp_path, body, trials=15).run()
+    found = {record.candidate.name: record for record in outcome.records}
+    assert outcome.best is not None and outcome.best.candidate.get(MICRO) == 4
+    assert found["z0_mbs1_gas16"].error == "ValueError: stage 0 is not for me"
+    assert TrialStatus.MEMORY in statuses(outcome).values()
+    errors = "".join(record.error for record in outcome.records)
+    assert "the program feeds batches of 3 and the trial's micro-batch is 2" in errors
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("print('nothing to do')", "it ended without the steps of a trial.*its last line: nothing to do"),
+        ("input('name?')", "it asks for input, and a trial has none: EOFError"),
+        ("print('epoch 1', flush=True); time.sleep(60)", "longer than 1 s .* its last line: epoch 1"),
+        ("sys.exit(3)", "it ended with exit code 3 and printed nothing"),
+    ],
+)
+def test_programs_that_cannot_be_measured(tmp_path: Path, body: str, message: str) -> None:
+    raw = {
+        **RAW,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": [0, 1]},
+    }
+    with pytest.raises(TuningError, match=message):
+        tuning(tmp_path, body, raw=raw, trial_s=1.0).run()
+
+
+def test_processes_left_behind_are_ended_and_named(tmp_path: Path) -> None:
+    body = """
+child = "import os, time; os.setsid(); time.sleep(1000)"
+subprocess.Popen([sys.executable, "-S", "-c", child, "the-forgotten-one"])
+measured(0.1)
+"""
+    raw = {
+        **RAW,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": [0, 1]},
+    }
+    before = descendants(os.getpid())
+    outcome = tuning(tmp_path, body, raw=raw).run()
+    assert all("the-forgotten-one" in record.left_behind[0] for record in outcome.records)
+    assert "left a process behind, which was ended" in "".join(summary_lines(outcome))
+    assert set(descendants(os.getpid())) <= set(before)
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    run = tuning(tmp_path, "measured(0.1, host=80 * 2**20)", memory=60 << 20)
+    with pytest.raises(
+        TuningError, match=r"no configuration fits: 1 were run(.|\n)*the nearest is z0_mbs1_gas16: it needs"
+    ):
+        run.run()
+
+
+def test_ctrl_c_writes_the_best_so_far(tmp_path: Path) -> None:
+    body = "measured(0.1 / micro) if micro != 4 else time.sleep(60)"
+    run = tuning(tmp_path, body)
+
+    def interrupt() -> None:
+        while not (tmp_path / "results" / "z0_mbs4_gas4").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    outcome = run.run()
+    thread.join()
+    assert outcome.interrupted and outcome.best is not None
+    optimal = json.loads((tmp_path / "results" / "ds_config_optimal.json").read_text())
+    assert optimal == run.space.config_of(outcome.best.candidate)
+
+
+def test_predictions_discard_what_cannot_fit(tmp_path: Path) -> None:
+    outcome = tuning(tmp_path, "measured(0.1 / micro)", memory=300 << 20, trials=20).run()
+    discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
+    assert discarded and all(record.candidate.get(MICRO) >= 4 for record in discarded)
+    assert outcome.best is not None and outcome.best.candidate.get(MICRO) == 2
+
+
+def test_arguments_of_the_program(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text("{}")
+    words = ("train.py", f"--deepspeed={config}", "--lr", "0.1", "--bs", "4")
+    assert find_config(words) == str(config)
+    command = ProgramCommand(
+        ("run",), words, str(config), {"train_micro_batch_size_per_gpu": "--bs", "zero_optimization.stage": "--c"}
+    )
+    made = command.for_trial(Path("/t.json"), {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}})
+    assert made == ["run", "train.py", "--deepspeed=/t.json", "--lr", "0.1", "--bs", "8", "--c", "1"]
+    assert replace_option(["s", "--bs=4"], "--bs", "2") == ["s", "--bs=2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "a\nTraceback\n  File\nValueError: bad\n[rank 1] RuntimeError: later\nwindlass run: rank 0 ended",
+            "ValueError: bad",
+        ),
+        ("[rank 0] torch.OutOfMemoryError: CUDA out of memory\n", "torch.OutOfMemoryError: CUDA out of memory"),
+        (
+            "x\nwindlass run: rank 0 was ended by SIGKILL: the kernel killed a process for lack of memory",
+            "windlass run: rank 0 was ended by SIGKILL: the kernel killed a process for lack of memory",
+        ),
+        ("usage: a\na.py: error: unrecognized arguments: --config", "a.py: error: unrecognized arguments: --config"),
+        ("", ""),
+    ],
+)
+def test_the_real_error_is_found(text: str, expected: str) -> None:
+    assert find_error(text) == expected

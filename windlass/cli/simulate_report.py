@@ -1,0 +1,118 @@
+"""Tables and the picture of a predicted step."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from windlass.base.atomic_file import write_atomically
+from windlass.base.log import logger
+from windlass.cli.plan_report import format_size
+from windlass.simulate.cluster import Cluster
+from windlass.simulate.goodput import Goodput
+from windlass.simulate.model_states import state_bytes_of_rank
+from windlass.simulate.step_prediction import Span, StepPrediction
+from windlass.simulate.step_workload import StepWork
+
+_COMPUTE = "compute"
+_MOST_LANES = 60
+
+
+def format_time(seconds: float) -> str:
+    """Format seconds in the unit that fits."""
+    if seconds >= 120:
+        return f"{seconds / 60:,.1f} min"
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} us"
+
+
+def step_table(rows: list[tuple[StepPrediction, Goodput | None]]) -> Table:
+    """Return a table with a row for each number of ranks."""
+    table = Table(title="one step", title_justify="left")
+    has_goodput = any(good is not None for _, good in rows)
+    columns = ["ranks", "tokens", "step", "tokens/s", "TFLOP/s", "MFU", "compute", "waits", "longest wait"]
+    for name in columns + (["goodput"] if has_goodput else []):
+        table.add_column(name, justify="left" if name == "longest wait" else "right")
+    for one, good in rows:
+        longest = max(one.waits, key=lambda kind: one.waits[kind], default="")
+        cells = [
+            f"{one.world_size:,}",
+            f"{one.tokens:,}",
+            format_time(one.seconds),
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.flops_per_device / 1e12:,.3g}",
+            f"{one.mfu:.1%}",
+            f"{one.compute_seconds / one.seconds:.1%}",
+            f"{sum(one.waits.values()) / one.seconds:.1%}",
+            f"{longest} ({one.waits[longest] / one.seconds:.1%})" if longest else "",
+        ]
+        table.add_row(*cells, *([f"{good.goodput:.1%}" if good else ""] if has_goodput else []))
+    return table
+
+
+def wait_table(one: StepPrediction) -> Table:
+    """Return a table of waits, links, and bytes that a rank receives."""
+    table = Table(title=f"{one.world_size:,} ranks: where the step waits, and the bytes of links", title_justify="left")
+    for name in ("", "time", "of the step", "bytes"):
+        table.add_column(name, justify="left" if not name else "right")
+    table.add_row(_COMPUTE, format_time(one.compute_seconds), f"{one.compute_seconds / one.seconds:.1%}", "")
+    for kind, seconds in sorted(one.waits.items(), key=lambda item: -item[1]):
+        table.add_row(f"waits for {kind}", format_time(seconds), f"{seconds / one.seconds:.1%}", "")
+    for kind, nbytes in sorted(one.link_bytes.items()):
+        busy = one.link_busy.get(kind, 0.0)
+        table.add_row(f"link {kind}", format_time(busy * one.seconds), f"{busy:.1%}", format_size(int(nbytes)))
+    for axis, operations in sorted(one.moved[0].items()):
+        for operation, nbytes in operations.items():
+            table.add_row(f"received along {axis}: {operation}", "", "", format_size(nbytes))
+    return table
+
+
+def fit_line(work: StepWork, cluster: Cluster) -> str:
+    """Return one line that compares a rank's states with the memory of its device."""
+    held = state_bytes_of_rank(work)
+    verdict = "do not fit into" if held > cluster.device.memory else "of"
+    return (
+        f"parameters, gradients and states of a rank: {format_size(held)} {verdict} "
+        f"{format_size(cluster.device.memory)} (activations not counted; windlass plan counts them)"
+    )
+
+
+def goodput_line(good: Goodput) -> str:
+    """Return one line about failures and checkpoints."""
+    return (
+        f"a failure every {format_time(good.mtbf)}; a checkpoint every {format_time(good.interval)} (Young "
+        f"{format_time(good.young)}, Daly {format_time(good.daly)}): goodput {good.goodput:.1%}"
+    )
+
+
+def draw_timeline(one: StepPrediction, path: Path) -> bool:
+    """Write a PNG of the streams and links. Return False, and log one line, without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
+        return False
+    lanes: dict[str, list[Span]] = {}
+    for span in one.spans:
+        lanes.setdefault(f"{span.process}: {span.lane}", []).append(span)
+    shown = list(lanes.items())[:_MOST_LANES]
+    figure = Figure(figsize=(12.0, 1.2 + 0.28 * len(shown)), dpi=140, layout="constrained")
+    axes: Any = figure.subplots()
+    for row, (name, spans) in enumerate(shown):
+        color = "tab:blue" if name.endswith(_COMPUTE) else "tab:orange" if name.startswith("links") else "tab:green"
+        axes.broken_barh([(s.start, s.stop - s.start) for s in spans], (row - 0.4, 0.8), facecolors=color)
+    axes.set_yticks(range(len(shown)), [name for name, _ in shown], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", title=f"{one.world_size:,} ranks, {format_time(one.seconds)}, MFU {one.mfu:.1%}")
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(drawn)
+    write_atomically(path, drawn.getvalue())
+    return True

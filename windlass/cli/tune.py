@@ -1,0 +1,130 @@
+"""Command `windlass tune`: searches the fastest configuration of a training script by short runs of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from windlass.base.device_memory import parse_bytes
+from windlass.base.errors import ConfigError
+from windlass.base.printable_console import PrintableConsole
+from windlass.launch.visible_devices import count_devices
+from windlass.tune.autotuning_command import search_with_report
+from windlass.tune.search_space import SearchLimits
+from windlass.tune.trial_command import ProgramCommand, find_config, read_config
+from windlass.tune.tuning_report import as_json as outcome_as_json
+from windlass.tune.tuning_run import TuningRun, TuningSettings
+
+
+def tune(
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGUMENT]...", help="The training script and its arguments, as for `run`."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="ds_config.json; by default the one among SCRIPT's arguments (--deepspeed_config, --config)."
+        ),
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Number of ranks on this machine.")] = 1,
+    search: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE,VALUE: choices of a configuration key; repeatable.")
+    ] = None,
+    mapped: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="KEY=--OPTION: option of SCRIPT that stands for a configuration key; repeatable."),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="MIN:MAX: range of the global batch. [the configuration's is kept]")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of a rank: of its GPU, or of its process on a CPU. [a GPU's own]"),
+    ] = None,
+    nvme: Annotated[str | None, typer.Option(help="Directory on NVMe that may be used.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Number of trials. [a quarter of the configurations, 8 to 50]")
+    ] = None,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Try every configuration.")] = False,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps of a trial that are not timed.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a trial that are timed.")] = 5,
+    trial_seconds: Annotated[float, typer.Option(min=1, help="Time limit of a trial.")] = 600,
+    metric: Annotated[str, typer.Option(help="throughput, latency, forward or step.")] = "throughput",
+    out: Annotated[Path, typer.Option(help="Folder of results.")] = Path("autotuning_results"),
+    picture: Annotated[Path | None, typer.Option(help="PNG of all trials. [OUT/trials.png]")] = None,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="`import deepspeed` imports windlass in SCRIPT.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout, and nothing else.")
+    ] = False,
+) -> None:
+    """Run SCRIPT for a few steps under many configurations, and write the fastest as OUT/ds_config_optimal.json. What
+    is "auto" in the configuration is searched, or a list of values; without either: stage, micro-batch, checkpointing,
+    tiers and buckets. Exit code 1: no trial could be measured; 130: interrupted, the best so far is written."""
+    if not program:
+        raise ConfigError("nothing to tune: name a script; options of this command go before its name")
+    if not Path(program[0]).is_file():
+        raise ConfigError(f"no such script: {program[0]}; check the path, and put options of `tune` before it")
+    if metric not in ("throughput", "latency", "flops", "forward", "step"):
+        raise ConfigError(f"--metric {metric!r} is unknown; write throughput, latency, forward or step")
+    path = config if config is not None else find_config(program)
+    low, high = _parse_range(batch)
+    limits = SearchLimits(
+        train_min=low,
+        train_max=high,
+        has_device_memory=count_devices() > 0,
+        nvme_path=nvme,
+        choices={key: tuple(map(_parse_value, text.split(","))) for key, text in _pairs(search, "--search")},
+    )
+    settings = TuningSettings(
+        out,
+        limits=limits,
+        memory=parse_bytes(memory, "--memory") if memory is not None else None,
+        tuner="gridsearch" if exhaustive else "model_based",
+        trials=10**9 if exhaustive else trials,
+        warmup=warmup,
+        steps=steps,
+        trial_s=trial_seconds,
+        metric=metric,
+    )
+    launcher = [sys.executable, "-m", "windlass", "run", "--nproc", str(nproc)]
+    launcher += ["--as-deepspeed"] if as_deepspeed else []
+    command = ProgramCommand(tuple(launcher), tuple(program), path, dict(_pairs(mapped, "--map")))
+    console = PrintableConsole(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
+    outcome = search_with_report(TuningRun(read_config(path), nproc, command, settings), console, picture)
+    if as_json:
+        typer.echo(json.dumps(outcome_as_json(outcome), indent=1))
+    if outcome.interrupted:
+        raise typer.Exit(130)
+
+
+def _pairs(given: list[str] | None, option: str) -> list[tuple[str, str]]:
+    pairs = []
+    for text in given or []:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise ConfigError(f"{option} {text!r} is not KEY=VALUE; write for example zero_optimization.stage=1,2")
+        pairs.append((key, value))
+    return pairs
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _parse_range(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    low, colon, high = text.partition(":")
+    if not (colon and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise ConfigError(f"--batch {text!r} is not a range; write MIN:MAX, such as 32:128")
+    return int(low), int(high)

@@ -1,0 +1,66 @@
+"""Codec of low rank: the product of two thin matrices in place of a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from windlass.comm.lossy_codecs import SOURCES, require_finite
+
+_PASSES = 2  # of subspace iteration
+
+
+class LowRankCodec:
+    """Codec of P Q^T, where a tensor of `n` elements is read as a matrix of `ceil(sqrt(n))` columns, padded by zeros.
+
+    P is an orthonormal basis of the range of the matrix times a constant random matrix, after two passes of subspace
+    iteration (Halko et al., arXiv:0909.4061, algorithm 4.4), and Q the transposed matrix times P. The decoded tensor is
+    a projection, so that an error is never larger than the tensor. Bytes: `4 rank` for each row and column, or those of
+    the tensor in float32 where that is less.
+
+    A codec has neither the shape of a parameter nor the basis of the message before: `PowerSGD` uses both.
+    """
+
+    exact = False
+
+    def __init__(self, name: str = "lowrank", rank: int = 4) -> None:
+        self.name, self._rank = name, rank
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in SOURCES
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        return 4 * min(numel, self._rank * sum(_shape(numel)))
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        values, message = tensor.float(), encoded.view(torch.float32)
+        require_finite(self.name, values, values.abs().sum()[None])
+        rows, columns = _shape(values.numel())
+        if message.numel() == values.numel():
+            message.copy_(values)
+            return
+        matrix = torch.nn.functional.pad(values, (0, rows * columns - values.numel())).view(rows, columns)
+        draw = torch.Generator().manual_seed(columns)
+        basis = matrix @ torch.randn(columns, self._rank, generator=draw).to(values.device)
+        for _ in range(_PASSES):
+            basis = matrix @ (matrix.t() @ torch.linalg.qr(basis)[0])
+        basis = torch.linalg.qr(basis)[0]
+        message[: rows * self._rank].view(rows, self._rank).copy_(basis)
+        message[rows * self._rank :].view(columns, self._rank).copy_(matrix.t() @ basis)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        message = encoded.view(torch.float32)
+        rows, columns = _shape(out.numel())
+        if message.numel() == out.numel():
+            out.copy_(message)
+            return
+        basis = message[: rows * self._rank].view(rows, self._rank)
+        factors = message[rows * self._rank :].view(columns, self._rank)
+        out.copy_((basis @ factors.t()).view(-1)[: out.numel()])
+
+
+def _shape(numel: int) -> tuple[int, int]:
+    """Return rows and columns of the matrix of a tensor."""
+    columns = math.isqrt(max(0, numel - 1)) + 1
+    return -(-numel // columns), columns

@@ -1,0 +1,66 @@
+"""Order for a tuning trial: replaced keys of the configuration, the number of steps, and where the result is written.
+
+[Note: tuning trial] `windlass tune` starts the user's own program with the environment variable `WINDLASS_TUNE_TRIAL`.
+`initialize` reads it: the keys of the trial replace those of the configuration that the program passes, whatever fills
+in the rest, and after some steps the engine writes what it measured and ends the program. So a program takes part
+unchanged, however it is started, and a variable that launchers export reaches the ranks of other hosts.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from windlass.base.errors import ConfigError
+
+VARIABLE = "WINDLASS_TUNE_TRIAL"
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """Order for one trial.
+
+    Attributes:
+        result: Path of the JSON file that rank 0 writes.
+        overrides: Values by dotted key that replace those of the program's configuration.
+        warmup: Steps that are not timed.
+        steps: Steps that are timed.
+        slow_s: The trial ends early if the first two timed steps both take longer than this; None: it never does.
+        forecast: `module:attribute` of a function that rank 0 calls with the model before it is sharded; the result is
+            called with the first batch. Empty: there is none.
+        forecast_order: Path of the order of the forecast.
+    """
+
+    result: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    warmup: int = 2
+    steps: int = 5
+    slow_s: float | None = None
+    forecast: str = ""
+    forecast_order: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable that passes this order to the ranks."""
+        text = json.dumps(asdict(self))
+        return {VARIABLE: base64.urlsafe_b64encode(text.encode()).decode()}
+
+
+def trial_from_environment(environ: Mapping[str, str] = os.environ) -> TrialJob | None:
+    """Return the order in the environment, or None.
+
+    Raises:
+        ConfigError: the variable holds something else.
+    """
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        return TrialJob(**json.loads(base64.urlsafe_b64decode(text.encode())))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{VARIABLE} is not an order of `windlass tune`, which sets it for its own trials; unset it"
+        ) from error

@@ -1,0 +1,43 @@
+"""Switch of activation checkpointing that models of transformers and diffusers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from windlass.base.errors import ModelError
+
+
+def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> None:
+    """Enable activation checkpointing of each layer, as transformers does.
+
+    Args:
+        source: Option or key that asks for it, for the message.
+
+    Raises:
+        ModelError: the model has no switch for it.
+    """
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if enable is not None:
+        enable(options)
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ModelError(f"{type(model).__name__} has no switch for activation checkpointing; leave {source} out")
+    enable(gradient_checkpointing_kwargs=options)
+
+
+def disable_checkpointing(model: nn.Module) -> None:
+    """Undo `enable_checkpointing`."""
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):
+        disable: Any = getattr(model, name, None)
+        if disable is not None:
+            disable()
+            return
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Return True if `enable_checkpointing` works for this model."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))

@@ -1,0 +1,66 @@
+"""Failures, the interval between checkpoints, and the goodput that remains.
+
+With n devices of mean time between failures T each, the run fails every M = T / n on average. A checkpoint that blocks
+training for C seconds is best made every sqrt(2 C M) seconds (Young 1974), or more exactly, for C < 2 M, every
+sqrt(2 C M) (1 + sqrt(C / 2 M) / 3 + C / 18 M) - C (Daly 2006, equation 37). Goodput is the fraction of time that
+advances the training: the rest is checkpoints, work that a failure loses, and restarts. By Daly's complete model the
+expected time for W seconds of work is M exp(R / M) (exp((t + C) / M) - 1) W / t, with R seconds of a restart and an
+interval t.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from windlass.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Expected goodput of a run.
+
+    Attributes:
+        mtbf: Mean seconds between failures of the whole run.
+        young, daly: Best interval between checkpoints by both formulas, in seconds.
+        interval: Interval that the goodput is computed for.
+        goodput: Fraction of time that advances the training.
+    """
+
+    mtbf: float
+    young: float
+    daly: float
+    interval: float
+    goodput: float
+
+    def as_json(self) -> dict[str, float]:
+        """Return plain data."""
+        return dict(vars(self))
+
+
+def expected_goodput(
+    devices: int, device_mtbf: float, checkpoint: float, restart: float, interval: float | None = None
+) -> Goodput:
+    """Return the expected goodput.
+
+    Args:
+        devices: Number of devices.
+        device_mtbf: Mean seconds between failures of one device.
+        checkpoint: Seconds for which a checkpoint blocks training.
+        restart: Seconds from a failure until training resumes from the last checkpoint.
+        interval: Seconds of work between checkpoints; None: Daly's.
+
+    Raises:
+        ConfigError: a time is not positive.
+    """
+    for name, value in (("device_mtbf", device_mtbf), ("checkpoint", checkpoint), ("devices", devices)):
+        if not value > 0:
+            raise ConfigError(f"{name} = {value}: it must be positive")
+    mtbf = device_mtbf / devices
+    young = math.sqrt(2 * checkpoint * mtbf)
+    daly = young * (1 + math.sqrt(checkpoint / (2 * mtbf)) / 3 + checkpoint / (18 * mtbf)) - checkpoint
+    if checkpoint >= 2 * mtbf:
+        daly = mtbf
+    chosen = interval or daly
+    lost = mtbf * math.exp(restart / mtbf) * math.expm1((chosen + checkpoint) / mtbf)
+    return Goodput(mtbf, young, daly, chosen, chosen / lost)

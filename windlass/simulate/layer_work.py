@@ -1,0 +1,290 @@
+"""Operations of a decoder layer, of the embedding and of the head: FLOPs, memory traffic, and their time on a device.
+
+[Note: time of an operation] An operation takes the longer of two times: its FLOPs at the rate that the device reaches
+in products, and its bytes at the rate that it reaches in copies; and at least one launch. Products count their inputs,
+weights and outputs as bytes. Other operations count every access of eager PyTorch (`fused=False`), or one read of each
+input and one write of each output (`fused=True`: torch.compile, or fused kernels).
+
+Model FLOPs count attention without the saving of a causal mask, as the formulas of Megatron and PaLM do; the time of
+fused attention has that saving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from windlass.parallel.model_shape import ModelShape
+from windlass.simulate.parts import DevicePart
+
+_WIDE = 4  # bytes of an intermediate element of norms and losses
+
+CHECKPOINTING = ("none", "full", "selective")
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class ComputeStyle:
+    """Style of a model's computation.
+
+    Attributes:
+        dtype: Short name of the computation's dtype.
+        fused: Operations between products are fused, by torch.compile or by hand.
+        linear_dtype: Dtype of the products of linear layers, `fp8` or the computation's.
+        checkpointing: `none`, `full` (a layer's forward runs again before its backward) or `selective` (every second
+            product, and all that is no product, runs again).
+        causal: Attention is causal.
+    """
+
+    dtype: str = "bf16"
+    fused: bool = False
+    linear_dtype: str = ""
+    checkpointing: str = "none"
+    causal: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation element."""
+        return ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Operations of one kind that run one after the other.
+
+    Attributes:
+        kind: `product`, `attention` or `other`.
+        flops: FLOPs that the device executes.
+        nbytes: Bytes that it reads and writes.
+        launches: Number of kernels.
+        dtype: Dtype of a product, by short name.
+        model_flops: FLOPs as counted for MFU.
+    """
+
+    kind: str
+    flops: float
+    nbytes: float
+    launches: int = 1
+    dtype: str = "bf16"
+    model_flops: float = 0.0
+
+    def seconds(self, device: DevicePart) -> float:
+        """Return the time on a device."""
+        share = device.matmul_efficiency
+        if self.kind == "attention" and device.attention_efficiency:
+            share = device.attention_efficiency
+        arithmetic = self.flops / (device.peak(self.dtype) * share) if self.flops else 0.0
+        memory = self.nbytes / (device.memory_rate * device.memory_efficiency)
+        return max(arithmetic, memory, self.launches * device.launch_seconds)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of the part of a layer that one rank computes, for one micro-batch.
+
+    Attributes:
+        tokens: Tokens of the rank.
+        length: Tokens that an attention head attends over.
+        attended: Tokens for which the rank computes attention, of `heads` heads.
+        heads, kv_heads: Heads of the projections on this rank.
+        attention_heads: Heads for which the rank computes attention.
+        inner: Inner width of its feed-forward network or of one expert.
+        rows: Rows that its feed-forward network or its experts process.
+        norm_tokens: Tokens for which it computes norms and residuals.
+        vocabulary: Rows of its embedding and head.
+        local_experts: Experts on this rank; 0: one feed-forward network.
+    """
+
+    tokens: int
+    length: int
+    attended: int
+    heads: int
+    kv_heads: int
+    attention_heads: int
+    inner: int
+    rows: int
+    norm_tokens: int
+    vocabulary: int
+    local_experts: int
+
+
+def layer_sizes(
+    shape: ModelShape, samples: int, length: int, *, tp: int, sp: int, ep: int, ulysses: int, sequence_norms: bool
+) -> LayerSizes:
+    """Return the sizes of one rank's part of a layer, for a micro-batch of `samples` sequences of `length` tokens."""
+    tokens = samples * -(-length // sp)
+    heads, kv = -(-shape.heads // tp), max(1, -(-shape.resolved_kv_heads // tp))
+    rounds = sp // ulysses
+    return LayerSizes(
+        tokens=tokens,
+        length=length,
+        attended=samples * -(-length // rounds),
+        heads=heads,
+        kv_heads=kv,
+        attention_heads=-(-heads // ulysses),
+        inner=-(-(shape.intermediate or 4 * shape.hidden) // tp),
+        rows=tokens * (shape.top_k if shape.experts else 1),
+        norm_tokens=-(-tokens // tp) if sequence_norms else tokens,
+        vocabulary=-(-shape.vocabulary // tp),
+        local_experts=shape.experts // ep if shape.experts else 0,
+    )
+
+
+def product(m: float, k: float, n: float, style: ComputeStyle, *, weights: int = 1, linear: bool = True) -> Operation:
+    """Return the product `[m, k] x [k, n]`; with several `weights` the rows are spread over as many matrices."""
+    flops, size = 2.0 * m * k * n, style.itemsize
+    dtype = (style.linear_dtype or style.dtype) if linear else style.dtype
+    nbytes = size * (m * k + weights * k * n + m * n)
+    if dtype == "fp8" and style.dtype != "fp8":
+        # each input is read for its largest value, then read and written in fp8, which the product reads
+        nbytes = (2 * size + 1 + 1) * (m * k + weights * k * n) + size * m * n
+    return Operation("product", flops, nbytes, weights, dtype, flops)
+
+
+def twice(one: Operation) -> Operation:
+    """Return the backward of a product: gradients of its input and of its weight."""
+    return replace(
+        one,
+        flops=2 * one.flops,
+        nbytes=2 * one.nbytes,
+        launches=2 * one.launches,
+        model_flops=2 * one.model_flops,
+    )
+
+
+def elementwise(elements: float, eager: float, fused: float, launches: int, style: ComputeStyle) -> Operation:
+    """Return operations that read and write `eager` bytes an element, or `fused` bytes if they are fused."""
+    return Operation(
+        "other", 0.0, elements * (fused if style.fused else eager), 1 if style.fused else launches, style.dtype
+    )
+
+
+def attention(
+    shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, device: DevicePart, *, back: bool
+) -> Operation:
+    """Return the attention of one layer: scores, softmax and weighted values. Its backward recomputes the scores."""
+    width, size = shape.resolved_head_dim, style.itemsize
+    scores = float(sizes.attended) * sizes.length * sizes.attention_heads
+    model = 4.0 * scores * width * (2 if back else 1)
+    fused = device.attention_efficiency > 0
+    flops = model * (0.5 if style.causal and fused else 1.0) * (1.25 if back and fused else 1.0)
+    rows = sizes.attended * sizes.attention_heads * width
+    nbytes = size * rows * (8.0 if back else 4.0)
+    if not fused:
+        nbytes += scores * size * (12 if back else 6)  # written by the first product, softmax, dropout, read again
+    return Operation("attention", flops, nbytes, 3 if back else 1, style.dtype, model)
+
+
+def _norm_bytes(style: ComputeStyle) -> float:
+    size = style.itemsize
+    return 4 * size + 7 * _WIDE - (2 * size + 2 * _WIDE if size == _WIDE else 0)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Computation between two collectives of a layer.
+
+    Attributes:
+        name: Name of the segment: `attention inputs`, `attention`, `attention output`, `feed-forward inputs`,
+            `feed-forward`, `embedding`, `head`.
+    """
+
+    name: str
+    operations: tuple[Operation, ...]
+
+    def seconds(self, device: DevicePart) -> float:
+        """Return the time on a device."""
+        return sum(one.seconds(device) for one in self.operations)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that the device executes."""
+        return sum(one.flops for one in self.operations)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs as counted for MFU."""
+        return sum(one.model_flops for one in self.operations)
+
+
+def layer_forward(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, device: DevicePart) -> list[Segment]:
+    """Return the forward of a layer in five segments, in order."""
+    size, hidden, width = style.itemsize, shape.hidden, shape.resolved_head_dim
+    projected = (sizes.heads + 2 * sizes.kv_heads) * width
+    norm = elementwise(sizes.norm_tokens * hidden, _norm_bytes(style), 2 * size, 6, style)
+    residual = elementwise(sizes.norm_tokens * hidden, 3 * size, 3 * size, 1, style)
+    rotary = elementwise(sizes.tokens * (sizes.heads + sizes.kv_heads) * width, 11 * size, 2 * size, 10, style)
+    activation = elementwise(
+        sizes.rows * sizes.inner, (5 if shape.gated else 2) * size, (3 if shape.gated else 2) * size, 2, style
+    )
+    experts = max(1, sizes.local_experts)
+    ways = 2 if shape.gated else 1
+    inner = replace(product(sizes.rows, hidden, ways * sizes.inner, style, weights=experts), launches=ways * experts)
+    routing = [product(sizes.tokens, hidden, shape.experts, style, linear=False)] if shape.experts else []
+    moved = elementwise(sizes.rows * hidden, 4 * size, 4 * size, 2, style)
+    return [
+        Segment("attention inputs", (norm, product(sizes.tokens, hidden, projected, style), rotary)),
+        Segment("attention", (attention(shape, sizes, style, device, back=False),)),
+        Segment("attention output", (product(sizes.tokens, sizes.heads * width, hidden, style),)),
+        Segment("feed-forward inputs", (residual, norm, *routing, *([moved] if shape.experts else []))),
+        Segment(
+            "feed-forward",
+            (
+                inner,
+                activation,
+                product(sizes.rows, sizes.inner, hidden, style, weights=experts),
+                *([moved] if shape.experts else []),
+                residual,
+            ),
+        ),
+    ]
+
+
+def layer_backward(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle, device: DevicePart) -> list[Segment]:
+    """Return the backward of a layer in five segments, in the order of the backward: the feed-forward first."""
+    segments = []
+    for one in reversed(layer_forward(shape, sizes, style, device)):
+        if one.name == "attention":
+            segments.append(Segment(one.name, (attention(shape, sizes, style, device, back=True),)))
+        else:
+            segments.append(Segment(one.name, tuple(twice(operation) for operation in one.operations)))
+    return segments
+
+
+def recomputed(segments: list[Segment], style: ComputeStyle) -> list[Segment]:
+    """Return the part of a layer's forward that runs again before its backward, in the order of the forward."""
+    if style.checkpointing == "none":
+        return []
+    if style.checkpointing == "full":
+        return [
+            replace(one, operations=tuple(replace(op, model_flops=0.0) for op in one.operations)) for one in segments
+        ]
+    found, products = [], 0
+    for one in segments:
+        kept = []
+        for op in one.operations:
+            if op.kind == "attention":
+                continue
+            products += op.kind == "product"
+            if op.kind == "product" and products % 2 == 0:
+                continue
+            kept.append(replace(op, model_flops=0.0))
+        found.append(Segment(one.name, tuple(kept)))
+    return found
+
+
+def embedding_work(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle) -> tuple[Segment, Segment]:
+    """Return the forward and backward of the embedding."""
+    size = style.itemsize
+    rows = elementwise(sizes.tokens * shape.hidden, 2 * size, 2 * size, 1, style)
+    filled = elementwise(sizes.vocabulary * shape.hidden, size, size, 1, style)  # its gradient is dense
+    return Segment("embedding", (rows,)), Segment("embedding", (rows, filled))
+
+
+def head_work(shape: ModelShape, sizes: LayerSizes, style: ComputeStyle) -> tuple[Segment, Segment]:
+    """Return the forward and backward of the last norm, the head and the loss."""
+    size, logits = style.itemsize, sizes.tokens * sizes.vocabulary
+    norm = elementwise(sizes.norm_tokens * shape.hidden, _norm_bytes(style), 2 * size, 6, style)
+    head = product(sizes.tokens, shape.hidden, sizes.vocabulary, style, linear=False)
+    loss = elementwise(logits, size + 3 * _WIDE, size, 3, style)
+    back = elementwise(logits, size + 3 * _WIDE, 2 * size, 3, style)
+    return Segment("head", (norm, head, loss)), Segment("head", (back, twice(head), twice(norm)))

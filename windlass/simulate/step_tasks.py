@@ -1,0 +1,362 @@
+"""Tasks of one optimizer step on the representatives of all pipeline stages.
+
+[Note: representative ranks] Ranks of one pipeline stage do the same work at the same time, so one of them stands for
+all, with the links that it uses ([Note: folded links]). A step on 16,384 devices has as many tasks as one with `pp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from windlass.parallel.pipeline.pipeline_action import Action, ActionKind
+from windlass.parallel.pipeline.pipeline_schedules import build_schedule
+from windlass.parallel.pipeline.schedule_simulation import list_dependencies
+from windlass.simulate.cluster import Cluster
+from windlass.simulate.collective_cost import CollectiveCosts, RankPattern
+from windlass.simulate.event_loop import EventLoop, LinkKey, SimulatedTask
+from windlass.simulate.layer_work import Segment
+from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock, build_chunk, rank_sizes
+from windlass.simulate.step_lanes import RankLanes
+from windlass.simulate.step_workload import StepWork
+from windlass.simulate.zero_lanes import ZeroLanes
+
+_FLOAT, _COUNT = 4, 8  # bytes of a loss, and of a number of rows for an expert
+_MANY_LAYERS = 3000  # layers times micro-batches, from which on collectives are summed up
+_TP, _SP, _EP = RankPattern(("tp",)), RankPattern(("sp",)), RankPattern(("ep",))
+
+
+class StageTasks:
+    """Tasks of one pipeline stage, or of the whole model without a pipeline."""
+
+    def __init__(self, work: StepWork, tasks: StepTasks, stage: int) -> None:
+        self.work, self.stage, grid = work, stage, work.grid
+        costs = tasks.costs
+        self.lanes = RankLanes(grid.rank(pp=stage), costs, tasks.loop, tasks.rates, coarse=tasks.coarse)
+        numbers = range(stage, work.chunks, grid.pp)
+        self.chunks = [build_chunk(work, costs.cluster.device, number) for number in numbers]
+        self.zero = ZeroLanes(work, self.lanes, self.chunks)
+        self._sizes = rank_sizes(work)
+        degree = work.volumes.ulysses_degree or grid.sp
+        self._heads = RankPattern(("sp",), block=degree)
+        self._ring = RankPattern(("sp",), stride=degree)
+        self._degree, self._rounds = degree, grid.sp // degree
+        self._passed: SimulatedTask | None = None  # the last message of a ring, which runs beside the attention
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one activation between layers."""
+        tokens = -(-self.work.volumes.tokens // self.work.grid.sp)
+        return tokens * self.work.shape.hidden * self.work.style.itemsize
+
+    def chunk_of(self, number: int) -> ModelChunk:
+        """Return a chunk of this stage by its number among all chunks."""
+        return self.chunks[number // self.work.grid.pp]
+
+    def forward(self, chunk: ModelChunk) -> SimulatedTask | None:
+        """Add the forward of a chunk for one micro-batch."""
+        for block in chunk.blocks:
+            self.zero.use(chunk, block, backward=False)
+            self._run(block, block.forward, backward=False)
+            self.zero.release(block)
+            self._save_input(block)
+        if self.work.volumes.tp_sequence_norms and chunk is self.chunks[-1]:
+            self._over_tp("all_gather", self.activation_bytes, "output")
+        return self.lanes.flush()
+
+    def backward(self, chunk: ModelChunk, *, part: ActionKind, is_last_micro: bool) -> SimulatedTask | None:
+        """Add the backward of a chunk for one micro-batch, or one half of it."""
+        for block in reversed(chunk.blocks):
+            self.zero.use(chunk, block, backward=True)
+            if part is not ActionKind.BACKWARD_WEIGHT:
+                self._load_input(block)
+                if block.again:
+                    self._run(block, block.again, backward=False)
+            segments = block.backward
+            if part is ActionKind.BACKWARD_INPUT:
+                segments = [_half(one) for one in segments]
+            elif part is ActionKind.BACKWARD_WEIGHT:
+                segments = [_half(one, products_only=True) for one in segments]
+            if part is ActionKind.BACKWARD_WEIGHT:
+                for segment in segments:
+                    self.lanes.compute(f"weights of {block.name}", segment)
+            else:
+                self._run(block, segments, backward=True)
+            if part is not ActionKind.BACKWARD_INPUT:
+                self.zero.end_block_backward(block, is_last_micro=is_last_micro)
+            self.zero.release(block)
+        if part is not ActionKind.BACKWARD_INPUT:
+            self.zero.end_chunk_backward(chunk, is_last_micro=is_last_micro)
+        if self.work.volumes.tp_sequence_norms and chunk is self.chunks[0] and part is not ActionKind.BACKWARD_WEIGHT:
+            self._over_tp("all_gather", self.activation_bytes, "gradient of the input")
+        return self.lanes.flush()
+
+    def _run(self, block: SimulatedBlock, segments: list[Segment], *, backward: bool) -> None:
+        name = f"{'backward' if backward else 'forward'} {block.name}"
+        selective = self.work.style.checkpointing == "selective" and segments is block.again
+        for segment in segments:
+            if selective:
+                self.lanes.compute(name, segment)
+                continue
+            self._before(segment, block, backward=backward)
+            self._compute(name, segment, block, backward=backward)
+            self._after(segment, block, backward=backward)
+
+    def _compute(self, name: str, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
+        """Compute a segment, in parts if the all-reduce behind it overlaps with it."""
+        parts = self.work.tp_chunks
+        chunked = not backward and segment.name in ("attention output", "feed-forward") and self.work.grid.tp > 1
+        if parts == 1 or not chunked or self.work.volumes.tp_sequence_norms:
+            self.lanes.compute(name, segment)
+            return
+        for number in range(parts):
+            self.lanes.compute(name, _scaled(segment, 1 / parts))
+            computed, nbytes = self.lanes.flush(), self._part_bytes(number)
+            task = self.lanes.collective(
+                "tp", "all_reduce", nbytes, _TP, label=block.name, after=[computed],
+                counted={"all_reduce": 2 * nbytes * (self.work.grid.tp - 1) // self.work.grid.tp},
+            )  # fmt: skip
+            self.lanes.block_on(task if number == parts - 1 else None)
+
+    def _part_bytes(self, number: int) -> int:
+        parts, whole = self.work.tp_chunks, self.activation_bytes
+        return whole // parts + (whole % parts if number == parts - 1 else 0)
+
+    def _before(self, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
+        if segment.name == "attention":
+            self._exchange_heads(block, outputs=backward)
+            self._pass_keys(block, backward=backward)
+        elif segment.name == "feed-forward":
+            self._exchange_tokens(block, counts=not backward)
+        if self.work.volumes.tp_sequence_norms:
+            gathers = ("feed-forward", "attention output") if backward else ("attention inputs", "feed-forward inputs")
+            if segment.name in gathers:
+                self._over_tp("all_gather", self.activation_bytes, block.name)
+
+    def _after(self, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
+        if segment.name == "attention":
+            if self._passed is not None:
+                self.lanes.flush()
+                self.lanes.block_on(self._passed)
+                self._passed = None
+            self._exchange_heads(block, outputs=not backward)
+        elif segment.name == "feed-forward":
+            self._exchange_tokens(block, counts=False)
+        ends = ("feed-forward", "attention inputs") if backward else ("attention output", "feed-forward")
+        if segment.name in ends:
+            if self.work.volumes.tp_sequence_norms:
+                self._over_tp("reduce_scatter", self.activation_bytes, block.name)
+            elif backward or self.work.tp_chunks == 1:
+                self._over_tp("all_reduce", self.activation_bytes, block.name)
+        if segment.name == "feed-forward inputs" and backward and self.work.shape.top_k:
+            self._over_tp("all_reduce", _FLOAT * self._sizes.tokens * self.work.shape.top_k, f"router of {block.name}")
+        if segment.name == "embedding" and not backward:
+            self._over_tp("all_reduce", self.activation_bytes, "embedding")
+        if segment.name == "head":
+            if backward:
+                self._over_tp("all_reduce", self.activation_bytes, "head")
+            else:
+                for _ in range(3):
+                    self._over_tp("all_reduce", _FLOAT * self._sizes.tokens, "loss")
+            self._sum_losses()
+
+    def _over_tp(self, operation: str, nbytes: int, label: str) -> None:
+        tp = self.work.grid.tp
+        if tp == 1:
+            return
+        received = nbytes * (tp - 1) // tp * (2 if operation == "all_reduce" else 1)
+        self.lanes.blocking("tp", operation, nbytes, _TP, label=label, counted={operation: received})
+
+    def _sum_losses(self) -> None:
+        """Sum losses and numbers of tokens along sp, in forward and in backward."""
+        sp = self.work.grid.sp
+        if sp > 1:
+            received = 2 * 2 * _FLOAT * (sp - 1) // sp
+            self.lanes.blocking("sp", "all_reduce", 2 * _FLOAT, _SP, label="losses", counted={"all_reduce": received})
+
+    def _exchange_heads(self, block: SimulatedBlock, *, outputs: bool) -> None:
+        """Exchange queries, keys and values for whole sequences of some heads, or outputs back."""
+        if self._degree == 1:
+            return
+        work, sizes = self.work, self._sizes
+        kept = max(1, -(-sizes.kv_heads // self._degree))
+        seen = -(-work.volumes.tokens // self._rounds)
+        others = (seen - -(-seen // self._degree)) * work.shape.resolved_head_dim * work.style.itemsize
+        received = others * (sizes.attention_heads + (0 if outputs else 2 * kept))
+        whole = received * self._degree / (self._degree - 1)
+        self.lanes.blocking("sp", "all_to_all", whole, self._heads, label=block.name, counted={"all_to_all": received})
+
+    def _pass_keys(self, block: SimulatedBlock, *, backward: bool) -> None:
+        """Pass keys and values around the ring, beside the attention; in backward their gradients too, in float32."""
+        if self._rounds == 1:
+            return
+        work, sizes = self.work, self._sizes
+        seen = -(-work.volumes.tokens // self._rounds)
+        elements = 2 * seen * max(1, -(-sizes.kv_heads // self._degree)) * work.shape.resolved_head_dim
+        received = (self._rounds - 1) * work.style.itemsize * elements
+        if backward:
+            received += self._rounds * max(work.style.itemsize, _FLOAT) * elements
+        before, steps = self.lanes.flush(), self._rounds - 1
+        task = self.lanes.collective(
+            "sp", "pass_on", received / steps, self._ring, label=block.name, after=[before],
+            counted={"pass_on": received},
+        )  # fmt: skip
+        for _ in range(steps - 1):
+            task = self.lanes.collective("sp", "pass_on", received / steps, self._ring, label=block.name, after=[task])
+        self._passed = task
+
+    def _exchange_tokens(self, block: SimulatedBlock, *, counts: bool) -> None:
+        """Send tokens to their experts, or back."""
+        work, ep = self.work, self.work.grid.ep
+        if ep == 1 or block.kind != "layer":
+            return
+        nbytes = self._sizes.rows * work.shape.hidden * work.style.itemsize
+        received = nbytes * (ep - 1) // ep
+        if counts:
+            received += (ep - 1) * (work.shape.experts // ep) * _COUNT
+        self.lanes.blocking("ep", "all_to_all", nbytes, _EP, label=block.name, counted={"all_to_all": received})
+
+    def _save_input(self, block: SimulatedBlock) -> None:
+        self._move_input(block, saves=True)
+
+    def _load_input(self, block: SimulatedBlock) -> None:
+        self._move_input(block, saves=False)
+
+    def _move_input(self, block: SimulatedBlock, *, saves: bool) -> None:
+        tier, host = self.work.offloading.activations, self.lanes.costs.cluster.host
+        if tier == "device" or block.kind != "layer" or host.host_link is None:
+            return
+        link, rate = ("device to host" if saves else "host to device"), host.host_link.usable
+        task: SimulatedTask | None = self.lanes.flush()
+        if tier == "nvme" and not saves:
+            rate_of_disk = host.disk_read / host.devices
+            task = self.lanes.transfer("disk read", rate_of_disk, self.activation_bytes, block.name, "disk", [task])
+        task = self.lanes.transfer(link, rate, self.activation_bytes, f"input of {block.name}", "host", [task])
+        if tier == "nvme" and saves:
+            rate_of_disk = host.disk_write / host.devices
+            self.lanes.transfer("disk write", rate_of_disk, self.activation_bytes, block.name, "disk", [task])
+        if not saves:
+            self.lanes.block_on(task)
+
+
+def _half(segment: Segment, *, products_only: bool = False) -> Segment:
+    """Return half of a backward's products, and everything else or nothing else."""
+    kept = [
+        replace(one, flops=one.flops / 2, nbytes=one.nbytes / 2, launches=max(1, one.launches // 2))
+        if one.kind == "product"
+        else one
+        for one in segment.operations
+        if one.kind == "product" or not products_only
+    ]
+    return Segment(segment.name, tuple(kept))
+
+
+def _scaled(segment: Segment, factor: float) -> Segment:
+    return Segment(
+        segment.name,
+        tuple(replace(one, flops=one.flops * factor, nbytes=one.nbytes * factor) for one in segment.operations),
+    )
+
+
+class StepTasks:
+    """Simulation of one step: builds all tasks, and runs them.
+
+    Args:
+        coarse: Sum up blocking collectives, see `RankLanes.blocking`; None: if the step has many layers to run.
+    """
+
+    def __init__(self, work: StepWork, cluster: Cluster, *, coarse: bool | None = None) -> None:
+        self.work = work
+        self.rates: dict[LinkKey, float] = {}
+        self.loop = EventLoop(self.rates)
+        self.costs = CollectiveCosts(cluster, work.grid)
+        many = work.volumes.micro_batches * work.shape.layers > _MANY_LAYERS
+        self.coarse = many if coarse is None else coarse
+        self.stages = [StageTasks(work, self, stage) for stage in range(work.grid.pp)]
+
+    def run(self) -> float:
+        """Build and run all tasks; return the time of the step in seconds."""
+        if self.work.grid.pp > 1:
+            self._add_pipeline()
+        else:
+            self._add_micro_batches(self.stages[0])
+        for stage in self.stages:
+            stage.zero.update()
+        return self.loop.run()
+
+    def _add_micro_batches(self, stage: StageTasks) -> None:
+        micros = self.work.volumes.micro_batches
+        for micro in range(micros):
+            stage.zero.begin_forward()
+            stage.forward(stage.chunks[0])
+            stage.backward(stage.chunks[0], part=ActionKind.BACKWARD, is_last_micro=micro == micros - 1)
+            stage.zero.end_backward()
+
+    def _add_pipeline(self) -> None:
+        work = self.work
+        pp, micros = work.grid.pp, work.volumes.micro_batches
+        schedule = build_schedule(work.schedule, pp, micros, work.volumes.virtual_stages)
+        split = any(action.kind is ActionKind.BACKWARD_INPUT for order in schedule for action in order)
+        left = [
+            {c.number: sum(a.stage == c.number and a.kind in _WEIGHTS for a in order) for c in stage.chunks}
+            for stage, order in zip(self.stages, schedule, strict=True)
+        ]
+        done: dict[Action, SimulatedTask | None] = {}
+        at = [0] * pp
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(schedule):
+                while at[rank] < len(order):
+                    action = order[at[rank]]
+                    before = list_dependencies(action, work.chunks, split)
+                    if any(one not in done for one in before):
+                        break
+                    self._add_computation(action, before, done, left[rank])
+                    at[rank] += 1
+                    moved = True
+        self._broadcast_loss()
+
+    def _add_computation(
+        self,
+        action: Action,
+        before: list[Action],
+        done: dict[Action, SimulatedTask | None],
+        left: dict[int, int],
+    ) -> None:
+        stage = self.stages[action.stage % self.work.grid.pp]
+        for one in before:
+            if one.stage != action.stage:
+                stage.lanes.block_on(self._send(one, action.stage, done[one]))
+        chunk = stage.chunk_of(action.stage)
+        if action.kind is ActionKind.FORWARD:
+            done[action] = stage.forward(chunk)
+            return
+        if action.kind in _WEIGHTS:
+            left[action.stage] -= 1
+        done[action] = stage.backward(chunk, part=action.kind, is_last_micro=not left[action.stage])
+
+    def _send(self, action: Action, target: int, after: SimulatedTask | None) -> SimulatedTask | None:
+        """Send an activation, or its gradient, from the chunk of `action` to chunk `target`."""
+        work, pp = self.work, self.work.grid.pp
+        sender, receiver = self.stages[action.stage % pp], self.stages[target % pp]
+        nbytes = sender.activation_bytes
+        if work.shape.has_router_loss:
+            layers = sum(work.chunk_layers(chunk) for chunk in range(max(action.stage, target)))
+            tokens = -(-work.volumes.tokens // work.grid.sp)
+            nbytes += tokens * work.style.itemsize * work.shape.experts * layers
+        forward = action.kind is ActionKind.FORWARD
+        receiver.lanes.moved["pp"]["activations" if forward else "gradients"] += nbytes
+        cost = self.costs.send(sender.lanes.rank, receiver.lanes.rank, nbytes)
+        label = f"send {'activation' if forward else 'gradient'} {action.micro_batch}"
+        return sender.lanes.phases(cost, label, "pipeline", f"send {target}", [after], nbytes)
+
+    def _broadcast_loss(self) -> None:
+        last = self.stages[-1].lanes
+        for stage in self.stages[:-1]:
+            stage.lanes.moved["pp"]["broadcast"] += _FLOAT
+        last.collective(
+            "pipeline", "broadcast", _FLOAT, RankPattern(("pp",)), label="loss", after=[last.flush()], stream="loss"
+        )
+
+
+_WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)

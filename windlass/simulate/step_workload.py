@@ -1,0 +1,226 @@
+"""Work of one optimizer step: a model's shape under a configuration, on a number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from windlass.base.dtypes import parse_dtype
+from windlass.base.errors import ConfigError, ModelError
+from windlass.comm.mesh_shape import MeshShape
+from windlass.config import Config
+from windlass.parallel.comm_volumes import StepWorkload, count_local_layers
+from windlass.parallel.model_shape import ModelShape, from_transformers
+from windlass.parallel.pipeline.pipeline_schedules import ScheduleName
+from windlass.plan.planned_layout import optimizer_state_bytes
+from windlass.simulate.layer_work import ITEMSIZE, ComputeStyle
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """Tiers of a run.
+
+    Attributes:
+        states, parameters: `none`, `cpu` or `nvme`.
+        gradients_on_disk: Reduced gradients are on NVMe until the step.
+        ratio: Fraction of the states that is offloaded.
+        delayed: The update runs during the next forward and backward.
+        activations: Tier of saved layer inputs: `device`, `cpu` or `nvme`.
+    """
+
+    states: str = "none"
+    parameters: str = "none"
+    gradients_on_disk: bool = False
+    ratio: float = 1.0
+    delayed: bool = False
+    activations: str = "device"
+
+
+@dataclass(frozen=True)
+class QuantizedMessages:
+    """Codecs of ZeRO++: of parameters, and of gradients inside a node and across nodes; empty: none."""
+
+    weights: str = ""
+    gradients: str = ""
+    gradients_across: str = ""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one optimizer step.
+
+    Attributes:
+        shape: Sizes of the model.
+        grid: Ranks along each axis.
+        samples, length: Micro-batch of one data-loading rank: sequences, and tokens of each.
+        volumes: Micro-batches, stage, dtypes and axes, as the formulas of `comm_volumes` take them.
+        style: How the model computes.
+        accumulation_bytes, master_bytes, state_bytes: Bytes per element of accumulated gradients, of master weights
+            (0: the parameters themselves), and of optimizer states.
+        schedule: Order of a pipeline.
+        tp_chunks: Parts in which the output of a row-parallel layer is all-reduced.
+        persistence_threshold, prefetch_numel, max_live_numel, max_reuse_distance: Settings of stage 3.
+        overlaps_reduction: Reductions run during the backward.
+        transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
+    """
+
+    shape: ModelShape
+    grid: MeshShape
+    samples: int
+    length: int
+    volumes: StepWorkload
+    style: ComputeStyle
+    accumulation_bytes: int = 4
+    master_bytes: int = 4
+    state_bytes: int = 8
+    schedule: ScheduleName = "1f1b"
+    tp_chunks: int = 1
+    persistence_threshold: int = 100_000
+    prefetch_numel: int = 50_000_000
+    max_live_numel: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    overlaps_reduction: bool = True
+    transport: str = "auto"
+    offloading: Offloading = Offloading()
+    codecs: QuantizedMessages = QuantizedMessages()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch."""
+        return self.volumes.tokens * self.volumes.micro_batches * self.grid.data_loading_size
+
+    def chunk_layers(self, chunk: int) -> int:
+        """Return the number of layers of one model chunk of a pipeline."""
+        return count_local_layers(self.shape.layers, self.chunks, chunk)
+
+    @property
+    def chunks(self) -> int:
+        """Number of model chunks on all stages of a pipeline together."""
+        return self.grid.pp * self.volumes.virtual_stages
+
+
+def describe_step(
+    model: nn.Module | ModelShape,
+    config: Config,
+    world_size: int,
+    length: int,
+    *,
+    checkpointing: str = "none",
+    fused: bool = False,
+    linear_dtype: str = "",
+) -> StepWork:
+    """Describe the step of a model under a configuration.
+
+    Args:
+        model: A transformers model, possibly on the meta device, or its sizes.
+        length: Tokens of a sample.
+        checkpointing, fused, linear_dtype: As `ComputeStyle` has them. `parallel.recompute` and
+            `pipeline.activation_checkpoint_interval` of the configuration imply full checkpointing.
+
+    Raises:
+        ConfigError: the batch or the axes do not fit the ranks, or the layers do not fit the stages.
+        ModelError: the model's sizes are unknown.
+    """
+    shape = shape_of(model)
+    axes = config.axes(world_size, "--world-size")
+    grid = MeshShape(**axes.sizes)
+    batch = config.resolve_batch(world_size, "--world-size", axes)
+    model_dtype = "fp32" if isinstance(model, ModelShape) else _dtype_name(model)
+    dtypes = config.dtype_table(model_dtype)
+    zero, parallel, pipeline = config.zero_optimization, config.parallel, config.pipeline
+    if grid.pp * pipeline.resolved_virtual_stages > shape.layers:
+        raise ConfigError(
+            f"a pipeline of {grid.pp} stages with {pipeline.resolved_virtual_stages} parts each needs at least as many "
+            f"layers, and the model has {shape.layers}; lower parallel.pp or pipeline.virtual_stages"
+        )
+    if parallel.recompute or pipeline.activation_checkpoint_interval:
+        checkpointing = "full"
+    style = ComputeStyle(dtypes.compute_dtype, fused, linear_dtype, checkpointing)
+    ulysses = parallel.ulysses_size(grid.sp)
+    if ulysses is None:
+        ulysses = _default_ulysses(shape, grid)
+    volumes = StepWorkload(
+        tokens=batch.micro * length,
+        micro_batches=batch.accumulation,
+        zero_stage=zero.stage,
+        activation_bytes=style.itemsize,
+        parameter_bytes=ITEMSIZE[dtypes.param_dtype],
+        gradient_bytes=ITEMSIZE[dtypes.reduce_dtype],
+        backward_gather_ranks=axes.secondary_size or 0,
+        unshards_once=pipeline.unshard_per == "step",
+        recompute=checkpointing == "full",
+        tp_sequence_norms=parallel.tp_sequence_norms,
+        ulysses_degree=ulysses,
+        virtual_stages=pipeline.resolved_virtual_stages,
+    )
+    state = parse_dtype(dtypes.state_dtype)
+    return StepWork(
+        shape=shape,
+        grid=grid,
+        samples=batch.micro,
+        length=length,
+        volumes=volumes,
+        style=style,
+        accumulation_bytes=ITEMSIZE[dtypes.accumulation_dtype],
+        master_bytes=ITEMSIZE[dtypes.master_dtype] if dtypes.master_dtype != dtypes.param_dtype else 0,
+        state_bytes=optimizer_state_bytes(config, state),
+        schedule=pipeline.schedule,
+        tp_chunks=config.tp_overlap_chunks,
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        max_live_numel=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+        overlaps_reduction=zero.overlap_comm_enabled,
+        transport=config.comm.transport,
+        offloading=_offloading(config),
+        codecs=QuantizedMessages(
+            zero.zero_quantized_weights_codec if zero.zero_quantized_weights and zero.stage == 3 else "",
+            zero.zero_quantized_gradients_codec if zero.zero_quantized_gradients else "",
+            zero.zero_quantized_gradients_codec_across if zero.zero_quantized_gradients else "",
+        ),
+    )
+
+
+def shape_of(model: nn.Module | ModelShape) -> ModelShape:
+    """Return the sizes of a model.
+
+    Raises:
+        ModelError: the model has no configuration of transformers.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    own: Any = getattr(model, "config", None)
+    plain = own.to_dict() if hasattr(own, "to_dict") else None
+    if plain is None:
+        raise ModelError(
+            f"the sizes of {type(model).__name__} are unknown, since it has no configuration of transformers; give its "
+            "sizes as a windlass.parallel.model_shape.ModelShape, or with --shape hidden=4096,layers=32,..."
+        )
+    return from_transformers(plain)
+
+
+def _default_ulysses(shape: ModelShape, grid: MeshShape) -> int:
+    """Return as many ranks as the key heads can be divided among, which divide sp."""
+    keys = max(1, shape.resolved_kv_heads // grid.tp)
+    return max(n for n in range(1, grid.sp + 1) if grid.sp % n == 0 and keys % n == 0)
+
+
+def _dtype_name(model: nn.Module) -> str:
+    first = next(iter(model.parameters()), None)
+    names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float64": "fp64"}
+    return "fp32" if first is None else names.get(str(first.dtype), "fp32")
+
+
+def _offloading(config: Config) -> Offloading:
+    zero = config.zero_optimization
+    states, parameters = zero.offload_optimizer, zero.offload_param
+    return Offloading(
+        states=states.device if states is not None else "none",
+        parameters=parameters.device if parameters is not None and zero.stage == 3 else "none",
+        gradients_on_disk=states is not None and states.device != "none" and states.gradient_device == "nvme",
+        ratio=states.ratio if states is not None else 1.0,
+        delayed=states is not None and states.delayed_update,
+        activations=config.parallel.activation_tier,
+    )

@@ -1,0 +1,341 @@
+"""ZeRO's part of a step on one representative rank: all-gathers, reductions, updates, and transfers between tiers.
+
+The engine's own prefetcher decides at stage 3 what is gathered ahead and what stays unsharded, as in the second step of
+a run ([Note: planned memory] does the same for memory).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.comm.codec import get_codec
+from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
+from windlass.simulate.collective_cost import RankPattern
+from windlass.simulate.event_loop import SimulatedTask
+from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock, SimulatedUnit
+from windlass.simulate.step_lanes import RankLanes
+from windlass.simulate.step_workload import StepWork
+from windlass.zero.core.prefetcher import Prefetcher
+from windlass.zero.core.unit import ShardState
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_STREAM = "zero"
+
+
+class ZeroLanes:
+    """Collectives and updates of the units of one rank.
+
+    Args:
+        chunks: Model chunks of the rank.
+    """
+
+    def __init__(self, work: StepWork, lanes: RankLanes, chunks: list[ModelChunk]) -> None:
+        self._work, self._lanes, self._chunks = work, lanes, chunks
+        self._cluster = lanes.costs.cluster
+        self._stage = work.volumes.zero_stage
+        replicas = work.grid.dp_replicate > 1 and self._stage > 0
+        self._patterns = {
+            expert: RankPattern(tuple(axis for axis in axes if not (replicas and axis == "dp_replicate")))
+            for expert, axes in ((False, DATA_AXES), (True, EXPERT_DATA_AXES))
+        }
+        self._reduced: dict[SimulatedUnit, SimulatedTask | None] = {}
+        self._units = [unit for chunk in chunks for unit in chunk.units]
+        self._once = work.grid.pp > 1 and work.volumes.unshards_once
+        is_local = work.grid.world <= self._cluster.host.devices
+        on_cpu = self._cluster.host.host_link is None
+        self._shares_memory = on_cpu and is_local and work.transport in ("auto", "shm") and not work.codecs.weights
+        self._algorithm = "pairwise" if on_cpu else "auto"
+        self._prefetcher = Prefetcher(work.prefetch_numel, work.max_live_numel, work.max_reuse_distance, 0)
+        if self._stage == 3 and not work.grid.pp > 1:
+            self._record_trace()
+        has_disk = self._cluster.host.disk_read and self._cluster.host.disk_write
+        if "nvme" in (work.offloading.states, work.offloading.parameters, work.offloading.activations) and not has_disk:
+            raise ConfigError(
+                f"{self._cluster.name}: the configuration offloads to nvme, and hosts have no disk; set "
+                "host.disk_read and host.disk_write, e.g. 6GB/s"
+            )
+
+    def size(self, unit: SimulatedUnit) -> int:
+        """Return the number of ranks that share a unit."""
+        return self._lanes.costs.size(self._patterns[unit.is_expert])
+
+    def shard_numel(self, unit: SimulatedUnit) -> int:
+        """Return the elements of a unit whose states this rank has."""
+        return -(-unit.numel // self.size(unit)) if self._stage else unit.numel
+
+    # Unsharded parameters.
+
+    def _record_trace(self) -> None:
+        """Run one forward and backward without tasks, so that the prefetcher knows the order."""
+        blocks = [block for chunk in self._chunks for block in chunk.blocks]
+        self._prefetcher.begin_forward(had_backward=False)
+        for block in [*blocks, *reversed(blocks)]:
+            for unit in block.units:
+                self._prefetcher.record_use(cast(Any, unit))
+        self.end_backward()
+
+    def begin_forward(self) -> None:
+        """Begin the forward of a micro-batch."""
+        if self._stage == 3 and not self._work.grid.pp > 1:
+            self._prefetcher.begin_forward(had_backward=True)
+            for unit in self._units:
+                unit.shard_state = ShardState.SHARDED
+
+    def end_backward(self) -> None:
+        """Reshard everything at the end of a micro-batch's backward."""
+        for unit in self._units:
+            unit.backwards = 0
+            if self._stage == 3 and not self._once:
+                unit.shard_state, unit.gathered = ShardState.SHARDED, None
+
+    def use(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> None:
+        """Unshard the units of a block, gather the next ones, and let the computation wait for the first."""
+        if self._stage < 3:
+            return
+        pipelined = self._work.grid.pp > 1
+        self._lanes.flush()
+        for unit in block.units:
+            if not pipelined:
+                self._prefetcher.record_use(cast(Any, unit))
+            if unit.shard_state is ShardState.SHARDED:
+                self._gather(unit, backward=backward)
+            self._lanes.block_on(unit.gathered)
+        for unit in self._ahead(chunk, block, backward=backward):
+            self._gather(unit, backward=backward)
+
+    def _ahead(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> list[SimulatedUnit]:
+        if self._shares_memory:
+            return []
+        if self._work.grid.pp == 1:
+            return [cast(SimulatedUnit, one) for one in self._prefetcher.units_to_prefetch(self._live_numel())]
+        order = list(reversed(chunk.blocks)) if backward else chunk.blocks
+        after = order[order.index(block) + 1 : order.index(block) + 2]
+        return [unit for one in after for unit in one.units if unit.shard_state is ShardState.SHARDED]
+
+    def release(self, block: SimulatedBlock) -> None:
+        """Reshard the units of a block, unless they are used again soon."""
+        if self._stage < 3 or self._once:
+            return
+        for unit in block.units:
+            if self._work.grid.pp > 1 or not self._prefetcher.is_reused_soon(cast(Any, unit), self._live_numel()):
+                unit.shard_state, unit.gathered = ShardState.SHARDED, None
+
+    def _live_numel(self) -> int:
+        return sum(u.numel for u in self._units if u.shard_state is not ShardState.SHARDED and not u.persistent)
+
+    def _gather(self, unit: SimulatedUnit, *, backward: bool) -> None:
+        unit.shard_state = ShardState.UNSHARDED
+        before = self._lanes.last
+        source = self._upload(unit, before)
+        near = self._work.volumes.backward_gather_ranks if backward and not unit.is_expert else 0
+        unit.gathered = self._all_gather(unit, [before, source], near) or source
+
+    def _upload(self, unit: SimulatedUnit, before: SimulatedTask | None) -> SimulatedTask | None:
+        """Bring the shard of an offloaded unit to the device."""
+        tier, host = self._work.offloading.parameters, self._cluster.host
+        if tier == "none" or host.host_link is None:
+            return None
+        nbytes = self.shard_numel(unit) * self._work.volumes.parameter_bytes
+        source = before
+        if tier == "nvme":
+            rate = host.disk_read / host.devices
+            source = self._lanes.transfer("disk read", rate, nbytes, f"read {unit.name}", "disk", [before])
+        return self._lanes.transfer(
+            "host to device", host.host_link.usable, nbytes, f"fetch {unit.name}", "host", [source]
+        )
+
+    def _all_gather(
+        self, unit: SimulatedUnit, after: list[SimulatedTask | None], near: int = 0
+    ) -> SimulatedTask | None:
+        if self._shares_memory:
+            return None  # all ranks of the host map one buffer
+        pattern, itemsize = self._patterns[unit.is_expert], self._work.volumes.parameter_bytes
+        if near:
+            pattern = RankPattern(pattern.axes, block=near)
+        n = self._lanes.costs.size(pattern)
+        shard = unit.numel // n * itemsize
+        if self._work.codecs.weights and not near:
+            dtype = _DTYPES[itemsize]
+            shard = get_codec(self._work.codecs.weights).encoded_size(unit.numel // n, dtype)
+            received = (n - 1) * shard
+        else:
+            received = (n - 1) * unit.numel // n * itemsize
+        return self._lanes.collective(
+            "data", "all_gather", n * shard, pattern, label=unit.name, after=after, counted={"gather": received},
+            algorithm=self._algorithm, stream=_STREAM,
+        )  # fmt: skip
+
+    # Gradients.
+
+    def end_block_backward(self, block: SimulatedBlock, *, is_last_micro: bool) -> None:
+        """Reduce the units whose gradients are complete."""
+        computed = self._lanes.flush()
+        for unit in block.units:
+            unit.backwards += 1
+            if unit.backwards == unit.uses:
+                unit.backwards = 0
+                self._reduce_when_due(unit, computed, is_last_micro=is_last_micro)
+
+    def end_chunk_backward(self, chunk: ModelChunk, *, is_last_micro: bool) -> None:
+        """Reduce the small parameters, whose gradients are complete once the whole backward is."""
+        if chunk.persistent is not None:
+            self._reduce_when_due(chunk.persistent, self._lanes.flush(), is_last_micro=is_last_micro)
+
+    def _reduce_when_due(self, unit: SimulatedUnit, after: SimulatedTask | None, *, is_last_micro: bool) -> None:
+        if is_last_micro or (self._stage >= 2 and not self._once):
+            self._reduced[unit] = self._reduce(unit, after)
+            if not self._work.overlaps_reduction:
+                self._lanes.block_on(self._reduced[unit])
+
+    def _reduce(self, unit: SimulatedUnit, after: SimulatedTask | None) -> SimulatedTask | None:
+        pattern, itemsize = self._patterns[unit.is_expert], self._work.volumes.gradient_bytes
+        n = self._lanes.costs.size(pattern)
+        if self._work.codecs.gradients and n > 1:
+            task = self._reduce_encoded(unit, pattern, after)
+        else:
+            received = (n - 1) * unit.numel // n * itemsize
+            task = self._lanes.collective(
+                "data", "reduce_scatter", unit.numel * itemsize, pattern, label=unit.name, after=[after],
+                counted={"reduce": received}, algorithm=self._algorithm, stream=_STREAM,
+            )  # fmt: skip
+        task = task or after
+        host = self._cluster.host
+        if self._work.offloading.states != "none" and host.host_link is not None:
+            nbytes = self.shard_numel(unit) * self._work.accumulation_bytes * self._work.offloading.ratio
+            task = self._lanes.transfer(
+                "device to host", host.host_link.usable, nbytes, f"gradients of {unit.name}", "host", [task]
+            )
+            if self._work.offloading.gradients_on_disk:
+                task = self._lanes.transfer(
+                    "disk write", host.disk_write / host.devices, nbytes, f"gradients of {unit.name}", "disk", [task]
+                )
+        return task
+
+    def _reduce_encoded(
+        self, unit: SimulatedUnit, pattern: RankPattern, after: SimulatedTask | None
+    ) -> SimulatedTask | None:
+        """Reduce in two all-to-alls of encoded parts: inside nodes, then across (Wang et al. 2023)."""
+        codecs, n = self._work.codecs, self._lanes.costs.size(pattern)
+        local = self._cluster.host.devices // self._work.grid.tp or 1
+        node = local if 1 < local < n and n % local == 0 else n
+        shard = unit.numel // n
+        inside = _aligned(get_codec(codecs.gradients).encoded_size(shard, torch.float32)) * (n // node)
+        across = _aligned(get_codec(codecs.gradients_across).encoded_size(shard, torch.float32))
+        near, far = RankPattern(pattern.axes, block=node), RankPattern(pattern.axes, stride=node)
+        first = self._lanes.collective(
+            "data", "all_to_all", node * inside, near, label=unit.name, after=[after],
+            counted={"reduce": (node - 1) * inside}, stream=_STREAM,
+        )  # fmt: skip
+        second = self._lanes.collective(
+            "data", "all_to_all", n // node * across, far, label=unit.name, after=[first or after],
+            counted={"reduce": (n // node - 1) * across}, stream=_STREAM,
+        )  # fmt: skip
+        return second or first
+
+    # The step.
+
+    def update(self) -> None:
+        """Reduce among replicas, agree on the norm, update the states, and gather what stays unsharded."""
+        lanes, stage = self._lanes, self._stage
+        computed = lanes.flush()
+        for unit in self._units if stage and self._work.grid.dp_replicate > 1 else ():
+            part = self.shard_numel(unit) * self._work.volumes.gradient_bytes
+            replicas = self._work.grid.dp_replicate
+            self._reduced[unit] = lanes.collective(
+                "data", "all_reduce", part, RankPattern(("dp_replicate",)), label=f"replicas of {unit.name}",
+                after=[self._reduced.get(unit), computed],
+                counted={"replicate": 2 * (part * (replicas - 1) // replicas)}, stream=_STREAM,
+            )  # fmt: skip
+        reduced = [task for task in [*self._reduced.values(), self._sum_norms(computed)] if task is not None]
+        if stage == 0:
+            reduced += [task for unit in self._units if (task := self._gather_gradients(unit)) is not None]
+        for task in reduced:
+            lanes.block_on(task)
+        norm_bytes = sum(self.shard_numel(unit) for unit in self._units) * self._work.accumulation_bytes
+        lanes.spend("norm", norm_bytes / self._device_rate)
+        computed = lanes.flush()
+        agreed = lanes.collective(
+            "data", "all_reduce", 8, self._patterns[False], label="norm", after=[computed], stream=_STREAM
+        )
+        lanes.block_on(agreed)
+        for unit in reversed(self._units):
+            self._update_unit(unit, agreed or computed)
+        lanes.flush()
+
+    def _sum_norms(self, after: SimulatedTask | None) -> SimulatedTask | None:
+        """Sum the gradients of layer norms along tp, if each rank computes them for a part of the sequence."""
+        work, tp = self._work, self._work.grid.tp
+        if not work.volumes.tp_sequence_norms or tp == 1:
+            return None
+        layers = sum(block.kind == "layer" for chunk in self._chunks for block in chunk.blocks)
+        shards = self._lanes.costs.size(self._patterns[False]) if self._stage else 1
+        part = -(-layers * 2 * work.shape.hidden // shards) * work.volumes.gradient_bytes
+        return self._lanes.collective(
+            "data", "all_reduce", part, RankPattern(("tp",)), label="gradients of norms", after=[after],
+            counted={"replicate": 2 * (part * (tp - 1) // tp)}, stream=_STREAM,
+        )  # fmt: skip
+
+    @property
+    def _device_rate(self) -> float:
+        return self._cluster.device.memory_rate * self._cluster.device.memory_efficiency
+
+    def _gather_gradients(self, unit: SimulatedUnit) -> SimulatedTask | None:
+        if self._shares_memory:
+            return None
+        n, itemsize = self.size(unit), self._work.accumulation_bytes
+        return self._lanes.collective(
+            "data", "all_gather", unit.numel * itemsize, self._patterns[unit.is_expert],
+            label=f"gradients of {unit.name}", after=[self._reduced.get(unit)],
+            counted={"gather": (n - 1) * unit.numel // n * itemsize}, algorithm=self._algorithm, stream=_STREAM,
+        )  # fmt: skip
+
+    def _update_unit(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
+        work, lanes, host = self._work, self._lanes, self._cluster.host
+        numel, offloading = self.shard_numel(unit), work.offloading
+        touched = work.accumulation_bytes + 2 * (work.master_bytes + work.state_bytes)
+        touched += work.volumes.parameter_bytes * (1 if work.master_bytes else 2)
+        away = offloading.ratio if offloading.states != "none" and host.host_link is not None else 0.0
+        if offloading.states == "nvme" and host.host_link is None:
+            away = offloading.ratio  # a CPU rank whose states are on disk
+        if away < 1:
+            lanes.spend(f"update {unit.name}", (1 - away) * numel * touched / self._device_rate)
+        task = lanes.flush() if away < 1 else after
+        if away:
+            task = self._update_away(unit, away * numel, touched, None if offloading.delayed else after)
+        if self._stage in (1, 2) or (self._stage == 3 and unit.persistent):
+            self._all_gather(unit, [task, lanes.last])
+
+    def _update_away(
+        self, unit: SimulatedUnit, numel: float, touched: int, after: SimulatedTask | None
+    ) -> SimulatedTask:
+        """Update states of the host or the disk. With a delayed update nothing of this step has to come first."""
+        work, lanes, host = self._work, self._lanes, self._cluster.host
+        stored = numel * (work.master_bytes + work.state_bytes)
+        ready = after
+        if work.offloading.states == "nvme":
+            read = stored + (numel * work.accumulation_bytes if work.offloading.gradients_on_disk else 0)
+            rate = host.disk_read / host.devices
+            ready = lanes.transfer("disk read", rate, read, f"read states of {unit.name}", "disk", [after])
+        task = lanes.work_on_host(
+            f"update {unit.name}", numel * touched / (host.memory_rate / host.devices), [ready, after]
+        )
+        if work.offloading.states == "nvme":
+            rate = host.disk_write / host.devices
+            lanes.transfer("disk write", rate, stored, f"write states of {unit.name}", "disk", [task])
+        if host.host_link is not None and work.offloading.parameters == "none":
+            task = lanes.transfer(
+                "host to device", host.host_link.usable, numel * work.volumes.parameter_bytes,
+                f"parameters of {unit.name}", "host", [task],
+            )  # fmt: skip
+        elif work.offloading.parameters == "nvme":
+            nbytes = numel * work.volumes.parameter_bytes
+            rate = host.disk_write / host.devices
+            task = lanes.transfer("disk write", rate, nbytes, f"write {unit.name}", "disk", [task])
+        return task
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16

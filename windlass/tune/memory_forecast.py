@@ -1,0 +1,246 @@
+"""Predicted memory of all candidates, made inside the first trial, which has the model and a batch.
+
+[Note: forecast] Traces of two micro-batches ([Note: traced memory]) are extended to the others, because every event of
+a trace grows linearly with the micro-batch. The forecast runs on rank 0 before the first forward, so that it exists
+even if that forward does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from windlass.base.atomic_file import write_atomically
+from windlass.base.errors import WindlassError
+from windlass.base.log import logger
+from windlass.config import Config, load_config
+from windlass.config.config_overrides import override_keys
+from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
+from windlass.plan.activation_trace import ActivationTrace, MemoryEvent
+from windlass.plan.memory_plan import DEVICE, HOST
+from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
+from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
+
+ATTRIBUTE = "windlass.tune.memory_forecast:start_forecast"
+_MOMENTS = ("init", "load", "forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class ForecastOrder:
+    """Order for a forecast.
+
+    Attributes:
+        candidates: Overrides of each candidate, by its name.
+        result: Path of the JSON file to write.
+        plans_memory: False: only facts of the model are written.
+    """
+
+    candidates: dict[str, dict[str, Any]]
+    result: str
+    plans_memory: bool = True
+
+    def write(self, path: Path) -> None:
+        """Write the order."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: str) -> ForecastOrder:
+        """Read an order."""
+        return cls(**json.loads(Path(path).read_text()))
+
+
+@dataclass
+class ForecastResult:
+    """Facts and predictions.
+
+    Attributes:
+        parameters: Number of elements of the model.
+        tokens: Elements of a sample.
+        fed: Samples of the first batch; its first dimension.
+        micro: Micro-batch of the configuration of that trial.
+        can_checkpoint: The model has a switch for activation checkpointing.
+        device: `cpu` or `cuda`.
+        device_total: Memory of a GPU in bytes; 0 on a CPU.
+        base: Bytes of a process without the model.
+        device_bytes, host_bytes: Predicted peak of a rank by the name of a candidate; host memory without `base`.
+        problem: Reason why memory is not predicted.
+    """
+
+    parameters: int = 0
+    tokens: int = 1
+    fed: int = 0
+    micro: int = 0
+    can_checkpoint: bool = False
+    device: str = "cpu"
+    device_total: int = 0
+    base: int = 0
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+
+
+def start_forecast(
+    order_path: str, raw: dict[str, Any], model: nn.Module, world_size: int, base: int
+) -> Callable[[int, tuple[Any, ...], dict[str, Any]], None]:
+    """Copy the shapes of `model` before it is sharded, and return a function that predicts, given the first batch.
+
+    Args:
+        raw: The program's own configuration.
+        base: Bytes of the process without the model.
+    """
+    order = ForecastOrder.read(order_path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = ForecastResult(
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        can_checkpoint=can_checkpoint(model),
+        device=device,
+        device_total=torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0,
+        base=base,
+    )
+    planner: CandidatePlanner | None = None
+    if order.plans_memory:
+        if any(hasattr(p, "ds_numel") and p.ds_numel != p.numel() for p in model.parameters()):
+            facts.problem = "the model is built sharded, so rank 0 does not have its shapes"
+        else:
+            planner = CandidatePlanner(_copy_on_meta(model), raw, world_size, Target(device))
+
+    def predict(micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = BatchShape(micro, args, kwargs)
+        facts.micro, facts.fed, facts.tokens = micro, batch.fed, batch.tokens
+        if planner is not None:
+            try:
+                for name, overrides in order.candidates.items():
+                    facts.device_bytes[name], facts.host_bytes[name] = planner.peaks(overrides, batch)
+            except WindlassError as error:
+                facts.problem = str(error).splitlines()[0]
+            except Exception as error:  # the search goes on without predictions, whatever the model does
+                facts.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            if facts.problem:
+                logger.warning("memory is not predicted: %s", facts.problem)
+        write_atomically(Path(order.result), json.dumps(asdict(facts)))
+
+    return predict
+
+
+class BatchShape:
+    """First batch of a trial: makes batches of other sizes.
+
+    Attributes:
+        fed: Size of the first dimension of its first tensor.
+        tokens: Elements of a sample of its first tensor.
+    """
+
+    def __init__(self, micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        shapes: list[torch.Size] = []
+        tree_map(lambda value: shapes.append(value.shape) if isinstance(value, torch.Tensor) else None, (args, kwargs))
+        first = next((shape for shape in shapes if shape), torch.Size([micro]))
+        self.fed, self.tokens = first[0], max(1, first.numel() // max(1, first[0]))
+
+    def make(self, micro: int, length: int) -> Callable[[], Any]:
+        """Return a function that makes a batch of `micro` samples without values."""
+
+        def resized(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                return value
+            rows = micro if value.shape[0] == self.fed else value.shape[0]
+            return torch.zeros((rows, *value.shape[1:]), dtype=value.dtype)
+
+        def make() -> Any:
+            args, kwargs = tree_map(resized, (self._args, self._kwargs))
+            return kwargs if kwargs and not args else args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+
+        return make
+
+
+class CandidatePlanner:
+    """Planner of candidates that differ in their configuration only.
+
+    Args:
+        model: The model on the meta device.
+        raw: The program's configuration.
+    """
+
+    def __init__(self, model: nn.Module, raw: dict[str, Any], world_size: int, target: Target) -> None:
+        self._model, self._raw, self._world, self._target = model, raw, world_size, target
+        self._traces: dict[tuple[Any, ...], ActivationTrace] = {}
+        self._peaks: dict[str, tuple[int, int]] = {}
+
+    def peaks(self, overrides: dict[str, Any], batch: BatchShape) -> tuple[int, int]:
+        """Return the predicted peaks of device and host memory of a rank, in bytes."""
+        raw = override_keys(self._raw, {**overrides, **_WITHOUT_EFFECT})
+        known = json.dumps(raw, sort_keys=True, default=str)
+        if known not in self._peaks:
+            config = load_config(raw)
+            if can_checkpoint(self._model):
+                (enable_checkpointing if config.activation_checkpointing.enabled else disable_checkpointing)(
+                    self._model
+                )
+            layout = plan_layout(self._model, config, self._world, self._target)
+            micro = micro_batch_of(config, self._world)
+            trace = self._trace(config, layout, micro, batch)
+            plan = MemoryPlanner(layout.model, config, layout, trace).plan(self._world, micro, batch.tokens)
+            self._peaks[known] = plan.peak(DEVICE, _MOMENTS), plan.peak(HOST, _MOMENTS)
+        return self._peaks[known]
+
+    def _trace(self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape) -> ActivationTrace:
+        """Return the trace of a micro-batch, extended from those of one and two samples."""
+        checkpoints = config.activation_checkpointing.enabled
+        kind = (checkpoints, len(layout.blocks))
+        run = RunShape(self._world, batch.tokens, self._target, make_batch=batch.make)
+
+        def traced(samples: int) -> ActivationTrace:
+            if (*kind, samples) not in self._traces:
+                self._traces[*kind, samples] = trace_of(config, layout, run, samples)
+            return self._traces[*kind, samples]
+
+        one, two = traced(1), traced(2)
+        return extend_trace(one, two, micro) if len(one.events) == len(two.events) else traced(micro)
+
+
+_WITHOUT_EFFECT = dict.fromkeys(
+    (
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.overlap_comm",
+    )
+)
+"""Keys whose values the planner does not read."""
+
+
+def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> ActivationTrace:
+    """Return the trace of `micro` samples, linear in the traces of one and two samples."""
+
+    def at(first: int, second: int) -> int:
+        return first + (micro - 1) * (second - first)
+
+    events = [
+        MemoryEvent(a.phase, a.kind, a.name, at(a.peak, b.peak), at(a.live, b.live))
+        for a, b in zip(one.events, two.events, strict=True)
+    ]
+    return ActivationTrace(
+        events,
+        saved=at(one.saved, two.saved),
+        saved_by_autograd=at(one.saved_by_autograd, two.saved_by_autograd),
+        inputs=at(one.inputs, two.inputs),
+    )
+
+
+def _copy_on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of the model whose tensors have no memory."""
+    import copy
+
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)

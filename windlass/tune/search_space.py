@@ -1,0 +1,388 @@
+"""Search space: keys with their choices, and the configurations that they make."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from windlass.base.errors import ConfigError
+from windlass.config import load_config
+from windlass.config.batch_sizes import ACCUMULATION, KEYS, MICRO, TRAIN
+from windlass.config.config_loading import validate_config
+from windlass.config.config_overrides import override_keys, value_at_path
+
+STAGE = "zero_optimization.stage"
+STATES_TIER = "zero_optimization.offload_optimizer.device"
+STATES_PATH = "zero_optimization.offload_optimizer.nvme_path"
+STATES_RATIO = "zero_optimization.offload_optimizer.ratio"
+PARAMETERS_TIER = "zero_optimization.offload_param.device"
+PARAMETERS_PATH = "zero_optimization.offload_param.nvme_path"
+CHECKPOINTING = "activation_checkpointing.enabled"
+REDUCE_BUCKET = "zero_optimization.reduce_bucket_size"
+GATHER_BUCKET = "zero_optimization.allgather_bucket_size"
+PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+REUSE = "zero_optimization.stage3_max_reuse_distance"
+OVERLAP = "zero_optimization.overlap_comm"
+
+_SHORT_NAMES = {
+    STAGE: "z",
+    TRAIN: "tbs",
+    MICRO: "mbs",
+    ACCUMULATION: "gas",
+    CHECKPOINTING: "ckpt",
+    STATES_TIER: "states",
+    STATES_RATIO: "ratio",
+    PARAMETERS_TIER: "params",
+    REDUCE_BUCKET: "rbs",
+    GATHER_BUCKET: "abs",
+    PREFETCH: "pbs",
+    REUSE: "reuse",
+    OVERLAP: "overlap",
+}
+_LARGE_BY_DEFAULT = (STATES_RATIO, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE, OVERLAP)
+ORDERED_KEYS = (MICRO, TRAIN, STATES_RATIO)
+"""Keys along which times have one minimum, as a rule."""
+_MAX_CANDIDATES = 20_000
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """Searched key.
+
+    Attributes:
+        key: Dotted key.
+        choices: Values in their order, from small to large.
+    """
+
+    key: str
+    choices: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration of the space.
+
+    Attributes:
+        values: Value by key, of the searched keys that matter in this configuration, and the three batch sizes.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+
+    @cached_property
+    def overrides(self) -> dict[str, Any]:
+        """Values by dotted key, for the configuration of a trial."""
+        return dict(self.values)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key."""
+        return self.overrides.get(key, default)
+
+    @cached_property
+    def name(self) -> str:
+        """Name in the style of DeepSpeed's tuner: `z2_mbs4_gas8`."""
+        parts = []
+        for key, value in self.values:
+            if key in (TRAIN, STATES_PATH, PARAMETERS_PATH) or value is False or value == "none":
+                continue
+            short = _SHORT_NAMES.get(key, key.rpartition(".")[2])
+            parts.append(short if value is True else f"{short}{_short(value)}")
+        if self.get(OVERLAP) is False:
+            parts.append("nooverlap")
+        return "_".join(parts)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and value >= 1000:
+        return f"{value:.3g}".replace("+", "")
+    return str(value).replace("/", "-")
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """Bounds of the space that the user sets.
+
+    Attributes:
+        train_min, train_max: Range of the global batch; None, None: it keeps the configuration's value.
+        micro_min, micro_max: Range of the micro-batch.
+        micro_count: Largest number of micro-batches that are searched.
+        has_device_memory: The device has memory beside the host's, so that offloading to the host frees some.
+        nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
+        fast: Leave out sizes of buckets, if the configuration does not ask for them.
+        choices: Choices by dotted key that the user states; they take part whatever the configuration has.
+    """
+
+    train_min: int | None = None
+    train_max: int | None = None
+    micro_min: int = 1
+    micro_max: int = 1024
+    micro_count: int = 5
+    has_device_memory: bool = False
+    nvme_path: str | None = None
+    fast: bool = False
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Keys and their choices on top of a base configuration.
+
+    Attributes:
+        base: The user's configuration; searched keys have one value.
+        dimensions: Searched keys, those with the largest effect first.
+        world_size, data_ranks: Number of ranks, and of those that load different samples.
+        train: Global batch that all candidates keep; None: the configuration states none, and micro-batches are free.
+        accumulation: Accumulation steps of free micro-batches.
+        refused: Reason by name, of the combinations that no run can have.
+    """
+
+    base: dict[str, Any]
+    dimensions: tuple[Dimension, ...]
+    world_size: int
+    data_ranks: int
+    train: int | None
+    accumulation: int = 1
+    nvme_path: str | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def complete(self, choice: Mapping[str, Any]) -> Candidate | None:
+        """Return the candidate of a value for each dimension, without keys that do not matter; None: no run has it."""
+        values = {key: value for key, value in choice.items() if _matters(key, choice, self.base, self.world_size)}
+        micro = values.get(MICRO)
+        if micro is not None:
+            train = values.get(TRAIN, self.train) or micro * self.accumulation * self.data_ranks
+            if train % (micro * self.data_ranks):
+                return None
+            values |= {TRAIN: train, MICRO: micro, ACCUMULATION: train // (micro * self.data_ranks)}
+        for tier, path in ((STATES_TIER, STATES_PATH), (PARAMETERS_TIER, PARAMETERS_PATH)):
+            if values.get(tier) == "nvme":
+                values[path] = value_at_path(self.base, path) or self.nvme_path
+        order = [STAGE, MICRO, ACCUMULATION, TRAIN, CHECKPOINTING, STATES_TIER, STATES_RATIO, PARAMETERS_TIER]
+        place = {key: number for number, key in enumerate(order)}
+        return Candidate(tuple(sorted(values.items(), key=lambda item: (place.get(item[0], len(order)), item[0]))))
+
+    def candidates(self) -> list[Candidate]:
+        """Return all candidates that a run can have.
+
+        Raises:
+            ConfigError: there are too many, or none.
+        """
+        count = 1
+        for dimension in self.dimensions:
+            count *= len(dimension.choices)
+        if count > _MAX_CANDIDATES:
+            raise ConfigError(
+                f"{count:,} configurations are more than the {_MAX_CANDIDATES:,} that are searched; write values "
+                'instead of "auto" at some keys'
+            )
+        keys = [dimension.key for dimension in self.dimensions]
+        found: dict[Candidate, None] = {}
+        for values in itertools.product(*(dimension.choices for dimension in self.dimensions)):
+            candidate = self.complete(dict(zip(keys, values, strict=True)))
+            if candidate is not None and candidate not in found and self.is_valid(candidate):
+                found[candidate] = None
+        if not found:
+            reasons = "; ".join(dict.fromkeys(self.refused.values())) or "no micro-batch divides the global batch"
+            raise ConfigError(f"no combination of the searched keys is a valid configuration: {reasons}")
+        return list(found)
+
+    def is_valid(self, candidate: Candidate) -> bool:
+        """Return True if the configuration loads and is supported; else note the reason in `refused`."""
+        if candidate.name in self.refused:
+            return False
+        checked = validate_config(override_keys(self.base, candidate.overrides))
+        reasons = [*checked.problems, *(r for r in checked.config.refusals() if r.value != "auto")]
+        if reasons:
+            self.refused[candidate.name] = str(reasons[0])
+        return not reasons
+
+    def config_of(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the whole configuration of a candidate, with "auto" where another program fills in values."""
+        return override_keys(self.base, candidate.overrides)
+
+    def usual_choice(self, dimension: Dimension) -> Any:
+        """Return the value of a key in the base configuration, or the choice next to the schema's default."""
+        value = value_at_path(self.base, dimension.key)
+        if value in dimension.choices:
+            return value
+        return dimension.choices[-1 if dimension.key in _LARGE_BY_DEFAULT else 0]
+
+    def neighbours(self, candidate: Candidate, dimension: Dimension) -> list[Candidate]:
+        """Return the candidates that differ in one key only, the nearest values first."""
+        choice = {one.key: candidate.get(one.key, self.usual_choice(one)) for one in self.dimensions}
+        here = dimension.choices.index(choice[dimension.key])
+        order = sorted(range(len(dimension.choices)), key=lambda number: (abs(number - here), -number))
+        found: dict[Candidate, None] = {}
+        for number in order:
+            changed = self.complete({**choice, dimension.key: dimension.choices[number]})
+            if changed is not None and changed != candidate:
+                found[changed] = None
+        return list(found)
+
+
+def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> SearchSpace:
+    """Return the space of a configuration: its keys at "auto" and its lists of choices; the usual keys if it has none.
+
+    Args:
+        raw: The user's configuration, not modified. A list of values at a searched key states its choices.
+
+    Raises:
+        ConfigError: the configuration is invalid, or nothing can be searched.
+    """
+    base, stated = _take_lists({key: value for key, value in raw.items() if key != "autotuning"})
+    stated |= limits.choices
+    config = load_config(base)
+    autos = {key for key in config.auto_keys if key in (*_SHORT_NAMES, TRAIN)}
+    autos |= {MICRO} if autos & set(KEYS) else set()
+    for name, tier in (("offload_optimizer", STATES_TIER), ("offload_param", PARAMETERS_TIER)):
+        if f"zero_optimization.{name}" in config.auto_keys:
+            autos.add(tier)
+    has_range = limits.train_min is not None or limits.train_max is not None
+    is_free = getattr(config, TRAIN) is None and getattr(config, MICRO) is None
+    if is_free:
+        base = override_keys(base, {TRAIN: None, MICRO: 1, ACCUMULATION: config.gradient_accumulation_steps or 1})
+    elif autos & set(KEYS):
+        base = override_keys(base, {key: None for key in KEYS if key in config.auto_keys})
+    batch = load_config(base).resolve_batch(world_size, "--nproc")
+    data_ranks = batch.train // (batch.micro * batch.accumulation)
+    searched = autos or (set() if stated else _usual_keys(limits, world_size))
+    train = batch.train if not is_free or has_range else None
+    choices: dict[str, tuple[Any, ...]] = {}
+    for key in _SHORT_NAMES:
+        if key in stated:
+            choices[key] = tuple(stated[key])
+        elif key in searched and key not in KEYS:
+            choices[key] = _choices_of(key, base, limits)
+    choices |= {key: tuple(values) for key, values in stated.items()}
+    if has_range and TRAIN not in choices:
+        choices[TRAIN] = _global_batches(limits, data_ranks, batch.train)
+    if MICRO not in choices and (MICRO in searched or has_range):
+        if train is None and TRAIN not in choices:
+            choices[MICRO] = _powers_of_two(limits.micro_min, limits.micro_max)
+        else:
+            choices[MICRO] = _micro_batches(choices.get(TRAIN, (batch.train,)), data_ranks, limits)
+    order = (STAGE, MICRO, TRAIN, CHECKPOINTING, STATES_TIER, PARAMETERS_TIER, STATES_RATIO, REUSE)
+    keys = [key for key in order if key in choices] + [key for key in choices if key not in order]
+    dimensions = tuple(Dimension(key, choices[key]) for key in keys if key != ACCUMULATION)
+    if not any(len(dimension.choices) > 1 for dimension in dimensions):
+        raise ConfigError(
+            'nothing is to be searched: write "auto" at the keys that may change, or a list of values, or use --search '
+            "KEY=VALUE,VALUE"
+        )
+    return SearchSpace(base, dimensions, world_size, data_ranks, train, batch.accumulation, limits.nvme_path)
+
+
+def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Return the configuration with the first value of each list at a searched key, and the lists."""
+    stated: dict[str, tuple[Any, ...]] = {}
+    for key in (*_SHORT_NAMES, TRAIN):
+        value = value_at_path(raw, key)
+        if isinstance(value, list) and value:
+            stated[key] = tuple(value)
+    return override_keys(raw, {key: values[0] for key, values in stated.items()}), stated
+
+
+def _usual_keys(limits: SearchLimits, world_size: int) -> set[str]:
+    keys = {STAGE, MICRO, CHECKPOINTING}
+    if limits.has_device_memory or limits.nvme_path:
+        keys |= {STATES_TIER, PARAMETERS_TIER, STATES_RATIO}
+    if world_size > 1 and not limits.fast:
+        keys |= {REUSE, REDUCE_BUCKET}
+    return keys
+
+
+def _choices_of(key: str, base: dict[str, Any], limits: SearchLimits) -> tuple[Any, ...]:
+    tiers = ["none"]
+    if limits.has_device_memory:
+        tiers.append("cpu")
+    path = STATES_PATH if key == STATES_TIER else PARAMETERS_PATH
+    if limits.nvme_path or value_at_path(base, path):
+        tiers.append("nvme")
+    table: dict[str, tuple[Any, ...]] = {
+        STAGE: (0, 1, 2, 3),
+        CHECKPOINTING: (False, True),
+        STATES_TIER: tuple(tiers),
+        PARAMETERS_TIER: tuple(tiers),
+        STATES_RATIO: (0.25, 0.5, 0.75, 1.0),
+        REDUCE_BUCKET: (5_000_000, 500_000_000),
+        GATHER_BUCKET: (5_000_000, 500_000_000),
+        PREFETCH: (0, 50_000_000),
+        REUSE: (0, 1_000_000_000),
+        OVERLAP: (False, True),
+    }
+    return table[key]
+
+
+def _micro_batches(trains: tuple[int, ...], data_ranks: int, limits: SearchLimits) -> tuple[int, ...]:
+    """Return micro-batches that divide a rank's share of a global batch, at most `micro_count`, evenly spread."""
+    shares = [train // data_ranks for train in trains if train % data_ranks == 0]
+    most = min(max(shares, default=0), limits.micro_max)
+    found = [
+        micro for micro in range(max(1, limits.micro_min), most + 1) if any(share % micro == 0 for share in shares)
+    ]
+    if not found:
+        raise ConfigError(
+            f"no micro-batch from {limits.micro_min} to {limits.micro_max} divides the {max(shares, default=0)} "
+            f"samples of a rank (global batch {max(trains)} on {data_ranks} data ranks); widen the range"
+        )
+    powers = [micro for micro in found if micro & (micro - 1) == 0]
+    for kept in (found, powers):
+        if 0 < len(kept) <= limits.micro_count:
+            return tuple(kept)
+    pool = powers if len(powers) >= limits.micro_count else found
+    if limits.micro_count == 1:
+        return (pool[-1],)
+    step = (len(pool) - 1) / (limits.micro_count - 1)
+    return tuple(sorted({pool[round(number * step)] for number in range(limits.micro_count)}))
+
+
+def _powers_of_two(low: int, high: int) -> tuple[int, ...]:
+    found = tuple(1 << number for number in range(high.bit_length()) if low <= 1 << number <= high)
+    return found or (low,)
+
+
+def _global_batches(limits: SearchLimits, data_ranks: int, train: int) -> tuple[int, ...]:
+    """Return global batches of the range: the multiples by two of the smallest one that the ranks divide."""
+    low = max(limits.train_min or 1, data_ranks)
+    first = -(-low // data_ranks) * data_ranks
+    high = limits.train_max if limits.train_max is not None else max(train, first)
+    found = []
+    while first <= high:
+        found.append(first)
+        first *= 2
+    if not found:
+        raise ConfigError(
+            f"no global batch from {limits.train_min} to {limits.train_max} is a multiple of {data_ranks} data ranks; "
+            "widen the range"
+        )
+    return tuple(found)
+
+
+def _matters(key: str, choice: Mapping[str, Any], base: Mapping[str, Any], world_size: int) -> bool:
+    """Return False if the key has no effect together with the other values."""
+
+    def value(other: str, default: Any) -> Any:
+        return choice.get(other, value_at_path(base, other, default))
+
+    if key in (PARAMETERS_TIER, PREFETCH, REUSE):
+        return bool(value(STAGE, 0) == 3)
+    if key == STATES_RATIO:
+        return bool(value(STATES_TIER, "none") != "none")
+    if key in (REDUCE_BUCKET, GATHER_BUCKET):
+        return world_size > 1
+    return True
+
+
+def needs_no_less_memory(candidate: Candidate, other: Candidate) -> bool:
+    """Return True if `candidate` needs at least the device memory of `other`: no key of it saves more."""
+
+    def saving(one: Candidate) -> tuple[float, ...]:
+        stage, tiers = one.get(STAGE, 0), ("none", "cpu", "nvme")
+        states, parameters = (tiers.index(one.get(key, "none")) for key in (STATES_TIER, PARAMETERS_TIER))
+        ratio = one.get(STATES_RATIO, 1.0) if states else 0.0
+        reuse = one.get(REUSE, 0) if stage == 3 else float("inf")
+        return -one.get(MICRO, 1), stage, one.get(CHECKPOINTING, False), states, parameters, ratio, -reuse
+
+    return all(mine <= its for mine, its in zip(saving(candidate), saving(other), strict=True))

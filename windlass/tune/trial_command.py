@@ -1,0 +1,96 @@
+"""Command line of a trial: the user's own, with the trial's configuration where the program reads one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import ConfigError
+from windlass.config.config_overrides import value_at_path
+from windlass.config.config_source import read_source
+
+CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
+"""Options of programs that take the path of a ds_config.json, in the order in which they are looked for."""
+
+
+@dataclass(frozen=True)
+class ProgramCommand:
+    """Command of the user.
+
+    Attributes:
+        launcher: Words before the program: the launcher and its flags.
+        program: The program and its arguments.
+        config: Path of the configuration; None: the program passes one by itself.
+        argument_of_key: Option of the program by configuration key (`autotuning.arg_mappings`).
+    """
+
+    launcher: tuple[str, ...]
+    program: tuple[str, ...]
+    config: str | None = None
+    argument_of_key: Mapping[str, str] = field(default_factory=dict)
+
+    def for_trial(self, config_path: Path, config: Mapping[str, Any]) -> list[str]:
+        """Return the command of a trial.
+
+        Args:
+            config_path: File with the trial's configuration.
+            config: The same as data, for arguments that stand for a key.
+        """
+        words = list(self.program)
+        for index, word in enumerate(words):
+            flag, equals, path = word.partition("=")
+            if self._is_config(word) and index:
+                words[index] = str(config_path)
+            elif equals and flag.startswith("-") and self._is_config(path):
+                words[index] = f"{flag}={config_path}"
+        for key, option in self.argument_of_key.items():
+            found = value_at_path(config, key)
+            if found is not None and found != "auto":
+                words = replace_option(words, option, str(found))
+        return [*self.launcher, *words]
+
+    def _is_config(self, word: str) -> bool:
+        if self.config is None:
+            return False
+        return word == self.config or os.path.exists(word) and os.path.samefile(word, self.config)
+
+
+def find_config(program: Sequence[str]) -> str:
+    """Return the path of the configuration in the arguments of a program.
+
+    Raises:
+        ConfigError: no option names one.
+    """
+    for flag in CONFIG_FLAGS:
+        for index, word in enumerate(program):
+            name, equals, value = word.partition("=")
+            if name != flag:
+                continue
+            found = value if equals else program[index + 1] if index + 1 < len(program) else ""
+            if found and Path(found).is_file():
+                return found
+    raise ConfigError(
+        f"the program has no configuration among its arguments ({', '.join(CONFIG_FLAGS)} FILE); pass one to it, or "
+        "use `windlass tune --config ds.json`"
+    )
+
+
+def replace_option(words: Sequence[str], option: str, value: str) -> list[str]:
+    """Return the words with the value of an option replaced, or with the option added at their end."""
+    found = list(words)
+    for index, word in enumerate(found):
+        if word == option and index + 1 < len(found):
+            found[index + 1] = value
+            return found
+        if word.startswith(f"{option}="):
+            found[index] = f"{option}={value}"
+            return found
+    return [*found, option, value]
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the data of a configuration file."""
+    return read_source(path).data

@@ -1,0 +1,380 @@
+"""A search from its settings to its result: forecast, order, trials, and the files after each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import WindlassError
+from windlass.config.batch_sizes import MICRO
+from windlass.engine.trial_job import TrialJob
+from windlass.tune.memory_forecast import ATTRIBUTE, ForecastOrder, ForecastResult
+from windlass.tune.result_files import ResultFiles
+from windlass.tune.search import SearchState, memory_order, try_in_order, walk
+from windlass.tune.search_space import (
+    CHECKPOINTING,
+    Candidate,
+    SearchLimits,
+    SearchSpace,
+    build_space,
+    needs_no_less_memory,
+)
+from windlass.tune.step_estimate import EstimateFacts, estimate_step_seconds
+from windlass.tune.trial_command import ProgramCommand
+from windlass.tune.trial_process import TrialEnd, run_trial
+from windlass.tune.trial_record import TrialRecord, TrialStatus
+
+_MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
+_OVER = 1.03  # a measured peak above the limit by less than this says nothing about other candidates
+_SLOW = 1.3  # a trial ends early once two steps took this many times the best median
+_CLOSE = 0.05  # trials within this of the best are run again
+_SHARE = 0.25  # of the candidates that are tried by default
+_FEWEST, _MOST = 8, 50
+
+
+class TuningError(WindlassError, RuntimeError):
+    """Search that found no configuration."""
+
+
+@dataclass(frozen=True)
+class TuningSettings:
+    """Settings of a search.
+
+    Attributes:
+        results: Folder of results.
+        exps: Folder of orders; None: there is none.
+        limits: Bounds of the space.
+        memory: Limit of the memory of a rank in bytes: of its device, or of its process on a CPU; None: a GPU's own.
+        tuner: `model_based`, `gridsearch` or `random`, as `autotuning.tuner_type`.
+        trials: Largest number of trials; None: a quarter of the candidates, at least 8 and at most 50.
+        early_stopping: Trials without a gain that end the search; None: see `search`.
+        warmup, steps: Steps of a trial that are not timed, and that are.
+        trial_s: Limit of the time of a trial, in seconds.
+        metric: `throughput`, `latency`, `flops`, `forward` or `step`.
+        repeats: Number of times that the best candidates are run again.
+        ends_early: End trials that are much slower than the best one.
+        keeps_results: Trials of an earlier search in the same folder count, if their configuration is the same.
+    """
+
+    results: Path
+    exps: Path | None = None
+    limits: SearchLimits = SearchLimits()
+    memory: int | None = None
+    tuner: str = "model_based"
+    trials: int | None = None
+    early_stopping: int | None = None
+    warmup: int = 2
+    steps: int = 5
+    trial_s: float = 600.0
+    metric: str = "throughput"
+    repeats: int = 2
+    keeps_results: bool = False
+    ends_early: bool = True
+
+
+@dataclass
+class TuningOutcome:
+    """Result of a search.
+
+    Attributes:
+        best: Best measured trial; None: none was measured.
+        config: Its configuration.
+        records: All trials, in their order; discarded candidates too.
+        candidates: Number of candidates of the space.
+        forecast: Facts and predictions.
+        interrupted: The search was stopped by Ctrl-C.
+    """
+
+    best: TrialRecord | None
+    config: dict[str, Any] | None
+    records: list[TrialRecord]
+    candidates: int
+    forecast: ForecastResult
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+@dataclass
+class TuningRun:
+    """One search.
+
+    Args:
+        on_record: Called after each trial.
+        runner: Runs a command in a folder, with an environment, a limit of seconds and the path of its result.
+    """
+
+    raw: dict[str, Any]
+    world_size: int
+    command: ProgramCommand
+    settings: TuningSettings
+    on_record: Callable[[TrialRecord], None] = lambda record: None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    runner: Callable[[Sequence[str], Path, Mapping[str, str], float, Path], TrialEnd] = run_trial
+
+    def __post_init__(self) -> None:
+        self.space: SearchSpace = build_space(self.raw, self.world_size, self.settings.limits)
+        self.candidates = self.space.candidates()
+        name = Path(self.command.program[0]).stem
+        self.files = ResultFiles(self.settings.results, self.settings.exps, name, self.world_size)
+        budget = self.settings.trials or default_budget(len(self.candidates))
+        reserved = self.settings.repeats if self.settings.trials is None else 0  # runs of the best again
+        self.state = SearchState(self.settings.metric, max(1, budget - reserved))
+        self.forecast: ForecastResult | None = None
+        self._shown_best: TrialRecord | None = None
+
+    def run(self) -> TuningOutcome:
+        """Search.
+
+        Raises:
+            TuningError: no trial could be measured. The message has the errors, and the nearest configuration.
+        """
+        interrupted = False
+        try:
+            self._search()
+            self._repeat_best()
+        except KeyboardInterrupt:
+            interrupted = True
+        records = list(self.state.records.values())
+        best = self.state.best()
+        self.files.write_summary(records, best, self.settings.metric)
+        if best is None and not interrupted:
+            raise TuningError(self._explain_failure(records))
+        config = self.space.config_of(best.candidate) if best is not None else None
+        forecast = self.forecast or ForecastResult()
+        spent = sum(record.seconds for record in records)
+        return TuningOutcome(best, config, records, len(self.candidates), forecast, spent, interrupted)
+
+    def measure(self, candidate: Candidate) -> TrialRecord:
+        """Run the trial of a candidate, or discard it by its prediction."""
+        predicted, limit = self._predicted(candidate), self._limit()
+        estimate = estimate_step_seconds(candidate, self._facts())
+        if predicted is not None and limit is not None and predicted > _MARGIN * limit:
+            reason = f"predicted {_mib(predicted)}, limit {_mib(limit)}"
+            record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason, predicted_bytes=predicted)
+        elif candidate.get(CHECKPOINTING) and self.forecast is not None and not self.forecast.can_checkpoint:
+            reason = "the model has no switch for activation checkpointing"
+            record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
+        elif (smaller := self._smaller_failure(candidate)) is not None:
+            reason = f"it needs no less memory than {smaller.candidate.name}: {smaller.error}"
+            record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
+        else:
+            record = self._run(candidate)
+        return self._keep(replace(record, predicted_bytes=predicted, estimate_s=estimate))
+
+    def _search(self) -> None:
+        ranked = self._ranked()
+        own = self._own_candidate()
+        first = [own] if own is not None and own in set(ranked) else []
+        smallest = sorted(ranked, key=memory_order)
+        for candidate in [*first, *smallest]:  # facts and predictions come from the first trial that starts
+            if self.forecast is not None or self.state.is_spent():
+                break
+            if candidate not in self.state.records:
+                self.measure(candidate)
+                self._require_a_chance()
+        ranked, settings = self._ranked(), self.settings
+        if settings.tuner == "model_based":
+            walk(self.space, ranked, self.state, self.measure, early_stopping=settings.early_stopping)
+            return
+        seed = 0 if settings.tuner == "random" else None
+        try_in_order(ranked, self.state, self.measure, early_stopping=settings.early_stopping, seed=seed)
+
+    def _ranked(self) -> list[Candidate]:
+        facts = self._facts()
+        per_sample = {
+            one: estimate_step_seconds(one, facts) / one.get("train_batch_size", 1) for one in self.candidates
+        }
+        return sorted(self.candidates, key=per_sample.__getitem__)
+
+    def _facts(self) -> EstimateFacts:
+        if self.forecast is None:
+            return EstimateFacts(ranks=self.space.data_ranks)
+        found = self.forecast
+        return EstimateFacts(found.parameters, found.tokens, self.space.data_ranks, found.device)
+
+    def _own_candidate(self) -> Candidate | None:
+        """Return the candidate that has the values of the user's configuration, where it states them."""
+        return self.space.complete({one.key: self.space.usual_choice(one) for one in self.space.dimensions})
+
+    def _predicted(self, candidate: Candidate) -> int | None:
+        found = self.forecast
+        if found is None or candidate.name not in found.device_bytes:
+            return None
+        if found.device == "cpu":
+            return found.host_bytes[candidate.name] + found.base
+        return found.device_bytes[candidate.name]
+
+    def _limit(self) -> int | None:
+        return self.settings.memory or (self.forecast.device_total if self.forecast is not None else 0) or None
+
+    def _smaller_failure(self, candidate: Candidate) -> TrialRecord | None:
+        """Return a trial that did not fit although its configuration needs no more memory than `candidate`."""
+        for record in self.state.records.values():
+            clearly = record.status is TrialStatus.MEMORY
+            if record.status is TrialStatus.OVER and (limit := self._limit()) is not None:
+                clearly = (_need(record) or 0) > _OVER * limit
+            if clearly and needs_no_less_memory(candidate, record.candidate):
+                return record
+        return None
+
+    def _run(self, candidate: Candidate, *, ends_early: bool = True) -> TrialRecord:
+        settings, folder = self.settings, self.files.folder_of(candidate)
+        result = folder / "result.json"
+        config = self.space.config_of(candidate)
+        if settings.keeps_results and (earlier := self._earlier(candidate, config, folder)) is not None:
+            return earlier
+        result.unlink(missing_ok=True)
+        best = self.state.best()
+        ends_early = ends_early and settings.ends_early and best is not None and self._keeps_batch(candidate, best)
+        slow = _SLOW * best.step_s if best is not None and ends_early else None
+        job = TrialJob(str(result), candidate.overrides, settings.warmup, settings.steps, slow)
+        if self.forecast is None:
+            job = self._with_forecast(job)
+        command = self.command.for_trial(folder / "ds_config.json", config)
+        self.files.write_order(candidate, config, command)
+        end = self.runner(command, folder, {**self.environ, **job.environment()}, settings.trial_s, result)
+        self._read_forecast(job)
+        record = TrialRecord(
+            candidate, TrialStatus.FAILED, error=end.error, left_behind=end.left_behind, seconds=end.seconds
+        )
+        if not result.is_file():
+            status = TrialStatus.MEMORY if end.is_out_of_memory else TrialStatus.FAILED
+            return replace(record, status=status)
+        return self._judge(replace(record, measured=json.loads(result.read_text())))
+
+    def _judge(self, record: TrialRecord) -> TrialRecord:
+        """Return the record of a measured trial with its status."""
+        measured, limit = record.measured, self._limit()
+        fed = (measured["fed_shape"] or [measured["micro"]])[0]
+        if MICRO in record.candidate.overrides and fed != measured["micro"]:
+            reason = (
+                f"the program feeds batches of {fed} and the trial's micro-batch is {measured['micro']}: let it read "
+                "train_micro_batch_size_per_gpu from the configuration or the engine, or name its option with "
+                "--map train_micro_batch_size_per_gpu=--OPTION"
+            )
+            return replace(record, status=TrialStatus.FAILED, error=reason)
+        peak = measured["peak_device"] or measured["peak_host"]
+        if limit is not None and peak > limit:
+            return replace(record, status=TrialStatus.OVER, error=f"it took {_mib(peak)}, limit {_mib(limit)}")
+        return replace(record, status=TrialStatus.SLOW if measured["ended_early"] else TrialStatus.MEASURED)
+
+    def _earlier(self, candidate: Candidate, config: dict[str, Any], folder: Path) -> TrialRecord | None:
+        result, order = folder / "result.json", folder / "ds_config.json"
+        if not (result.is_file() and order.is_file()) or json.loads(order.read_text()) != config:
+            return None
+        return self._judge(TrialRecord(candidate, TrialStatus.MEASURED, json.loads(result.read_text())))
+
+    def _keeps_batch(self, candidate: Candidate, best: TrialRecord) -> bool:
+        same = candidate.get("train_batch_size") == best.candidate.get("train_batch_size")
+        return same and self.settings.metric in ("throughput", "latency", "flops")
+
+    def _with_forecast(self, job: TrialJob) -> TrialJob:
+        plans = self.settings.memory is not None or self.settings.limits.has_device_memory
+        order = ForecastOrder(
+            {one.name: one.overrides for one in self.candidates} if plans else {},
+            str(self.files.results / "forecast.json"),
+            plans,
+        )
+        path = self.files.results / "forecast_order.json"
+        order.write(path)
+        Path(order.result).unlink(missing_ok=True)
+        return replace(job, forecast=ATTRIBUTE, forecast_order=str(path))
+
+    def _read_forecast(self, job: TrialJob) -> None:
+        path = self.files.results / "forecast.json"
+        if job.forecast and path.is_file():
+            self.forecast = ForecastResult(**json.loads(path.read_text()))
+
+    def _keep(self, record: TrialRecord) -> TrialRecord:
+        self.state.records[record.candidate] = record
+        self.files.write_metrics(record)
+        self._write_best()
+        self.on_record(record)
+        return record
+
+    def _write_best(self) -> None:
+        best = self.state.best()
+        if best is not None and best is not self._shown_best:
+            self._shown_best = best
+            config = self.space.config_of(best.candidate)
+            optimal = self.files.results / "ds_config_optimal.json"
+            self.files.write_best(config, self.command.for_trial(optimal, config))
+
+    def _require_a_chance(self) -> None:
+        """Stop if the program fails in the same way whatever the configuration is.
+
+        Raises:
+            TuningError: three trials ended with one error that is not of memory.
+        """
+        records = list(self.state.records.values())
+        failed = [record for record in records if record.status is TrialStatus.FAILED]
+        if len(failed) >= 3 and len(failed) == len(records) and len({record.error for record in failed}) == 1:
+            raise TuningError(self._explain_failure(records))
+
+    def _repeat_best(self) -> None:
+        """Run the candidates again that are close to the best, so that one lucky run does not decide."""
+        best = self.state.best()
+        if best is None:
+            return
+        score = best.score(self.settings.metric)
+        close = [
+            record
+            for record in self.state.records.values()
+            if record.status is TrialStatus.MEASURED
+            and score - record.score(self.settings.metric) <= _CLOSE * abs(score)
+        ]
+        close.sort(key=lambda record: -record.score(self.settings.metric))
+        if len(close) < 2:
+            return
+        for record in close[: self.settings.repeats]:
+            again = self._run(record.candidate, ends_early=False)
+            if again.measured:
+                steps = [*record.measured["steps"], *again.measured["steps"]]
+                measured = {**record.measured, "steps": steps, "step_s": statistics.median(steps)}
+                spent = record.seconds + again.seconds
+                self._keep(replace(record, measured=measured, seconds=spent, repeats=record.repeats + 1))
+
+    def _explain_failure(self, records: list[TrialRecord]) -> str:
+        tried = [record for record in records if record.status is not TrialStatus.DISCARDED]
+        kinds = {record.status for record in records}
+        limit = self._limit()
+        if kinds <= {TrialStatus.DISCARDED, TrialStatus.MEMORY, TrialStatus.OVER}:
+            planned = len(records) - len(tried)
+            lines = [f"no configuration fits: {len(tried)} were run, {planned} exceed the limit by their prediction"]
+            needs = [(need, record) for record in records if (need := _need(record)) is not None]
+            if needs and limit is not None:
+                need, nearest = min(needs, key=lambda pair: pair[0])
+                lines.append(
+                    f"the nearest is {nearest.candidate.name}: it needs {_mib(need)}, {_mib(max(0, need - limit))} "
+                    f"more than the limit of {_mib(limit)}"
+                )
+            elif tried:
+                lines.append(f"the last error: {tried[-1].error}")
+            lines.append("use more ranks, shorter samples or --nvme DIR, or allow smaller micro-batches")
+            return "\n".join(lines)
+        counted: dict[str, int] = {}
+        for record in tried:
+            counted[record.error] = counted.get(record.error, 0) + 1
+        errors = "\n".join(f"  {count} x {error}" for error, count in counted.items())
+        return f"no trial could be measured:\n{errors}\noutput of the trials is in {self.files.results}"
+
+
+def _need(record: TrialRecord) -> int | None:
+    """Return the bytes that a candidate needs: measured, or predicted."""
+    if record.measured:
+        return int(record.measured["peak_device"] or record.measured["peak_host"])
+    return record.predicted_bytes
+
+
+def default_budget(candidates: int) -> int:
+    """Return the number of trials of a space: a quarter of it, at least 8 and at most 50."""
+    return min(candidates, max(_FEWEST, min(_MOST, round(_SHARE * candidates))))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"

@@ -1,0 +1,163 @@
+"""Update of `PowerSGD` at stage 0.
+
+[Note: low-rank gradients] From step `start_step` on gradients stay on their ranks ([Note: local gradients]). The mean
+gradient of a matrix is approximated by P Q^T with few columns: each rank multiplies its gradient and error by the
+orthonormal Q of the step before, ranks sum these products to P, and multiply the transposed gradient by the orthonormal
+P to the new Q, whose mean all ranks get (one step of subspace iteration, warm-started). Both messages are sums, so two
+all-reduces of thin matrices suffice at any number of ranks. Vectors, and matrices that would hardly shrink, are summed
+in full with the first message. The approximation then takes the place of the reduced gradient, and the optimizer's own
+rule steps the master weights.
+
+Source: Vogels et al., arXiv:1905.13727, algorithm 1; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`
+computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from windlass.optim.one_bit_adam import count_step, is_frozen
+from windlass.optim.power_sgd import thin_columns
+from windlass.zero.update.compressed_messages import UnitMessage
+from windlass.zero.update.compressed_phase import WORKER_ERROR, CompressedPhase
+from windlass.zero.update.elementwise_update import ElementwiseUpdate
+from windlass.zero.update.rank_state import RankState
+from windlass.zero.update.update_chunk import UpdateChunk
+from windlass.zero.update.update_protocol import UpdateContext
+
+WARM_START = "warm_start"
+OPERATION = "compressed_all_reduce"
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Gradient of one parameter in a step.
+
+    Attributes:
+        gradient: `[rows, columns]`, a view of the message.
+        error: `[rows, columns]`, the part that this rank's messages left out.
+        thin: `[columns, rank]`, Q.
+    """
+
+    gradient: torch.Tensor
+    error: torch.Tensor
+    thin: torch.Tensor
+
+
+class PowerSGDUpdate(ElementwiseUpdate):
+    """Update of `PowerSGD`; see [Note: low-rank gradients].
+
+    States beside SGD's, for each rank and from the first compressed step: `worker_error`, and `warm_start`, whose first
+    elements are Q, equal on all ranks.
+    """
+
+    reduces_itself: ClassVar[bool] = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        super().__init__(optimizer, context)
+        self._phase = CompressedPhase(optimizer, context, self.chunks, (WARM_START,), errors=(WORKER_ERROR,))
+        self._traffic = context.dp_groups[0].transport.traffic
+        if self.takes_local_gradients:
+            self._phase.begin()
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """True from step `start_step` on."""
+        return is_frozen(self.optimizer, "start_step")
+
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
+        """See `Update.run`. Collective from step `start_step` on."""
+        if not self.takes_local_gradients:
+            return self._counted(super().run(used, divisor))
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        return self._counted(self._run_compressed(used, divisor, groups, super().run(used, 1.0)))
+
+    def _counted(self, batches: Iterator[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
+        yield from batches
+        count_step(self.optimizer)
+
+    def _run_compressed(
+        self,
+        used: dict[int, list[bool]],
+        divisor: float,
+        groups: dict[int, dict[str, Any]],
+        batches: Iterator[list[UpdateChunk]],
+    ) -> Iterator[list[UpdateChunk]]:
+        for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
+            if self._phase.group.size > 1:
+                self._average(messages, groups)
+        yield from batches  # which read what the messages left in the gradient slots
+
+    @torch.no_grad()
+    def _average(self, messages: list[UnitMessage], groups: dict[int, dict[str, Any]]) -> None:
+        """Replace local gradients by the approximation of their mean. Collective."""
+        size, matrices, whole = self._phase.group.size, list[_Matrix](), list[torch.Tensor]()
+        for message in messages:
+            for index in (index for index, chosen in enumerate(message.chosen) if chosen):
+                matrix = self._matrix(message, index, groups)
+                if matrix is None:
+                    whole.append(message.unit.parameter_view(message.flat, index).view(-1))
+                else:
+                    matrices.append(matrix)
+        for one in matrices:
+            one.gradient.add_(one.error)
+            one.error.copy_(one.gradient)
+        products = [one.gradient @ _orthonormal(one.thin) for one in matrices]
+        self._sum([*(one.view(-1) for one in products), *whole])
+        products = [_orthonormal(one) for one in products]
+        thin = [one.gradient.t() @ product for one, product in zip(matrices, products, strict=True)]
+        self._sum([one.view(-1) for one in thin])
+        for one, product, sums in zip(matrices, products, thin, strict=True):
+            one.thin.copy_(sums.div_(size))
+            torch.mm(product, one.thin.t(), out=one.gradient)
+            one.error.sub_(one.gradient)
+        for vector in whole:
+            vector.div_(size)
+
+    def _matrix(self, message: UnitMessage, index: int, groups: dict[int, dict[str, Any]]) -> _Matrix | None:
+        """Return a parameter's matrices; None if it is sent in full."""
+        unit = message.unit
+        shape = unit.shapes[index]
+        rank = thin_columns(shape, groups[id(unit.parameters[index])])
+        if not rank:
+            return None
+        rows, columns = shape[0], shape.numel() // shape[0]
+        error, warm = (self._phase.state(key, unit) for key in (WORKER_ERROR, WARM_START))
+        thin = unit.parameter_view(warm, index).view(-1)[: columns * rank].view(columns, rank)
+        if not thin.any():
+            draw = torch.Generator().manual_seed(unit.layout.offsets[index] + 1_000_003 * unit.index)  # on all ranks
+            thin.copy_(torch.randn(columns, rank, generator=draw))
+        return _Matrix(
+            unit.parameter_view(message.flat, index).view(rows, columns),
+            unit.parameter_view(error, index).view(rows, columns),
+            thin,
+        )
+
+    def _sum(self, tensors: list[torch.Tensor]) -> None:
+        """Sum tensors over ranks in place, as one message. Collective."""
+        if not tensors:
+            return
+        group = self._phase.group
+        message = torch.cat(tensors)
+        group.all_reduce(message)
+        self._traffic.add(OPERATION, 0, 2 * (group.size - 1) * message.numel() * message.itemsize // group.size)
+        for tensor, values in zip(tensors, message.split([one.numel() for one in tensors]), strict=True):
+            tensor.copy_(values)
+
+    def rank_states(self) -> Iterator[RankState]:
+        """See `Update.rank_states`. None before the first compressed step."""
+        return self._phase.rank_states()
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        return self._phase.open_rank_states(saved)
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of the columns of `[n, rank]`, equal on all ranks for equal columns."""
+    basis: torch.Tensor = torch.linalg.qr(matrix)[0]
+    return basis

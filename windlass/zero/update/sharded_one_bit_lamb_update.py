@@ -1,0 +1,191 @@
+"""Update of `OneBitLamb` at stages 1 and 2, where a parameter's states are sharded.
+
+Gradients travel as those of `OneBitAdam` at these stages ([Note: 1-bit phase]). LAMB needs three numbers of a whole
+parameter: the norms of weight and update, and the largest ratio of frozen and present denominator. So a step has two
+passes over this rank's fragments with one small all-reduce between them: the first pass updates momenta and variances
+and sums squares, the second one moves the master weights. Squares are summed in float64, fragment by fragment, so that
+the first `freeze_step` steps equal those of LAMB up to the rounding of the norms. Master weights on NVMe are read twice
+in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from windlass.optim.one_bit_lamb import lamb_denominator, next_factor
+from windlass.zero.update.compressed_phase import Options
+from windlass.zero.update.elementwise_update import ParameterSegment
+from windlass.zero.update.one_bit_adam_update import PART, OneBitAdamUpdate
+from windlass.zero.update.update_chunk import UpdateChunk
+
+COEFFICIENT, FRESH, FACTOR = "coeff_freeze", "exp_avg_sq_fresh", "last_factor"
+_WEIGHT, _UPDATE, _PLAIN = range(3)
+
+
+class ShardedOneBitLambUpdate(OneBitAdamUpdate):
+    """Update of `OneBitLamb` at stages 1 and 2.
+
+    States are those of stage 0. The numbers of a parameter are equal on all ranks that have a fragment of it.
+    """
+
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
+        """See `Update.run`. Collective."""
+        options = self._phase.options()
+        if not self.takes_local_gradients:
+            return self._counted(self._step_all(used, options, divisor))
+        return self._counted(self._run_compressed(used, divisor, options))
+
+    def _run_compressed(
+        self, used: dict[int, list[bool]], divisor: float, options: Options
+    ) -> Iterator[list[UpdateChunk]]:
+        for _ in self._phase.exchange(self._phase.local_messages(used, divisor, options)):
+            pass
+        yield from self._step_all(used, options, None)
+
+    @torch.no_grad()
+    def _step_all(
+        self, used: dict[int, list[bool]], options: Options, divisor: float | None
+    ) -> Iterator[list[UpdateChunk]]:
+        """Update all chunks in two passes.
+
+        Args:
+            divisor: divisor of the reduced gradients; None: they are the mean of compressed messages.
+        """
+        self._changes = {}
+        rows = self._rows()
+        squares = torch.zeros(len(rows), 3, dtype=torch.float64)
+        largest = torch.zeros(len(rows), dtype=torch.float64)
+        for batch in self.state_offload.iterate_batches(self._batches):
+            for chunk, segment, values in self._stepped_segments(batch, used, options):
+                assert chunk.gradient is not None
+                received = chunk.gradient.narrow(0, segment.piece.offset, segment.piece.numel).to(values.dtype)
+                row = rows[chunk.unit.index, segment.piece.index]
+                if divisor is None:
+                    self._take_message(segment, values, received, options)
+                    largest[row] = max(float(largest[row]), self._largest_ratio(segment, options))
+                else:
+                    self._take_gradient(segment, values, received / divisor, options)
+                squares[row] += self._squares(segment, values, options)
+        group = self._phase.group
+        device = self.chunks[0].device if self.chunks else torch.device("cpu")
+        squares = group.all_reduce(squares.to(device)).cpu()
+        if divisor is None:
+            largest = group.all_reduce(largest.to(device), dist.ReduceOp.MAX).cpu()
+        for batch in self.state_offload.iterate_batches(self._batches):
+            for chunk in batch:
+                self._masters.drop_lowered_params(chunk)
+            for chunk, segment, values in self._stepped_segments(batch, used, options):
+                row = rows[chunk.unit.index, segment.piece.index]
+                ratio = float(largest[row]) if divisor is None else None
+                self._move_by_ratio(segment, values, squares[row], ratio, options)
+                if values.data_ptr() != self._master(segment).data_ptr():
+                    self._master(segment).copy_(values)
+            for chunk in batch:
+                if self.publishes_itself and chunk.slot.has_reduced:
+                    self._note_change(chunk)
+            yield batch
+
+    def _rows(self) -> dict[tuple[int, int], int]:
+        """Return a number for each parameter, by unit and index: equal on all ranks."""
+        units = {chunk.unit.index: chunk.unit for chunk in self.chunks}
+        names = [(unit, index) for unit in sorted(units) for index in range(len(units[unit].parameters))]
+        return {name: number for number, name in enumerate(names)}
+
+    def _stepped_segments(
+        self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options
+    ) -> Iterator[tuple[UpdateChunk, ParameterSegment, torch.Tensor]]:
+        """Yield the fragments that have a gradient, with their master weights in the dtype of the update."""
+        for chunk in batch:
+            for segment in self._of_chunk[id(chunk)] if chunk.gradient is not None else ():
+                if used[chunk.unit.index][segment.piece.index] and id(segment.parameter) in options:
+                    yield chunk, segment, self._master(segment).to(chunk.state_dtype)
+
+    def _take_gradient(
+        self, segment: ParameterSegment, values: torch.Tensor, gradient: torch.Tensor, options: Options
+    ) -> None:
+        state, (beta1, beta2) = self._inner.state[segment.tensor], options[id(segment.parameter)]["betas"]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
+            state[COEFFICIENT] = torch.zeros((), dtype=torch.float32)
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _take_message(
+        self, segment: ParameterSegment, values: torch.Tensor, mean: torch.Tensor, options: Options
+    ) -> None:
+        """Update the momentum and the variance that is computed from messages."""
+        (beta1, beta2), state = options[id(segment.parameter)]["betas"], self._opened(segment, values)
+        if FRESH not in state:
+            state[FRESH] = state["exp_avg_sq"].clone()
+            state[FACTOR] = torch.ones((), dtype=torch.float32)
+            state.setdefault(COEFFICIENT, torch.ones((), dtype=torch.float32))
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(mean)
+        gradient = mean / (1 - beta1)
+        state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _largest_ratio(self, segment: ParameterSegment, options: Options) -> float:
+        """Return the largest quotient of the frozen denominator and the present one."""
+        state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
+        frozen, current = (lamb_denominator(state[key], given) for key in ("exp_avg_sq", FRESH))
+        return float((frozen / current).max())
+
+    def _plain(
+        self, momentum: torch.Tensor, variance: torch.Tensor, options: Options, segment: ParameterSegment
+    ) -> torch.Tensor:
+        """Return the step without weight decay, for some elements."""
+        plain = momentum / lamb_denominator(variance, options[id(segment.parameter)])
+        if self.takes_local_gradients:  # the variance is frozen, so 0 where no gradient was before
+            plain.masked_fill_(variance == 0, 0.0)
+        return plain
+
+    def _cached_parts(self, segment: ParameterSegment, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield parts of momentum, variance and weight that stay in a cache."""
+        state = self._inner.state[segment.tensor]
+        yield from zip(*(t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values)), strict=True)
+
+    def _squares(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> torch.Tensor:
+        """Return the sums of squares of weight, update, and update without weight decay."""
+        sums, decay = torch.zeros(3, dtype=torch.float64), options[id(segment.parameter)]["weight_decay"]
+        for momentum, variance, part in self._cached_parts(segment, values):
+            plain = self._plain(momentum, variance, options, segment)
+            update = plain.add(part, alpha=decay) if decay else plain
+            sums += torch.stack([one.double().square().sum() for one in (part, update, plain)]).cpu()
+        return sums
+
+    def _move_by_ratio(
+        self,
+        segment: ParameterSegment,
+        values: torch.Tensor,
+        squares: torch.Tensor,
+        largest: float | None,
+        options: Options,
+    ) -> None:
+        """Move the weights of a fragment.
+
+        Args:
+            squares: see `_squares`, of the whole parameter. largest: largest quotient of the denominators in the
+            compressed phase, else None.
+        """
+        state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
+        weight, update, plain = (float(one) ** 0.5 for one in squares)
+        (beta1, beta2), size, decay = given["betas"], float(given["lr"]), given["weight_decay"]
+        coefficient: torch.Tensor = state[COEFFICIENT]
+        if largest is None:
+            ratio = min(max(weight / update, given["min_coeff"]), given["max_coeff"]) if weight and update else 1.0
+            coefficient.mul_(given["coeff_beta"]).add_((1 - given["coeff_beta"]) * ratio)
+            seen = float(state["step"])
+        else:
+            share = min(1.0, plain / update) if decay and update else 1.0
+            state[FACTOR] = next_factor(torch.tensor(largest * share + 1 - share), state[FACTOR], given)
+            ratio, seen = float(coefficient) * float(state[FACTOR]), float(state["variance_steps"])
+        if given["bias_correction"]:
+            size *= (1 - beta2**seen) ** 0.5 / (1 - beta1 ** float(state["step"]))
+        for momentum, variance, part in self._cached_parts(segment, values):
+            move = self._plain(momentum, variance, options, segment)
+            part.sub_(move.add_(part, alpha=decay) if decay else move, alpha=ratio * size)
