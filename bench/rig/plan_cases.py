@@ -15,6 +15,7 @@ class MemoryCase:
     Attributes:
         family: llama, gpt2, opt or neox.
         tier: Tier of optimizer states: device, or nvme. On a CPU, host memory is the device's.
+        axis: Axis of `parallel` along which all ranks divide the model or its sequences; empty: data parallelism.
         reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
     """
 
@@ -29,6 +30,7 @@ class MemoryCase:
     reuse: int | None = None
     ranks: int = 2
     accumulation: int = 1
+    axis: str = ""
 
     @property
     def name(self) -> str:
@@ -38,6 +40,7 @@ class MemoryCase:
         parts += [self.tier] if self.tier != "device" else []
         parts += [f"reuse{self.reuse}"] if self.reuse is not None else []
         parts += [f"ranks{self.ranks}"] if self.ranks != 2 else []
+        parts += [self.axis] if self.axis else []
         parts += [f"accumulate{self.accumulation}"] if self.accumulation > 1 else []
         return "-".join(parts)
 
@@ -55,6 +58,8 @@ class MemoryCase:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "comm": {"transport": self.transport},
         }
+        if self.axis:
+            config["parallel"] = {self.axis: self.ranks}
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}
         if self.dtype == "autocast":
@@ -105,5 +110,9 @@ CASES = (
     MemoryCase("opt", 1, ranks=4, micro=2, length=128),
     MemoryCase("llama", 3, micro=1, length=2048),
     MemoryCase("neox", 2, "bf16", tier="nvme", checkpointing=True),
+    MemoryCase("llama", 0, axis="tp"),
+    MemoryCase("neox", 1, "bf16", axis="tp", checkpointing=True),
+    MemoryCase("llama", 2, micro=2, length=1024, axis="sp"),
+    MemoryCase("llama", 3, "bf16", micro=1, length=2048, axis="sp"),
 )
-"""26 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""
+"""30 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""

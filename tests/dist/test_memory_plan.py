@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import windlass
+from tests.causal_models import build
 from tests.dist.equivalence_runs import ADAMW, SGD, Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
 from tests.models import Place, cast
@@ -14,6 +17,7 @@ from tests.oracle import Recipe
 from windlass.config import load_config
 from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.plan_run import RunShape, trace_of
 from windlass.plan.planned_layout import Target, plan_layout
 
 SLOTS = {"param": "parameters", "grad": "gradients", "master": "master weights", "secondary": "secondary shards"}
@@ -46,6 +50,55 @@ def both(precision: str, persistence: int, params: Any, optimizer: str, transpor
         kinds = {*real} - {"module buffers"}
         found.append(({kind: planned.get(kind, 0) for kind in kinds}, real))
     return found
+
+
+def along_axis(axis: str, stage: int) -> tuple[Any, Any, int, int]:
+    """Return the predicted and the real bytes of slots, and the predicted and real bytes that autograd saves."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "parallel": {axis: 2},
+    }
+    ids = torch.arange(32).reshape(2, 16)
+    target, run = Target("cpu", "shm"), RunShape(2, 16)
+    layout = plan_layout(build("llama"), load_config(config), 2, target, rank=dist.get_rank())
+    trace = trace_of(load_config(config), layout, run, 2)
+    planned = MemoryPlanner(layout.model, load_config(config), layout, trace).slot_bytes()
+    model = build("llama")
+    engine = windlass.initialize(model=model, config=config)[0]
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    report = engine.report()
+    engine.destroy()
+    real: dict[str, int] = {}
+    for (slot, _), nbytes in report["slots"].items():
+        kind = SLOTS.get(slot, "optimizer states")
+        real[kind] = real.get(kind, 0) + nbytes
+    real.pop("module buffers", None)
+    return (
+        {kind: planned.get(kind, 0) for kind in real},
+        real,
+        trace.saved_by_autograd,
+        sum(tensor.untyped_storage().nbytes() for tensor in saved.values()),
+    )
+
+
+@pytest.mark.parametrize(("axis", "stage"), [("tp", 1), ("sp", 0)])
+def test_parts_of_a_rank_along_an_axis_are_exact(axis: str, stage: int) -> None:
+    for planned, real, traced, saved in run_ranks(along_axis, 2, axis, stage):
+        assert planned == real
+        assert traced == pytest.approx(saved, rel=0.02)  # the ids of the batch, which each hook holds in its own form
 
 
 @pytest.mark.parametrize(("precision", "persistence", "params", "optimizer"), CASES)

@@ -71,7 +71,7 @@ class MeshAxis:
             return DONE
         run_pending_checks()
         self._count("all_reduce", 2 * _nbytes(tensor) * (self.size - 1) // self.size)
-        return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
+        return self._start_sum(tensor, op)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """All-gather `tensor`: return the tensors of all ranks, concatenated along `dim`.
@@ -92,8 +92,7 @@ class MeshAxis:
         if moved.shape[0] < longest:
             own = torch.cat([own, own.new_zeros((longest - moved.shape[0], *moved.shape[1:]))])
         full = own.new_empty((self.size * longest, *moved.shape[1:]))
-        with self._what():
-            _ALL_GATHER(full, own, group=self.group.process_group)
+        self._fill_gathered(full, own)
         if len(set(lengths)) > 1:
             parts = full.view(self.size, longest, *moved.shape[1:])
             full = torch.cat([parts[rank, :length] for rank, length in enumerate(lengths)])
@@ -125,8 +124,7 @@ class MeshAxis:
                 padded[rank, : part.shape[0]] = part
             full = padded.view(self.size * longest, *moved.shape[1:])
         own = full.new_empty((longest, *moved.shape[1:]))
-        with self._what():
-            _REDUCE_SCATTER(own, full, group=self.group.process_group)
+        self._fill_scattered(own, full)
         return own[: lengths[self.index]].movedim(0, dim)
 
     def all_to_all(
@@ -151,8 +149,7 @@ class MeshAxis:
         out = tensor.new_empty((sum(receives), *tensor.shape[1:]))
         row = tensor.element_size() * tensor.shape[1:].numel()
         self._count("all_to_all", (sum(receives) - receives[self.index]) * row)
-        with self._what():
-            dist.all_to_all_single(out, tensor.contiguous(), receives, sends, group=self.group.process_group)
+        self._fill_exchanged(out, tensor.contiguous(), receives, sends)
         return out
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
@@ -165,13 +162,8 @@ class MeshAxis:
         run_pending_checks()
         received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         to, source = (self.index + by) % self.size, (self.index - by) % self.size
-        with self._what():
-            moved = exchange_tensors(
-                self.group,
-                [(to, tensor.contiguous().view(-1)) for tensor in tensors],
-                [(source, tensor.view(-1)) for tensor in received],
-            )
-        self._count("pass_on", moved)
+        self._fill_shifted(received, [tensor.contiguous() for tensor in tensors], to, source)
+        self._count("pass_on", sum(_nbytes(tensor) for tensor in received))
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -179,8 +171,7 @@ class MeshAxis:
         if self.size > 1:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
-            with self._what():
-                self.group.broadcast(tensor, source)
+            self._fill_broadcast(tensor, source)
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -188,6 +179,40 @@ class MeshAxis:
         if self.size == 1:
             return [value]
         run_pending_checks()
+        return self._gather_objects(value)
+
+    # The messages themselves, which an axis of a run that is only planned does not send.
+
+    def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:
+        return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
+
+    def _fill_gathered(self, full: torch.Tensor, own: torch.Tensor) -> None:
+        with self._what():
+            _ALL_GATHER(full, own, group=self.group.process_group)
+
+    def _fill_scattered(self, own: torch.Tensor, full: torch.Tensor) -> None:
+        with self._what():
+            _REDUCE_SCATTER(own, full, group=self.group.process_group)
+
+    def _fill_exchanged(self, out: torch.Tensor, tensor: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+        with self._what():
+            dist.all_to_all_single(out, tensor, receives, sends, group=self.group.process_group)
+
+    def _fill_shifted(
+        self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], to: int, source: int
+    ) -> None:
+        with self._what():
+            exchange_tensors(
+                self.group,
+                [(to, tensor.view(-1)) for tensor in sent],
+                [(source, tensor.view(-1)) for tensor in received],
+            )
+
+    def _fill_broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        with self._what():
+            self.group.broadcast(tensor, source)
+
+    def _gather_objects(self, value: Any) -> list[Any]:
         with self._what():
             return self.group.all_gather_object(value)
 

@@ -24,8 +24,8 @@ from windlass.parallel.sequence.long_context import apply_long_context
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from windlass.zero.sharded_init import initial_shard
 
-AxisPartitioner = Callable[[nn.Module, Mesh, Config], None]
-"""Function that partitions a model along one axis, in place."""
+AxisPartitioner = Callable[[nn.Module, Mesh, Config], object]
+"""Function that partitions a model along one axis, in place, and returns the plan that it applied, or None."""
 
 _meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # partitioned models
 _memory_optimized: WeakSet[nn.Module] = WeakSet()  # models to which tiling or recomputation was applied
@@ -51,7 +51,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
     """
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     if not axes:
-        _apply_memory_savings(model, config)
+        apply_memory_savings(model, config)
         return
     given = any(has_placement(parameter) for parameter in model.parameters())
     if "tp" in script_axes:
@@ -65,10 +65,12 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
         if mesh.grid.size(*parts.difference(script_axes)) > 1:
             with ShardedInitPartitioner(model) as init_parts:
                 _broadcast_model(model, _broadcast_groups(mesh, apart), init_parts)
-                _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+                plans = partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
         else:
-            _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
-        _apply_memory_savings(model, config)
+            plans = partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
+        for plan in plans:
+            _log_plan(mesh, plan)
+        apply_memory_savings(model, config)
     here = {get_placement(parameter).shared_stages for parameter in model.parameters()}
     for stages in sorted({stages for ties in mesh.gather_from_world(here) for stages in ties if stages}):
         mesh.add_stage_group(stages)
@@ -149,28 +151,31 @@ def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Seq
         )
 
 
-def _partition_axes(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> None:
-    for axis in axes:
-        _PARTITIONERS[axis](model, mesh, config)
+def partition_axes(model: nn.Module, mesh: Mesh, config: Config, axes: Sequence[str]) -> list[object]:
+    """Partition `model`, which has the same values on all ranks or is on the meta device, along `axes` in this order.
+
+    Returns:
+        The plans that were applied, for messages.
+    """
+    plans = [_PARTITIONERS[axis](model, mesh, config) for axis in axes]
+    return [plan for plan in plans if plan is not None]
 
 
-def _partition_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    plan = apply_expert_parallel(model, mesh.ep, required=mesh.pp.size == 1)
-    _log_plan(mesh, plan)
+def _partition_experts(model: nn.Module, mesh: Mesh, config: Config) -> object:
+    return apply_expert_parallel(model, mesh.ep, required=mesh.pp.size == 1)
 
 
-def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> None:
+def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> object:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
     matrices = [name for name, weight in weights.items() if isinstance(weight, torch.Tensor) and weight.dim() == 2]
-    plan = apply_tensor_parallel(
+    return apply_tensor_parallel(
         model,
         mesh.tp,
         tensor_table=config.tensor_table(matrices, model_type) or None,
         tp_sequence_norms=config.parallel.tp_sequence_norms,
         tp_overlap_chunks=config.tp_overlap_chunks,
     )
-    _log_plan(mesh, plan)
 
 
 def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
@@ -182,7 +187,7 @@ def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
         )
 
 
-def _apply_memory_savings(model: nn.Module, config: Config) -> None:
+def apply_memory_savings(model: nn.Module, config: Config) -> None:
     """Apply tiling and recomputation as the configuration requests, once per model."""
     section, zero = config.parallel, config.zero_optimization
     if isinstance(model, PipelineSequential) and config.pipeline.activation_checkpoint_interval:

@@ -174,15 +174,15 @@ def _try(
 ) -> TriedRung:
     changed = rung.apply(raw, nvme_path)
     config = load_config(changed)
+    if can_checkpoint(model):
+        (enable_checkpointing if rung.checkpointing else disable_checkpointing)(model)
     layout = plan_layout(model, config, run.world_size, run.target)
     micro = micro_batch_of(config, run.world_size)
     # A trace depends on neither stage nor tiers, unless they lead to other blocks.
     key = (rung.checkpointing, len(layout.blocks))
     if key not in traces:
-        if can_checkpoint(model):
-            (enable_checkpointing if rung.checkpointing else disable_checkpointing)(model)
-        traces[key] = trace_of(model, config, layout, run, micro)
-    planner = MemoryPlanner(model, config, layout, traces[key], sharded_init=run.sharded_init)
+        traces[key] = trace_of(config, layout, run, micro)
+    planner = MemoryPlanner(layout.model, config, layout, traces[key], sharded_init=run.sharded_init)
     plan = planner.plan(run.world_size, micro, run.length)
     plan.notes += plan_notes(config, run, layout)
     return TriedRung(rung, plan, missing_bytes(plan, limits), changed)

@@ -47,8 +47,8 @@ def plan_memory(model: nn.Module, config: Config, run: RunShape) -> MemoryPlan:
     """
     layout = plan_layout(model, config, run.world_size, run.target)
     micro = micro_batch_of(config, run.world_size)
-    trace = trace_of(model, config, layout, run, micro)
-    planner = MemoryPlanner(model, config, layout, trace, sharded_init=run.sharded_init)
+    trace = trace_of(config, layout, run, micro)
+    planner = MemoryPlanner(layout.model, config, layout, trace, sharded_init=run.sharded_init)
     plan = planner.plan(run.world_size, micro, run.length)
     plan.notes += plan_notes(config, run, layout)
     return plan
@@ -63,7 +63,7 @@ def micro_batch_of(config: Config, world_size: int) -> int:
     return config.resolve_batch(world_size, "--world-size").micro
 
 
-def trace_of(model: nn.Module, config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
+def trace_of(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
     """Return the trace of a micro-batch, or one that holds the given bytes of activations."""
     blocks = [block.name for block in layout.blocks]
     if run.activations is not None:
@@ -71,7 +71,7 @@ def trace_of(model: nn.Module, config: Config, layout: PlannedLayout, run: RunSh
     amp = config.torch_autocast
     autocast = parse_dtype(config.dtype_table().compute_dtype) if amp.enabled else None
     return trace_step(
-        model,
+        layout.model,
         run.make_batch(micro, run.length),
         blocks,
         param_dtype=layout.settings.param_dtype,

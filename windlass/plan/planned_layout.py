@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -13,8 +14,10 @@ from windlass.base.errors import ConfigError
 from windlass.comm.mesh import Mesh
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import DATA_AXES, MeshShape
+from windlass.comm.planned_axis import PlannedAxis
 from windlass.comm.rank_group import DataMesh, RankGroup
 from windlass.config import Config
+from windlass.engine.parallelize import apply_memory_savings, partition_axes
 from windlass.engine.sharded_model_builder import build_settings, planned_placements, staging_bytes
 from windlass.optim.elementwise_optimizers import measure_state_bytes
 from windlass.optim.optimizer_factory import build_optimizer
@@ -60,6 +63,7 @@ class PlannedLayout:
     """Parts of one rank's sharded model.
 
     Attributes:
+        model: The model as this rank has it: partitioned along tp and sp, with the configuration's recomputation.
         original: Plans of the units, with the parameters as the script built them.
         units: Units in model order, bound to no memory.
         reducer: Reducer of the trainable units; its buffers are not allocated.
@@ -69,6 +73,7 @@ class PlannedLayout:
         staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
     """
 
+    model: nn.Module
     settings: ZeroSettings
     tiers: Placements
     blocks: list[Block]
@@ -124,13 +129,14 @@ def plan_layout(model: nn.Module, config: Config, world_size: int, target: Targe
     """
     axes = config.axes(world_size, "--world-size")
     grid = MeshShape(**axes.sizes)
-    for axis in ("pp", "ep", "sp", "tp"):
+    for axis in ("pp", "ep"):
         if grid.size(axis) > 1:
             raise ConfigError(
-                f"{axis} = {grid.size(axis)}: memory is planned for data-parallel ranks only; set {axis} to 1 to see "
-                "the memory of a whole model per rank"
+                f"{axis} = {grid.size(axis)}: memory is planned for dp, tp and sp only; set {axis} to 1 to see the "
+                "memory of a model that is not divided along it"
             )
     mesh = _planned_mesh(grid, rank, axes.secondary_size)
+    model = _local_model(model, mesh, config)
     is_on_disk = any(
         section is not None and section.device == "nvme"
         for section in (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param)
@@ -157,6 +163,7 @@ def plan_layout(model: nn.Module, config: Config, world_size: int, target: Targe
         offload=_ABSENT,
     )
     return PlannedLayout(
+        model=model,
         settings=settings,
         tiers=tiers,
         blocks=blocks,
@@ -179,6 +186,18 @@ def optimizer_state_bytes(config: Config, dtype: torch.dtype) -> int:
     probe = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
     groups: Any = [{"params": [probe], "use_muon": True}] if section.type.lower() == "muon" else [probe]
     return measure_state_bytes(build_optimizer(section.type, dict(section.params), groups), dtype)
+
+
+def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
+    """Return the part of `model` on one rank, on the meta device if it is not all of it."""
+    axes = [axis for axis in ("tp", "sp") if mesh.axes[axis].size > 1]
+    section = config.parallel
+    if not axes and not (section.tiled_mlp or section.tiled_loss or section.recompute):
+        return model
+    local = copy.deepcopy(model).to("meta")
+    partition_axes(local, mesh, config, axes)
+    apply_memory_savings(local, config)
+    return local
 
 
 @dataclass(frozen=True)
@@ -210,5 +229,5 @@ def _planned_mesh(grid: MeshShape, rank: int, secondary: int | None) -> Mesh:
         near = RankGroup(_ABSENT, ranks, ranks.index(rank))
     shard = over(*(axis for axis in DATA_AXES if axis != "dp_replicate"))
     dense = DataMesh(data, shard, over("dp_replicate"), near)
-    axes = {name: MeshAxis(name, over(name)) for name in ("pp", "ep", "sp", "tp")}
+    axes: dict[str, MeshAxis] = {name: PlannedAxis(name, over(name)) for name in ("pp", "ep", "sp", "tp")}
     return Mesh(grid, RankGroup(_ABSENT, tuple(range(grid.world)), rank), dense, dense, axes)

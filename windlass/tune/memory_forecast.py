@@ -180,10 +180,14 @@ class CandidatePlanner:
         known = json.dumps(raw, sort_keys=True, default=str)
         if known not in self._peaks:
             config = load_config(raw)
+            if can_checkpoint(self._model):
+                (enable_checkpointing if config.activation_checkpointing.enabled else disable_checkpointing)(
+                    self._model
+                )
             layout = plan_layout(self._model, config, self._world, self._target)
             micro = micro_batch_of(config, self._world)
             trace = self._trace(config, layout, micro, batch)
-            plan = MemoryPlanner(self._model, config, layout, trace).plan(self._world, micro, batch.tokens)
+            plan = MemoryPlanner(layout.model, config, layout, trace).plan(self._world, micro, batch.tokens)
             self._peaks[known] = plan.peak(DEVICE, _MOMENTS), plan.peak(HOST, _MOMENTS)
         return self._peaks[known]
 
@@ -192,12 +196,10 @@ class CandidatePlanner:
         checkpoints = config.activation_checkpointing.enabled
         kind = (checkpoints, len(layout.blocks))
         run = RunShape(self._world, batch.tokens, self._target, make_batch=batch.make)
-        if can_checkpoint(self._model):
-            (enable_checkpointing if checkpoints else disable_checkpointing)(self._model)
 
         def traced(samples: int) -> ActivationTrace:
             if (*kind, samples) not in self._traces:
-                self._traces[*kind, samples] = trace_of(self._model, config, layout, run, samples)
+                self._traces[*kind, samples] = trace_of(config, layout, run, samples)
             return self._traces[*kind, samples]
 
         one, two = traced(1), traced(2)

@@ -207,5 +207,16 @@ def test_an_unknown_gpu_says_what_there_is(wrong: str, says: str) -> None:
 def test_shapes_and_axes_that_are_not_planned() -> None:
     with pytest.raises(ModelError, match="125m, 1b"):
         build_from_shape("6b")
-    with pytest.raises(ConfigError, match="tp = 2: memory is planned for data-parallel ranks only"):
-        plan(llama(), {**settings(), "parallel": {"tp": 2}})
+    with pytest.raises(ConfigError, match="pp = 2: memory is planned for dp, tp and sp only"):
+        plan(llama(), {**settings(), "parallel": {"pp": 2}})
+
+
+def test_axes_and_recomputation_of_the_configuration_need_less_memory() -> None:
+    model = llama()
+    alone = plan(model, settings(micro=4), ranks=1)
+    for parallel, ranks in (({"tp": 2}, 2), ({"sp": 2}, 2), ({"recompute": True}, 1), ({"tiled_loss": True}, 1)):
+        found = plan(model, {**settings(micro=4), "parallel": parallel}, ranks=ranks)
+        assert found.peak(HOST, MOMENTS[2:]) < alone.peak(HOST, MOMENTS[2:]), parallel
+        parameters = [one.moments[FORWARD].host["parameters"] for one in (found, alone)]
+        assert (parameters[0] < parameters[1]) is ("tp" in parallel)
+    assert plan(model, settings(micro=4), ranks=1).as_json() == alone.as_json(), "the model was changed"

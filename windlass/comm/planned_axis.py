@@ -1,0 +1,42 @@
+"""Mesh axis of a run that has not started: its collectives return tensors of the right shapes, and send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from windlass.base.pending import DONE, Pending
+from windlass.comm.mesh_axis import MeshAxis
+
+
+class PlannedAxis(MeshAxis):
+    """Axis whose other ranks do not exist.
+
+    Results have the shapes, dtypes and memory of those of a `MeshAxis`, and undefined values; bytes are counted as
+    there. For models on the meta device or of `FakeTensor`s, and for partitioning one rank's part of a model.
+    """
+
+    def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:
+        return DONE
+
+    def _fill_gathered(self, full: torch.Tensor, own: torch.Tensor) -> None:
+        pass
+
+    def _fill_scattered(self, own: torch.Tensor, full: torch.Tensor) -> None:
+        pass
+
+    def _fill_exchanged(self, out: torch.Tensor, tensor: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+        pass
+
+    def _fill_shifted(
+        self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], to: int, source: int
+    ) -> None:
+        pass
+
+    def _fill_broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        pass
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
