@@ -211,13 +211,13 @@ def _plan(
     checkpointing: bool,
 ) -> MemoryPlan:
     """Plan as `plan_memory`, with one trace for all configurations of the same micro-batch and blocks."""
+    _switch_checkpointing(model, checkpointing)
     layout = plan_layout(model, config, run.world_size, run.target)
     micro = micro_batch_of(config, run.world_size)
     key = (checkpointing, micro, len(layout.blocks))
     if key not in traces:
-        _switch_checkpointing(model, checkpointing)
-        traces[key] = trace_of(model, config, layout, run, micro)
-    return MemoryPlanner(model, config, layout, traces[key]).plan(run.world_size, micro, run.length)
+        traces[key] = trace_of(config, layout, run, micro)
+    return MemoryPlanner(layout.model, config, layout, traces[key]).plan(run.world_size, micro, run.length)
 
 
 def _counts_no_activations(failed: FailedRun) -> bool:
