@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 BACKEND_NAMES = ("gloo", "nccl", "mpi", "ucc", "shm")
@@ -63,7 +64,7 @@ def backend_availability() -> dict[str, dict[str, Any]]:
     found = {name: _unavailable("torch.distributed is not part of this torch") for name in BACKEND_NAMES}
     if dist.is_available():
         found["gloo"] = _availability_if_built(dist.is_gloo_available())
-        found["mpi"] = _mpi_availability()
+        found["mpi"] = dict(_mpi_availability())
         found["ucc"] = _availability_if_built(dist.is_ucc_available())
         found["nccl"] = _availability_if_built(dist.is_nccl_available())
         if dist.is_nccl_available():
@@ -95,6 +96,7 @@ def _shm_availability() -> dict[str, Any]:
     return {"available": True, "version": None, "why": None}
 
 
+@cache  # the MPI of a machine does not change, and a process takes seconds to start
 def _mpi_availability() -> dict[str, Any]:
     """Report mpi as available if a process of its own can initialize it: a broken MPI may end its process, or hang."""
     program = (
