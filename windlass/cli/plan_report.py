@@ -29,16 +29,18 @@ def memory_table(plan: MemoryPlan) -> Table:
     """Return a table with a row for each kind of memory and a column for each moment."""
     ranks = "one rank" if plan.world_size == 1 else f"each of {plan.world_size:,} ranks"
     work = f"micro-batch {plan.micro_batch} x {plan.length:,} tokens"
-    table = Table(title=f"memory of {ranks}: {plan.parameters:,} parameters, {work}", title_justify="left")
-    table.add_column("")
+    unit, width = ("MiB", 1 << 20) if max(map(plan.peak, PLACES)) < 10 << 30 else ("GiB", 1 << 30)
+    title = f"{unit} of {ranks}: {plan.parameters:,} parameters, {work}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", min_width=22)
     for moment in plan.moments:
         table.add_column(moment, justify="right", no_wrap=True)
     for place in places_of(plan):
         for kind in plan.kinds(place):
             amounts = [one.of(place).get(kind, 0) for one in plan.moments.values()]
-            table.add_row(f"{place}: {kind}", *(format_size(n) if n else "" for n in amounts))
+            table.add_row(f"{place}: {kind}", *(f"{n / width:,.1f}" if n else "" for n in amounts))
         totals = [one.total(place) for one in plan.moments.values()]
-        table.add_row(f"{place}: total", *(format_size(n) for n in totals), style="bold", end_section=True)
+        table.add_row(f"{place}: total", *(f"{n / width:,.1f}" for n in totals), style="bold", end_section=True)
     return table
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from tests.causal_models import model_of
 from windlass.base.errors import ConfigError, ModelError
+from windlass.cli.plan_report import memory_table
 from windlass.config import load_config
 from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.activation_trace import BACKWARD, FORWARD, trace_step
@@ -220,3 +223,12 @@ def test_axes_and_recomputation_of_the_configuration_need_less_memory() -> None:
         parameters = [one.moments[FORWARD].host["parameters"] for one in (found, alone)]
         assert (parameters[0] < parameters[1]) is ("tp" in parallel)
     assert plan(model, settings(micro=4), ranks=1).as_json() == alone.as_json(), "the model was changed"
+
+
+def test_the_table_names_each_kind_in_a_narrow_terminal() -> None:
+    found = plan(llama(), settings(2), target=GPU)
+    console = Console(width=80, file=StringIO())
+    console.print(memory_table(found))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("device: parameters", "device: gradients", "device: total", "backward", "MiB of each of 2 ranks"):
+        assert word in text
