@@ -73,7 +73,7 @@ def summary_lines(outcome: TuningOutcome) -> list[str]:
     ]
     if outcome.interrupted:
         lines.append(
-            "interrupted: the best so far is written" if outcome.best else "interrupted before the first trial"
+            "interrupted: the best so far is written" if outcome.best else "interrupted before a trial ended well"
         )
     return lines
 
