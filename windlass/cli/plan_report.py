@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 from windlass.plan.choose_config import PLACES, TriedRung
 from windlass.plan.memory_plan import MemoryPlan
@@ -73,7 +71,6 @@ def ladder_table(tried: list[TriedRung]) -> Table:
 def draw_memory(plan: MemoryPlan, path: Path, limits: RankLimits) -> bool:
     """Write a PNG with a stacked bar for each moment. Return False, and log one line, without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
@@ -94,9 +91,5 @@ def draw_memory(plan: MemoryPlan, path: Path, limits: RankLimits) -> bool:
         axes.set(title=place, ylabel="GiB")
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(drawn)
-    write_atomically(path, drawn.getvalue())
+    write_figure(figure, path)
     return True

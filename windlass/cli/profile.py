@@ -11,6 +11,7 @@ import typer
 from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 from windlass.base.errors import ConfigError
 from windlass.base.text import print_escaped
+from windlass.cli.script_help import SCRIPT_HELP
 
 
 def profile(
@@ -18,8 +19,7 @@ def profile(
         list[str] | None,
         typer.Argument(
             metavar="SCRIPT [ARGUMENT]...",
-            help="A training script and its arguments. Options of this command may be anywhere before --; all words "
-            "after -- belong to the script.",
+            help=SCRIPT_HELP,
         ),
     ] = None,
     config: Annotated[

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 from windlass.cli.plan_report import format_size
 from windlass.simulate.cluster import Cluster
@@ -92,7 +91,6 @@ def goodput_line(good: Goodput) -> str:
 def draw_timeline(one: StepPrediction, path: Path) -> bool:
     """Write a PNG of the streams and links. Return False, and log one line, without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
@@ -110,9 +108,5 @@ def draw_timeline(one: StepPrediction, path: Path) -> bool:
     axes.invert_yaxis()
     axes.set(xlabel="seconds", title=f"{one.world_size:,} ranks, {format_time(one.seconds)}, MFU {one.mfu:.1%}")
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(drawn)
-    write_atomically(path, drawn.getvalue())
+    write_figure(figure, path)
     return True

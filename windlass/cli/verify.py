@@ -15,6 +15,7 @@ from windlass.base.bounded_input import MAX_RANKS_PER_HOST, parse_int
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import one_line, plural
+from windlass.cli.script_help import SCRIPT_HELP
 
 if TYPE_CHECKING:
     from windlass.verify.verification_report import Deviation, VerificationReport
@@ -28,8 +29,7 @@ def verify(
         list[str] | None,
         typer.Argument(
             metavar="[SCRIPT [ARGUMENT]...]",
-            help="A training script and its arguments. Options of this command may be anywhere before --; all words "
-            "after -- belong to the script.",
+            help=SCRIPT_HELP,
         ),
     ] = None,
     config: Annotated[

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 from windlass.config.batch_sizes import ACCUMULATION, MICRO, TRAIN
 from windlass.tune.trial_record import TrialRecord, TrialStatus
@@ -96,7 +95,6 @@ def as_json(outcome: TuningOutcome) -> dict[str, Any]:
 def draw_trials(outcome: TuningOutcome, path: Path) -> bool:
     """Write a PNG with the throughput of each measured trial. Return False, and log one line, without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
@@ -119,8 +117,5 @@ def draw_trials(outcome: TuningOutcome, path: Path) -> bool:
     axes.tick_params(axis="y", labelsize=7)
     axes.legend(fontsize=7, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    drawn = io.BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(drawn)
-    write_atomically(path, drawn.getvalue())
+    write_figure(figure, path)
     return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -256,7 +256,7 @@ def test_fused_encoder_layer_of_inference() -> None:
 
 
 def test_ignored_modules_and_unknown_kernels() -> None:
-    @torch.library.custom_op("windlass_tests::mystery", mutates_args=())
+    @library.custom_op("windlass_tests::mystery", mutates_args=())
     def mystery(x: torch.Tensor) -> torch.Tensor:
         return x @ x.T
 

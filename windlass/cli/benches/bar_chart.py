@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 
 _WINDLASS_COLOR, _BASELINE_COLOR = "#1f4e79", "#a9c4de"
@@ -27,7 +25,6 @@ class BarPanel:
 def draw_bars(panels: list[BarPanel], path: Path, title: str) -> bool:
     """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
@@ -49,11 +46,7 @@ def draw_bars(panels: list[BarPanel], path: Path, title: str) -> bool:
     if many:
         everything[0].invert_yaxis()  # the first bar at the top, in all panels (they share the y axis)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(drawn)
-    write_atomically(path, drawn.getvalue())
+    write_figure(figure, path)
     return True
 
 

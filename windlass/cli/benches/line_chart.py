@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 
 _COLORS = ("#1f4e79", "#c0651a", "#7a7a7a", "#3c8d40", "#8a3d6b", "#2a9d8f")
@@ -33,7 +31,6 @@ class LinePanel:
 def draw_lines(panels: Sequence[LinePanel], path: Path, title: str) -> bool:
     """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no picture: matplotlib is not installed (pip install 'windlass[plot]')")
@@ -52,9 +49,5 @@ def draw_lines(panels: Sequence[LinePanel], path: Path, title: str) -> bool:
         axes.spines[["top", "right"]].set_visible(False)
     everything[0].legend(frameon=False)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(drawn)
-    write_atomically(path, drawn.getvalue())
+    write_figure(figure, path)
     return True

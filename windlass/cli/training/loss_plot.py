@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
 from windlass.cli.training.run_metrics import MetricsRow
 
@@ -22,7 +21,6 @@ def plot_loss(rows: Sequence[MetricsRow], path: Path, bytes_per_token: float, ti
     token. The conversion is exact for the corpus as a whole, and approximate for one batch.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no picture of the loss: matplotlib is not installed (pip install 'windlass[plot]')")
@@ -55,10 +53,7 @@ def plot_loss(rows: Sequence[MetricsRow], path: Path, bytes_per_token: float, ti
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
     axes.legend(frameon=False)
-    drawn = io.BytesIO()
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.print_png(drawn)
-    write_atomically(path, drawn.getvalue())
+    write_figure(figure, path)
     return True
 
 

@@ -1,0 +1,20 @@
+"""Figures of matplotlib as PNG files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from windlass.base.atomic_file import write_atomically
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Write a `matplotlib.figure.Figure` to a PNG, in one step, and create its folder. No display is needed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(drawn)
+    write_atomically(path, drawn.getvalue())
