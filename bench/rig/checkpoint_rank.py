@@ -27,8 +27,8 @@ def ways(engine: Any, tensors: dict[str, torch.Tensor], rival: Any | None) -> di
     """Return every method to save, by name.
 
     Args:
-        tensors: tensors that this rank writes with windlass. rival: DeepSpeed's engine of the same model, if it is
-        compared.
+        tensors: Tensors that this rank writes with windlass.
+        rival: DeepSpeed's engine of the same model, if it is compared.
     """
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     named = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
