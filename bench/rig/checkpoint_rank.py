@@ -136,7 +136,12 @@ class Trial:
 
 def _model(work: dict[str, Any]) -> torch.nn.Module:
     width = work["width"]
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(work["layers"])))
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(work["layers"])]
+    for layer in layers:
+        # The default would make activations and gradients smaller in each layer, until a step computes with denormal
+        # numbers, which take far longer on some processors.
+        torch.nn.init.normal_(layer.weight, std=width**-0.5)
+    return torch.nn.Sequential(*layers)
 
 
 def _rival(work: dict[str, Any], rows: torch.Tensor) -> Any:
