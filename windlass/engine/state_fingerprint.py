@@ -88,11 +88,17 @@ def compute_fingerprint(
     return Fingerprint(fingerprint_digest(one for one, _ in sums), fingerprint_digest(other for _, other in sums))
 
 
-class StreamedFingerprint:
-    """Fingerprint of an async save, computed by its thread from the bytes that it writes (a `DerivedMetadata`).
+def has_coded_states(model: ShardedModel) -> bool:
+    """Return True if some optimizer states are codes of 8 bits."""
+    formats = model.update.formats().values() if model.update is not None else ()
+    return any(kept.is_quantized for one in formats for kept in one.values())
 
-    Computing it before the save would read all values, which an async save postpones. States in 8 bits get no
-    fingerprint: they must be dequantized for it, and their scales are stored elsewhere.
+
+class StreamedFingerprint:
+    """Fingerprint of a save, computed from the bytes that it writes (a `DerivedMetadata`).
+
+    Computing it before the save would read all values once more, and offloaded ones from their tier. States in 8 bits
+    get no fingerprint: they must be dequantized for it, and their scales are stored elsewhere.
     """
 
     key = "fingerprint"
@@ -102,8 +108,7 @@ class StreamedFingerprint:
         of = _hashed_shards(model, units, lambda chunk: ChunkSaveStorage(model.masters, chunk), self._hashes, excluded)
         # iterating hashes plain values; tensors are hashed when they are written
         self._hash_of = {part.shard.name: part.target_hash for part in of}
-        formats = model.update.formats().values() if model.update is not None else ()
-        self._has_coded_states = any(kept.is_quantized for one in formats for kept in one.values())
+        self._has_coded_states = has_coded_states(model)
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> None:
         """Hash elements of a tensor that only this rank writes."""
