@@ -2,8 +2,9 @@
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring, that each entry of its `Args:` has a line, retired words in docstrings,
-comments and messages, and names of classes that occur twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
+Checks the first word of every docstring, that each entry of its `Args:` has a line of its own, retired words in
+docstrings, comments and messages, and names of classes that occur twice in the package. Prints `path:line: reason` for
+each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
