@@ -223,3 +223,11 @@ def test_a_disabled_section_packs_nothing() -> None:
     engine = windlass.initialize(model=model, config=config)[0]
     assert type(engine.module[0]) is nn.Linear
     engine.destroy()
+
+
+def test_quantized_gathers_of_a_construction_are_those_of_the_engine() -> None:
+    config = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    with windlass.zero.Init(config_dict_or_path=config, zero_quantized_weights=True):
+        nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="does not set zero_optimization.zero_quantized_weights"):
+        windlass.zero.Init(zero_quantized_weights=True)

@@ -59,8 +59,10 @@ class Init:
             None: they keep the dtype that the model gave them. With bf16 or fp16 training, the master weights then
             start from the values in that dtype.
         mem_efficient_linear, tensor_overrides: Accepted and ignored.
-        mpu, zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
-        sequence_data_parallel_group, param_swapper: Not implemented. Values other than the default are refused.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: As in `zero_optimization` of the configuration,
+            which must have the same; the gathers of the construction are exact.
+        mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: Not implemented. Values other than
+            the default are refused.
 
     Raises:
         ConfigError: an argument is invalid or not implemented.
@@ -93,8 +95,6 @@ class Init:
         unbuilt = {
             "mpu": mpu,
             "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
             "sequence_data_parallel_group": sequence_data_parallel_group,
             "param_swapper": param_swapper,
         }
@@ -107,6 +107,16 @@ class Init:
             return
         given = config_dict_or_path if config_dict_or_path is not None else config
         known = load_config(given) if given is not None and not isinstance(given, Config) else given
+        quantized = {
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        }
+        for name, value in quantized.items():
+            if value and not (known is not None and getattr(known.zero_optimization, name)):
+                raise ConfigError(
+                    f"zero.Init({name}=True), but the configuration does not set zero_optimization.{name}, by which "
+                    "the engine quantizes its gathers; set it in the configuration of Init and of initialize"
+                )
         init_distributed()
         self.group = _group(data_parallel_group)
         self._dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -237,7 +247,7 @@ class Init:
         """Register the parameters of a module that was constructed outside, or copied: no hook was called for them."""
         if not self._here() or child is None:
             return
-        if self._weight_format is not None:
+        if self._weight_format is not None and module is not child:
             self._see(module)
             pack_linear_children(child, self._weight_format)
         for inner in child.modules():
