@@ -31,8 +31,8 @@ def load_rounded_model(
     Args:
         weight_format: a weight format, or its registered name, e.g. `int4_g64`.
         everything: pack the head and embeddings too, and leave layers wide that the format cannot pack.
-        model_class: of transformers; None: `AutoModelForCausalLM`.
-        dtype: of the tensors that are not packed; None: that of the files.
+        model_class: class of transformers; None: `AutoModelForCausalLM`.
+        dtype: dtype of the tensors that are not packed; None: that of the files.
 
     Raises:
         WeightFormatError: the format does not exist, or a weight does not fit it.

@@ -43,7 +43,7 @@ class LinearGroup:
     """Linear layers whose weights are packed into one.
 
     Attributes:
-        modules: in the order of their calls.
+        modules: modules in the order of their calls.
         bias: concatenated biases; None: the layers have none.
     """
 
