@@ -42,15 +42,16 @@ SAVE_METHODS = (
 _EXPLANATION = """\
 seconds    from the call until the last byte is durable (fsync), on the slowest rank, with no other work
 of raw     that rate over the better of bench/disk_tier_rate.py's raw writers (direct I/O, threads and a ring), which
-wrote as many bytes to a new file, as a checkpoint does, before and after; of two medians in place   over the same
-writers' rate when they overwrite an existing file
+           wrote as many bytes to a new file, as a checkpoint does, before and after; of two medians
+in place   over the same writers' rate when they overwrite an existing file
 blocked    duration of the call itself, during which training is blocked
 10 steps   additional time of the next ten steps, during which an async save is written, over ten undisturbed steps of
-the same round Each rank of torch.save and of DCP writes the same tensors as in windlass's checkpoint; torch.save is
-followed by an fsync. DCP uses its default writer, which fsyncs; DCP async has its own gloo group. windlass checksums
-every entry (crc32), writes under a temporary name and renames; DCP has no checksums. DeepSpeed is its save_checkpoint
-at the same stage, then an fsync of its files; its GB/s count the same bytes, though at stages 1 and 2 it writes the
-parameters a second time, with the model."""
+           the same round
+Each rank of torch.save and of DCP writes the same tensors as in windlass's checkpoint; torch.save is followed by an
+fsync. DCP uses its default writer, which fsyncs; DCP async has its own gloo group. windlass checksums every entry
+(crc32), writes under a temporary name and renames; DCP has no checksums. DeepSpeed is its save_checkpoint at the same
+stage, then an fsync of its files; its GB/s count the same bytes, though at stages 1 and 2 it writes the parameters a
+second time, with the model."""
 
 
 def main(

@@ -39,8 +39,11 @@ class RawDirectIo:
     """One file whose blocks are transferred as fast as possible: the maximum rate of the disk.
 
     Args:
-        folder: folder on the disk. nbytes: size of the file. block: bytes of a block. depth: blocks in flight. memory:
-        source and target of the transfers; the tier's own, because the layout of its pages matters much.
+        folder: folder on the disk.
+        nbytes: size of the file.
+        block: bytes of a block.
+        depth: blocks in flight.
+        memory: source and target of the transfers; the tier's own, because the layout of its pages matters much.
     """
 
     def __init__(self, folder: Path, nbytes: int, block: int, depth: int, memory: torch.Tensor) -> None:

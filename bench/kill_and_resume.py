@@ -39,7 +39,8 @@ class KillPlan:
 
     Attributes:
         calls: number of file-system calls after which the victim kills itself (and the others); None: killed after
-        `seconds`. seconds: time after the first steps.
+            `seconds`.
+        seconds: time after the first steps.
     """
 
     victim: str

@@ -20,7 +20,7 @@ from rig.axis_cases import CASES, Line, unequal
 from rig.compared_methods import EXPLANATION, FIELDS, Load
 from rig.techniques import ROWS
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 

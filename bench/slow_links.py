@@ -19,7 +19,7 @@ from rig.models import Sizes
 from rig.slow_link_rank import ENGINES, MODEL, PERIODS, SlowLinkRank
 from rig.worker import start_ranks
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.log import logger
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result

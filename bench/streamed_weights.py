@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.log import logger
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result

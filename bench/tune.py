@@ -1,12 +1,15 @@
 """Regret and time of a search against the exhaustive one, for three models and two limits of memory on two CPU ranks.
 
 python bench/tune.py --model wide
+python bench/tune.py --pieces 100    (again and again, until it prints the table)
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +25,7 @@ from windlass.cli.benches.bench_results import write_result
 from windlass.tune.search_space import SearchLimits
 from windlass.tune.trial_command import ProgramCommand
 from windlass.tune.trial_record import TrialRecord
-from windlass.tune.tuning_run import TuningOutcome, TuningRun, TuningSettings
+from windlass.tune.tuning_run import TuningRun, TuningSettings
 
 _HERE = Path(__file__).parent
 REGRET, SHARE = 0.05, 0.25
@@ -48,43 +51,72 @@ def main(
     search: Annotated[
         bool, typer.Option("--search", help="Only search again, against stored exhaustive data.")
     ] = False,
+    pieces: Annotated[
+        float,
+        typer.Option(min=0, help="Stop after some seconds; the next call continues. 0: run to the end."),
+    ] = 0.0,
     steps: Annotated[int, typer.Option(help="Timed steps of a trial.")] = 5,
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _HERE / "results",
 ) -> None:
     """Measure every configuration, then search under each limit. The exit code is 1 if a row misses a target."""
     path = results / "tune.json"
-    found: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() else {}
+    stored: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() else {}
+    begin = time.monotonic()
+
+    def is_over() -> bool:
+        return 0 < pieces < time.monotonic() - begin
+
+    def write() -> None:
+        target = {"regret": REGRET, "share": SHARE}
+        write_result(path, {"bench": "tune", "target": target, "config": CONFIG, "models": stored})
+
     preload_engine_modules("windlass")
     for name in [model] if model else list(MODELS):
-        if not search:
-            found[name] = {"exhaustive": _exhaustive(name, steps)}
-        rows = found[name]["exhaustive"]["trials"]
-        found[name]["searches"] = [_search(name, steps, rows, quantile) for quantile in QUANTILES]
-        target = {"regret": REGRET, "share": SHARE}
-        write_result(path, {"bench": "tune", "target": target, "config": CONFIG, "models": found})
-    bench_console().print(_table(found))
-    if any(not _meets(row) for one in found.values() for row in one["searches"]):
+        one = stored.setdefault(name, {})
+        if not pieces:
+            one |= {"searches": []} if search else {"exhaustive": {"trials": {}}, "searches": []}
+        rows = one.setdefault("exhaustive", {"trials": {}})["trials"]
+        one.setdefault("searches", [])
+        if not search and not _measure_all(name, steps, rows, is_over, write):
+            bench_console().print(f"{name}: {len(rows)} configurations are measured; call again to continue")
+            return
+        for quantile in QUANTILES[len(one["searches"]) :]:
+            if is_over():
+                bench_console().print(f"{name}: {len(one['searches'])} searches are done; call again to continue")
+                return
+            one["searches"].append(_search(name, steps, rows, quantile))
+            write()
+    bench_console().print(_table(stored))
+    if any(not _meets(row) for one in stored.values() for row in one["searches"]):
         raise typer.Exit(1)
 
 
-def _run(name: str, folder: Path, settings: TuningSettings) -> TuningOutcome:
+def _tuning(name: str, folder: Path, settings: TuningSettings) -> TuningRun:
     path = folder / "ds.json"
     path.write_text(json.dumps(CONFIG))
     program = (str(_HERE / "rig" / "tuned_program.py"), "--model", name, "--config", str(path))
     command = ProgramCommand((), program, str(path))
-    return TuningRun(CONFIG, _RANKS, command, settings, runner=ForkedTrials(_RANKS)).run()
+    return TuningRun(CONFIG, _RANKS, command, settings, runner=ForkedTrials(_RANKS))
 
 
 def _settings(folder: Path, steps: int) -> TuningSettings:
     return TuningSettings(folder / "results", limits=SearchLimits(micro_count=4), warmup=1, steps=steps, trial_s=60)
 
 
-def _exhaustive(name: str, steps: int) -> dict[str, Any]:
+def _measure_all(
+    name: str, steps: int, rows: dict[str, Any], is_over: Callable[[], bool], write: Callable[[], None]
+) -> bool:
+    """Measure the configurations that are not in `rows` yet. Return False if the time is over before the last one."""
     with tempfile.TemporaryDirectory() as place:
-        settings = replace(_settings(Path(place), steps), tuner="gridsearch", trials=10**6, repeats=0, ends_early=False)
-        outcome = _run(name, Path(place), settings)
-    rows = {record.candidate.name: _row(record) for record in outcome.records}
-    return {"seconds": outcome.seconds, "trials": rows}
+        run = _tuning(name, Path(place), replace(_settings(Path(place), steps), ends_early=False))
+        for candidate in run.candidates:
+            if candidate.name in rows:
+                continue
+            if is_over():
+                return False
+            rows[candidate.name] = _row(run.measure(candidate))
+            write()
+    return True
 
 
 def _row(record: TrialRecord) -> dict[str, Any]:
@@ -96,10 +128,14 @@ def _row(record: TrialRecord) -> dict[str, Any]:
 
 def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dict[str, Any]:
     measured = {key: row for key, row in rows.items() if "step_s" in row}
+    # A search reports its own times, so the chosen configuration is judged by those of the exhaustive measurement.
     peaks = sorted(row["peak_host"] for row in measured.values())
     limit = peaks[int(quantile * (len(peaks) - 1))]
     with tempfile.TemporaryDirectory() as place:
-        outcome = _run(name, Path(place), replace(_settings(Path(place), steps), memory=limit))
+        run = _tuning(name, Path(place), replace(_settings(Path(place), steps), memory=limit))
+        begin = time.monotonic()  # with the predictions between trials
+        outcome = run.run()
+        seconds = time.monotonic() - begin
     best = min((key for key, row in measured.items() if row["peak_host"] <= limit), key=lambda k: measured[k]["step_s"])
     assert outcome.best is not None
     chosen = outcome.best.candidate.name
@@ -109,8 +145,8 @@ def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dic
         "candidates": len(rows),
         "trials": sum(record.repeats for record in outcome.records if record.status != "discarded"),
         "discarded": sum(record.status == "discarded" for record in outcome.records),
-        "seconds": outcome.seconds,
-        "share": outcome.seconds / sum(row["seconds"] for row in rows.values()),
+        "seconds": seconds,
+        "share": seconds / sum(row["seconds"] for row in rows.values()),
         "chosen": chosen,
         "best": best,
         "regret": measured[chosen]["step_s"] / measured[best]["step_s"] - 1,
@@ -128,7 +164,7 @@ def _table(found: dict[str, Any]) -> Table:
     for column in ("model", "limit, MiB", "trials", "share of the time", "chosen", "best", "regret", ""):
         table.add_column(column, justify="left" if column in ("model", "chosen", "best") else "right")
     for name, one in found.items():
-        for row in one["searches"]:
+        for row in one.get("searches", []):
             table.add_row(
                 *(name, f"{row['limit_bytes'] / 2**20:,.0f}", f"{row['trials']} of {row['candidates']}"),
                 *(f"{row['share']:.0%}", row["chosen"], row["best"], f"{row['regret']:+.1%}"),

@@ -2,8 +2,9 @@
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring, retired words in docstrings, comments and messages, and names of classes that
-occur twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
+Checks the first word of every docstring, that each entry of its `Args:` has a line of its own, retired words in
+docstrings, comments and messages, and names of classes that occur twice in the package. Prints `path:line: reason` for
+each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -82,9 +83,23 @@ _ANY_RETIRED = re.compile("|".join(_RETIRED), re.IGNORECASE)
 _RETIRED_PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in _RETIRED.items()]
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+_Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _definitions(node: ast.AST) -> Iterator[_Definition]:
+    """Yield the modules, classes and functions below a node, without a walk through the expressions."""
+    if isinstance(node, _Definition):
+        yield node
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        below = getattr(node, name, ())
+        for child in below if isinstance(below, list) else ():
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                yield from _definitions(child)
+
+
+def _docstrings(definitions: list[_Definition]) -> Iterator[tuple[int, str]]:
+    for node in definitions:
+        if not node.body:
             continue
         first = node.body[0]
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
@@ -109,9 +124,9 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield part.lineno, part.value
 
 
-def _actions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _actions(definitions: list[_Definition]) -> Iterator[tuple[int, str]]:
     """Yield the docstrings of functions, except tests, properties and fixtures."""
-    for node in ast.walk(tree):
+    for node in definitions:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
             continue
         text = ast.get_docstring(node)
@@ -120,19 +135,37 @@ def _actions(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def _joined_arguments(definitions: list[_Definition]) -> Iterator[tuple[int, str]]:
+    """Yield `(line, name)` for each argument that a docstring describes on the line of another one."""
+    for node in definitions:
+        if isinstance(node, ast.Module):
+            continue
+        section = re.search(r"\n\n(Args|Attributes):\n((?: +.*\n?)+)", ast.get_docstring(node) or "")
+        if section is None:
+            continue
+        names = {item.arg for item in ast.walk(node) if isinstance(item, ast.arg)}
+        names |= {ast.unparse(item.target) for item in ast.walk(node) if isinstance(item, ast.AnnAssign)}
+        for entry in re.finditer(r"\S[.;] (\w+): ", section[2]):
+            if entry[1] in names:
+                yield node.lineno, entry[1]
+
+
 def find_problems(path: Path) -> Iterator[tuple[int, str]]:
     """Yield `(line, reason)` for each docstring, comment or message of a Python file that breaks a rule."""
     source = path.read_text()
     tree = ast.parse(source, filename=str(path))
-    docstrings = list(_docstrings(tree))
+    definitions = list(_definitions(tree))
+    docstrings = list(_docstrings(definitions))
     for line, text in docstrings:
         first_word = _FIRST_WORDS.match(text.strip())
         if first_word:
             yield line, f"a docstring begins with {first_word.group()!r}: begin with a verb or a noun phrase"
-    for line, text in _actions(tree):
+    for line, text in _actions(definitions):
         first_word = _NO_VERB.match(text)
         if first_word:
             yield line, f"a function's docstring begins with {first_word.group()!r}: begin with a verb"
+    for line, name in _joined_arguments(definitions):
+        yield line, f"a docstring describes {name!r} within another argument's entry: begin a line for it"
     if _ANY_RETIRED.search(source) is None:  # most files: to find their comments takes long
         return
     for line, text in [*docstrings, *_comments(source), *_messages(tree)]:

@@ -32,10 +32,12 @@ class TrainingMethod:
     """Method to train a model on two ranks.
 
     Attributes:
-        name: `none` trains independently on each rank: the compute alone. `dp` is the reference of losses. how: key in
-        `rig.training_methods`. axes: the section `parallel` of windlass, and the mesh for formulas. rivals: torch's own
-        methods in the same run, whose time is the limit. whole: every rank gets the whole batch, not its half of the
-        samples. sizes: sizes of a different model, whose losses differ; None: the common model.
+        name: `none` trains independently on each rank: the compute alone. `dp` is the reference of losses.
+        how: key in `rig.training_methods`.
+        axes: the section `parallel` of windlass, and the mesh for formulas.
+        rivals: torch's own methods in the same run, whose time is the limit.
+        whole: every rank gets the whole batch, not its half of the samples.
+        sizes: sizes of a different model, whose losses differ; None: the common model.
     """
 
     name: str
@@ -99,8 +101,9 @@ class Load:
     """Global batch, and the speed of the links.
 
     Attributes:
-        samples: number of sequences; each is a micro-batch in a pipeline. length: tokens of a sequence. link: bytes per
-        second of each connection between ranks; 0: unlimited.
+        samples: number of sequences; each is a micro-batch in a pipeline.
+        length: tokens of a sequence.
+        link: bytes per second of each connection between ranks; 0: unlimited.
     """
 
     samples: int

@@ -31,7 +31,8 @@ def floor(engine: str, parameters: int, ranks: int, compute: float, roofs: Roofs
     """Return the lower bound of a step of `engine` in seconds; None for rivals, for which it is not derived.
 
     Args:
-        parameters: elements of the full model. compute: seconds of forward and backward.
+        parameters: elements of the full model.
+        compute: seconds of forward and backward.
     """
     if engine.startswith("none"):
         return compute + _ADAM_BYTES * parameters / roofs.adam

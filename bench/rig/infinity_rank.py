@@ -22,7 +22,7 @@ class Watch:
 
     Attributes:
         samples: pairs of seconds since the start and bytes. marks: pairs of seconds since the start and the phase that
-        began.
+            began.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,8 @@ class Sizes:
         heads: query heads, and as many key and value heads unless `kv_heads` is set.
         intermediate: width inside a feed-forward network, or inside one expert.
         vocabulary: number of tokens.
-        experts: experts per layer; 0: one feed-forward network. chosen: experts per token.
+        experts: experts per layer; 0: one feed-forward network.
+        chosen: experts per token.
     """
 
     hidden: int

@@ -11,8 +11,8 @@ def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> lis
     """Split `engines` into groups whose ranks fit into memory at once; each begins with `BASE`.
 
     Args:
-        needs: bytes of all ranks of an engine. budget: maximum bytes of a group. An engine that exceeds it together
-        with `BASE` gets its own group.
+        needs: bytes of all ranks of an engine.
+        budget: maximum bytes of a group. An engine that exceeds it together with `BASE` gets its own group.
     """
     results: list[list[str]] = []
     taken: list[int] = []

@@ -22,8 +22,8 @@ class Techniques:
     """Enabled techniques.
 
     Attributes:
-        sp: ranks over which the sequence is sharded. inputs: tier of the saved inputs of recomputed layers; "nvme" is
-        files.
+        sp: ranks over which the sequence is sharded.
+        inputs: tier of the saved inputs of recomputed layers; "nvme" is files.
     """
 
     sp: int = 1
@@ -67,8 +67,10 @@ class Point:
     """Measurement of one step on a sequence.
 
     Attributes:
-        peak: largest peak bytes of any rank, above those after importing torch and transformers. resident: the same,
-        including offloaded bytes in host memory. seconds: duration of the step. loss: loss of the whole sequence.
+        peak: largest peak bytes of any rank, above those after importing torch and transformers.
+        resident: the same, including offloaded bytes in host memory.
+        seconds: duration of the step.
+        loss: loss of the whole sequence.
     """
 
     length: int

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +13,9 @@ import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
 from windlass.base.errors import CommunicationError
+from windlass.comm import peer_owners
+from windlass.comm.group_creation import new_process_group
+from windlass.comm.peer_owners import ForeignPeer
 from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.comm.rank_group import RankGroup, create_rank_group, world_group
 
@@ -111,3 +117,28 @@ def test_without_a_process_group_the_world_raises() -> None:
     assert not dist.is_initialized()
     with pytest.raises(CommunicationError, match=r"call windlass\.init_distributed\(\)"):
         world_group()
+
+
+def refused_group() -> str:
+    """Create a group whose connections seem to lead to another user on rank 0. Return the error."""
+    if dist.get_rank() == 0:
+        stranger = ForeignPeer("127.0.0.1:1", "127.0.0.1:2", 12345)
+        context: Any = patch.object(peer_owners, "foreign_peers", lambda inodes, connections: [stranger])
+    else:
+        context = contextlib.nullcontext()
+    with context:
+        try:
+            new_process_group([0, 1])
+        except CommunicationError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_group_with_another_user_is_refused_on_all_ranks() -> None:
+    own, other = run_ranks(refused_group, 2)
+    assert own.startswith(
+        "the other end of this process's connection 127.0.0.1:1 with 127.0.0.1:2, made for a process group"
+    )
+    assert "belongs to uid 12345" in own and "nothing was received over it" in own
+    assert other.startswith("a rank of a new process group left before all had joined it")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import windlass
 from tests.dist import parallel_runs, pipeline_engine_runs
@@ -50,8 +52,10 @@ def resources() -> dict[str, int]:
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     shared = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+    objects = gc.get_objects()
     return {
-        "objects": len(gc.get_objects()),
+        "objects": len(objects),
+        "graphs": sum(type(one) in (torch.Tensor, nn.Parameter) and one.grad_fn is not None for one in objects),
         "files": len(os.listdir("/proc/self/fd")),
         "threads": int(status["Threads"]),
         "python threads": threading.active_count(),
@@ -147,15 +151,24 @@ def all_runs(folder: str, cases: list[Any], warm: int, steps: int) -> tuple[list
     return results, [first, after_all(first)]
 
 
-def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, folder: Path, timeout: float) -> None:
-    for rank in run_ranks(
-        all_runs, 2, str(folder), cases, warm, steps, transport=transport, timeout=timeout, env={"OMP_NUM_THREADS": "1"}
-    ):
+def hold(
+    cases: list[Any],
+    warm: int,
+    steps: int,
+    growth: int,
+    transport: str,
+    folder: Path,
+    timeout: float,
+    ranks: int = 2,
+) -> None:
+    work = (all_runs, ranks, str(folder), cases, warm, steps)
+    for rank in run_ranks(*work, transport=transport, timeout=timeout, env={"OMP_NUM_THREADS": "1"}):
         result, ends = rank
         for case, before, after in result:
             grown = {name: after[name] - before[name] for name in before}
             assert all(grown[name] <= 0 for name in LASTING), (case, grown)
             assert grown["objects"] < steps - warm, (case, grown)  # less than one object per step
+            assert grown["graphs"] <= 0, (case, grown)
             assert grown["memory"] < growth, (case, grown)
         assert all(ends[1][name] <= ends[0][name] for name in LASTING), ends
 
@@ -172,3 +185,10 @@ def test_steps_leave_no_objects(transport: str, cases: list[Any], tmp_path: Path
 @pytest.mark.parametrize("case", [*CASES, "pipeline", *AXES], ids=str)
 def test_two_thousand_steps_leave_no_resources(case: Any, transport: str, tmp_path: Path) -> None:
     hold([case], 200, 2000, 4 << 20, transport, tmp_path, 3600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_thousand_steps_over_gloo_without_offload(stage: int, ranks: int, tmp_path: Path) -> None:
+    hold([(stage, "none", "none", {})], 200, 2000, 4 << 20, "gloo", tmp_path, 3600, ranks)

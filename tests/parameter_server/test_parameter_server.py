@@ -475,10 +475,10 @@ def test_rules_that_need_whole_parameters_are_refused() -> None:
 
 
 def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "server-0-of-1.pt").write_bytes(b"no snapshot")
+    (tmp_path / "server-0-of-1.safetensors").write_bytes(b"no snapshot")
     job = Job(mlp, sgd, ParameterServerSettings(snapshot=tmp_path), servers=1, workers=1)
     job.start_servers()
-    with pytest.raises(CheckpointError, match="server-0-of-1.pt is no snapshot of a parameter server"):
+    with pytest.raises(CheckpointError, match="server-0-of-1.safetensors is no snapshot of a parameter server"):
         job.finish()
 
 

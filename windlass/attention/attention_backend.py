@@ -26,13 +26,13 @@ class AttentionBackend(Protocol):
     """Implementation of attention. Subclass it to inherit the defaults of the optional parts.
 
     Attributes:
-        name: of the backend, for messages.
+        name: name of the backend, for messages.
         supported_arguments: keyword arguments of `attend` that the backend honours, e.g. `softcap`. Any other argument
-        that changes the result raises an error that names it.
+            that changes the result raises an error that names it.
         computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and whole sequences,
             so the backend can be combined with Ulysses sequence parallelism.
         depends_on_head: heads differ in more than their tensors, as slopes of ALiBi do. Such a backend is refused under
-        tensor parallelism, where a layer holds some heads without their indices.
+            tensor parallelism, where a layer holds some heads without their indices.
     """
 
     name: str

@@ -23,7 +23,7 @@ class AttentionMask:
             document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:
             positions of the whole row. Bands are the same for both.
-        device: of the dense mask.
+        device: device of the dense mask.
     """
 
     batch_size: int

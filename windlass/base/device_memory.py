@@ -10,17 +10,15 @@ wrong result.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 
 from windlass.base import trace_ranges
-from windlass.base.errors import ConfigError, DeviceMemoryError
+from windlass.base.byte_counts import parse_bytes
+from windlass.base.errors import DeviceMemoryError
 from windlass.base.pending import DONE, FinishingPending, Pending
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass
@@ -104,18 +102,6 @@ def emulated_device_memory() -> EmulatedDeviceMemory | None:
             requested,
         )
     return _emulated_memory
-
-
-def parse_bytes(text: str, source: str) -> int:
-    """Parse a number of bytes: `1500000`, `1.5G`, `512MiB`.
-
-    Raises:
-        ConfigError: the text is not a number of bytes. The message names `source`.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise ConfigError(f"{source} = {text!r} is not a number of bytes; write 1500000, 1.5G or 512MiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def device_has_own_memory(device: torch.device) -> bool:

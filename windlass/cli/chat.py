@@ -68,7 +68,7 @@ class Conversation:
     """Messages so far, and the engine that answers.
 
     Attributes:
-        messages: in the form of chat templates; without a chat template, their texts are joined.
+        messages: messages in the form of chat templates; without a chat template, their texts are joined.
         tokens, seconds: of the last answer, from its first token on.
     """
 

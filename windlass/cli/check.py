@@ -171,6 +171,7 @@ def report_disks(console: Console, config: Config) -> int:
     zero = config.zero_optimization
     sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
     paths = [path for section in sections if section.device == "nvme" for path in section.nvme_path or ()]
+    paths += config.offload.nvme_path or () if config.offload is not None else ()
     if not paths:
         return 0
     from windlass.storage import inspect_disk_path  # imported here because it imports torch
@@ -192,7 +193,9 @@ def resolved_rows(config: Config) -> list[tuple[str, str]]:
         ("precision", str(config.dtype_table())),
         (
             "homes",
-            f"parameters {_describe_tier(zero.offload_param)}, "
+            "chosen at start-up for each unit"
+            if config.offload is not None
+            else f"parameters {_describe_tier(zero.offload_param)}, "
             f"optimizer states {_describe_tier(zero.offload_optimizer)}",
         ),
         ("buckets", f"reduce {zero.reduce_bucket_size:,}, all-gather {zero.allgather_bucket_size:,} elements"),

@@ -48,7 +48,7 @@ class DistillationSettings:
         steps, rows: optimizer steps, and sequences of each.
         rate: learning rate after the warm-up; it falls by a cosine.
         losses: keys of the section `distillation`.
-        format: of the linear layers; None: weights stay wide.
+        format: format of the linear layers; None: weights stay wide.
         head: round the output head too.
     """
 

@@ -23,7 +23,7 @@ class ModelFigures:
     """Figures of a model before or after.
 
     Attributes:
-        nbytes: of its tensors.
+        nbytes: bytes of its tensors.
         bits: bits per byte of held-out text; None: there is no text.
         speed: generated tokens a second of one request; None: not measured.
     """

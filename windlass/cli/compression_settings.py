@@ -31,7 +31,7 @@ class CompressionSettings:
     Attributes:
         limits: the budget; None: none was given.
         shares: units to remove.
-        format: of all layers; None where a budget chooses, or weights stay wide.
+        format: format of all layers; None where a budget chooses, or weights stay wide.
     """
 
     source: Path

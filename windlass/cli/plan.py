@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
 from windlass.cli.plan_report import draw_memory, ladder_table, memory_table, missing_line, peak_line
@@ -79,7 +79,7 @@ def plan(
     )
     target = Target("cuda", "nccl") if gpu is not None else Target("cpu", settings.comm.transport)
     given = parse_bytes(activations, "--activations") if activations is not None else None
-    run = RunShape(world_size, length, target, sharded_init, given)
+    run = RunShape(world_size, length, target, sharded_init, given, limits=limits)
     if choose:
         _require_limit(limits)
         choice = choose_config(built, settings.raw, run, limits, nvme_path=nvme)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -164,10 +165,13 @@ def _signals_raise_exit() -> Iterator[None]:
 
 def _launch_ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
     from windlass.launch.exit_status import LaunchExitStatus
+    from windlass.launch.source_path import source_pythonpath
     from windlass.launch.start_ranks import start_ranks
 
     try:
-        return start_ranks(["-m", _WORKER_MODULE, str(plan.plan_file), str(failure)], plan.nproc)
+        # -P: other users may write in the working directory, and their modules must not replace those of Python
+        path = {"PYTHONPATH": source_pythonpath(os.environ.get("PYTHONPATH", ""))}
+        return start_ranks(["-P", "-m", _WORKER_MODULE, str(plan.plan_file), str(failure)], plan.nproc, env=path)
     except KeyboardInterrupt:  # before the launcher has installed its signal handlers
         return LaunchExitStatus(INTERRUPTED_EXIT_CODE, interrupted_by=signal.SIGINT)
 

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
 from windlass.launch.visible_devices import count_devices
 from windlass.tune.autotuning_command import search_with_report
+from windlass.tune.optuna_sampler import import_optuna
+from windlass.tune.ray_trials import RayTrials
 from windlass.tune.search_space import SearchLimits
 from windlass.tune.trial_command import ProgramCommand, find_config, read_config
 from windlass.tune.tuning_report import as_json as outcome_as_json
@@ -51,6 +53,13 @@ def tune(
         int | None, typer.Option(min=1, help="Number of trials. [a quarter of the configurations, 8 to 50]")
     ] = None,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Try every configuration.")] = False,
+    sampler: Annotated[
+        str, typer.Option(help="walk: one key at a time from the best; optuna: Optuna's sampler, if installed.")
+    ] = "walk",
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ray cluster (or auto) on whose hosts trials run at the same time."),
+    ] = None,
     warmup: Annotated[int, typer.Option(min=1, help="Steps of a trial that are not timed.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a trial that are timed.")] = 5,
     trial_seconds: Annotated[float, typer.Option(min=1, help="Time limit of a trial.")] = 600,
@@ -73,6 +82,10 @@ def tune(
         raise ConfigError(f"no such script: {program[0]}; check the path, and put options of `tune` before it")
     if metric not in ("throughput", "latency", "flops", "forward", "step"):
         raise ConfigError(f"--metric {metric!r} is unknown; write throughput, latency, forward or step")
+    if sampler not in ("walk", "optuna"):
+        raise ConfigError(f"--sampler {sampler!r} is unknown; write walk or optuna")
+    if sampler == "optuna":
+        import_optuna()  # raises before the first trial
     path = config if config is not None else find_config(program)
     low, high = _parse_range(batch)
     limits = SearchLimits(
@@ -86,7 +99,7 @@ def tune(
         out,
         limits=limits,
         memory=parse_bytes(memory, "--memory") if memory is not None else None,
-        tuner="gridsearch" if exhaustive else "model_based",
+        tuner="gridsearch" if exhaustive else "optuna" if sampler == "optuna" else "model_based",
         trials=10**9 if exhaustive else trials,
         warmup=warmup,
         steps=steps,
@@ -97,7 +110,12 @@ def tune(
     launcher += ["--as-deepspeed"] if as_deepspeed else []
     command = ProgramCommand(tuple(launcher), tuple(program), path, dict(_pairs(mapped, "--map")))
     console = PrintableConsole(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
-    outcome = search_with_report(TuningRun(read_config(path), nproc, command, settings), console, picture)
+    hosts = RayTrials(ray, nproc, has_gpu=count_devices() > 0) if ray is not None else None
+    if hosts is not None and hosts.hosts < 2:
+        console.print("the Ray cluster has one host: trials run one after another")
+        hosts = None
+    run = TuningRun(read_config(path), nproc, command, settings, parallel=hosts)
+    outcome = search_with_report(run, console, picture)
     if as_json:
         typer.echo(json.dumps(outcome_as_json(outcome), indent=1))
     if outcome.interrupted:

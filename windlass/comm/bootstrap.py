@@ -22,12 +22,15 @@ from windlass.base.compute_device import local_device
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.addresses import is_loopback
+from windlass.comm.group_creation import init_default_group
 from windlass.comm.loopback import bind_gloo_to_loopback, loopback_store
 from windlass.comm.mpi_backend import mpi_rank_environment, register_mpi, store_over_mpi
+from windlass.comm.peer_owners import require_own_peers
 from windlass.comm.rank_environment import HERE, RankEnvironment, half, rank_environment
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
+_STORE_CONNECTION = "made for the rendezvous store"
 _ENVIRONMENT = ("", "env://")  # torch's names of a rendezvous at MASTER_ADDR
 
 
@@ -102,7 +105,7 @@ def init_distributed(
     elif place is None or place.world == 1:  # one process: no other rank uses a port here
         if place is None:
             _warn_of_an_allocation()
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        init_default_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     elif over_mpi and place.port is None and port in (None, DEFAULT_PORT):
         _rendezvous_by_mpi(place, backend, timeout)
     else:
@@ -212,10 +215,13 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
     try:
         with _report_missing_ranks(report_after):
             if place.one_host and not _agent_keeps_store():
-                store = loopback_store(str(place.master), int(place.port or 0), place.rank, place.world, timeout)
-                dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+                with require_own_peers(_STORE_CONNECTION):
+                    store = loopback_store(str(place.master), int(place.port or 0), place.rank, place.world, timeout)
+                init_default_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
             else:
-                dist.init_process_group(backend, timeout=timeout)
+                init_default_group(backend, timeout=timeout)
+    except CommunicationError:
+        raise
     except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
         raise CommunicationError(
             f"rank {place.rank} of {place.world} could not connect to the others at {place.master}:{place.port}: "
@@ -226,15 +232,18 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
 
 def _rendezvous_by_mpi(place: RankEnvironment, backend: str, timeout: timedelta) -> None:
     """Create the default group with a store whose address MPI broadcasts: jobs on one host need no port each."""
-    store, address, port = store_over_mpi(place, place.master or _own_address(), timeout)
+    with require_own_peers(_STORE_CONNECTION):
+        store, address, port = store_over_mpi(place, place.master or _own_address(), timeout)
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+    init_default_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
 
 
 def _rendezvous_at(url: str, place: RankEnvironment | None, backend: str, timeout: timedelta) -> None:
     rank, world = (-1, -1) if place is None else (place.rank, place.world)
     try:
-        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timeout)
+        init_default_group(backend, init_method=url, rank=rank, world_size=world, timeout=timeout)
+    except CommunicationError:
+        raise
     except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
         raise CommunicationError(
             f"the ranks could not connect at init_method = {url!r} (rank {rank} of {world}; -1: not given): "

@@ -26,8 +26,9 @@ class CompressedCollectives:
     `traffic.bytes_moved` counts, by operation, the encoded bytes that this rank received.
 
     Args:
-        channel: moves the bytes between the ranks of its group. codec: a codec, or its registered name. traffic:
-        traffic counters; new ones by default.
+        channel: moves the bytes between the ranks of its group.
+        codec: a codec, or its registered name.
+        traffic: traffic counters; new ones by default.
 
     Raises:
         CodecError: the codec does not exist, or ranks have different ones. From a collective: it does not accept the

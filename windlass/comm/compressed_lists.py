@@ -30,8 +30,9 @@ class CompressedLists:
     order, and a group of one rank sends nothing and stays exact.
 
     Args:
-        channel: moves the bytes between the ranks of its group. codec: a codec, or its registered name. traffic:
-        traffic counters; new ones by default.
+        channel: moves the bytes between the ranks of its group.
+        codec: a codec, or its registered name.
+        traffic: traffic counters; new ones by default.
     """
 
     def __init__(self, channel: ByteChannel, codec: Codec | str, traffic: Traffic | None = None) -> None:
@@ -51,9 +52,10 @@ class CompressedLists:
         """Sum the lists that all ranks have for this rank.
 
         Args:
-            parts: by rank, the list for it; its tensors have equal sizes on all ranks. errors: the error of each tensor
-            of `parts`, which is added to it in place before it is sent, and replaced by its new error. factor: factor
-            of the sums.
+            parts: by rank, the list for it; its tensors have equal sizes on all ranks.
+            errors: the error of each tensor of `parts`, which is added to it in place before it is sent, and replaced
+                by its new error.
+            factor: factor of the sums.
 
         Returns:
             `factor` times the sums of the tensors for this rank: with `errors` in place of this rank's `parts`, else as
@@ -121,7 +123,8 @@ class CompressedLists:
         """All-gather the lists of all ranks.
 
         Args:
-            own: this rank's list. outs: by rank, tensors of the sizes of its list, which receive the decoded values.
+            own: this rank's list.
+            outs: by rank, tensors of the sizes of its list, which receive the decoded values.
             errors: as in `reduce_scatter`, of `own`.
         """
         self.start_all_gather(own, outs, errors)()

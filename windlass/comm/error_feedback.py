@@ -17,7 +17,8 @@ def begin_message(codec: Codec, tensor: torch.Tensor, error: torch.Tensor, encod
     """Add the error to `tensor` in place, and begin its encoding. The error is not changed yet.
 
     Args:
-        tensor, error: `[n]` float32, contiguous. encoded: as in `Codec.encode`.
+        tensor, error: `[n]` float32, contiguous.
+        encoded: as in `Codec.encode`.
 
     Raises:
         CodecError: a value is not finite.

@@ -19,6 +19,7 @@ from windlass.kernels import message_codes
 SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1 << 17  # elements that a CPU encodes or decodes at once, a multiple of every block: they stay in its cache
 _LEAST = torch.finfo(torch.float32).tiny  # of a scale, so that its reciprocal is finite
+_MOST_PLACES = 1 << 31  # numbers of elements that fit in 32 bits
 
 
 def require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:
@@ -274,7 +275,7 @@ class Fp8Codec(_IntegerCodec):
 class TopKCodec:
     """Codec of the elements of largest absolute value, exact in float32, with their places; all others become 0.
 
-    Bytes: 8 for each of `ceil(n / divisor)` elements, of at most 2**31 in a tensor.
+    Bytes: 8 for each of `ceil(n / divisor)` elements, of at most 2**31 in a tensor. `encoded_size` refuses larger ones.
     """
 
     exact = False
@@ -290,6 +291,10 @@ class TopKCodec:
         return -(-numel // self._divisor)
 
     def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        if numel > _MOST_PLACES:
+            raise CodecError(
+                f"codec {self.name!r} numbers elements by 32 bits, and a tensor has {numel:,}; use another codec"
+            )
         return 8 * self.kept(numel)
 
     def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:

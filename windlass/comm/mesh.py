@@ -11,6 +11,7 @@ from weakref import finalize
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
+from windlass.comm.group_creation import new_process_group
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.comm.mpi_library import BACKEND as MPI_BACKEND
@@ -26,7 +27,7 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
             if dist.get_rank(_alone[0]) == 0 and dist.get_process_group_ranks(_alone[0]) == [rank]:
                 return _alone[0]
         _alone.clear()
-    _alone.append(dist.new_group([rank], timeout=timeout, use_local_synchronization=True))
+    _alone.append(new_process_group([rank], timeout=timeout, use_local_synchronization=True))
     return _alone[0]
 
 
@@ -65,8 +66,8 @@ class _GroupMaker:
                     local = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
             # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
-            process_group = dist.new_group(list(ranks), timeout=self._timeout)
-            cpu_group = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+            process_group = new_process_group(ranks, timeout=self._timeout)
+            cpu_group = None if self._talks else new_process_group(ranks, timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
                 local = RankGroup(process_group, ranks, ranks.index(self._rank), cpu_group)
         assert local is not None, f"rank {self._rank} is in none of {partition}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from windlass.base.errors import CommunicationError
+from windlass.comm.peer_owners import ClosedPeerError, require_own_peers
 
 HEADER = 8
 """Number of integers at the head of a message."""
@@ -34,6 +35,10 @@ class PairLink:
         peer: description of the other side, for messages.
         connect: longest wait for the other side to connect.
         idle: longest wait for a message.
+
+    Raises:
+        LinkClosedError: the other side does not connect in time.
+        CommunicationError: a process of another user connected ([Note: owners of peers]).
     """
 
     def __init__(
@@ -42,9 +47,16 @@ class PairLink:
         self.peer, self.bytes_sent, self.bytes_received = peer, 0, 0
         self._other = int(first)
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                PrefixStore(f"windlass link {name}", store), 0 if first else 1, 2, connect
-            )
+            with require_own_peers(f"made for a link with {peer}"):
+                self._group: Any = dist.ProcessGroupGloo(
+                    PrefixStore(f"windlass link {name}", store), 0 if first else 1, 2, connect
+                )
+        except ClosedPeerError as error:
+            self._group = None
+            raise LinkClosedError(str(error)) from error
+        except CommunicationError:
+            self._group = None
+            raise
         except RuntimeError as error:  # torch raises it for every failure to connect
             raise LinkClosedError(
                 f"{peer} did not connect within {connect.total_seconds():.0f} s: {_line(error)}"

@@ -80,9 +80,11 @@ class QuantizedReduction:
     """Reduction of two hops in flight.
 
     Args:
-        flat: `[numel]`, the gradient of this rank. out: `[numel / size]`, receives the sum, or it is added.
+        flat: `[numel]`, the gradient of this rank.
+        out: `[numel / size]`, receives the sum, or it is added.
         errors: error feedback of the lane, if the options have it.
-        tags: tags of both hops. node_size: see `WireOptions.node_size`.
+        tags: tags of both hops.
+        node_size: see `WireOptions.node_size`.
         eager: start the second hop at once, in the order of the stream, instead of in `wait`.
     """
 

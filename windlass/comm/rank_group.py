@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
+from windlass.comm.group_creation import new_process_group
 
 T = TypeVar("T")
 
@@ -192,5 +193,5 @@ def create_rank_group(
     if own is None:
         raise CommunicationError(f"rank {rank} is in none of the groups {list(partition)}; add it to one of them")
     # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
-    created = [dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in partition]
+    created = [new_process_group(ranks, backend=backend, timeout=timeout) for ranks in partition]
     return RankGroup.of(created[own])  # in torch's order of the ranks, which is ascending

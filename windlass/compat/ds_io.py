@@ -13,7 +13,7 @@ from typing import Any
 
 from windlass.base.bounded_json import parse_json
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import StorageError, WindlassError
 from windlass.base.text import print_escaped
 from windlass.storage.disk_sweep import (

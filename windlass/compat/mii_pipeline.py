@@ -60,7 +60,7 @@ def pipeline(
         max_length: tokens of a prompt and its answer; None: the model's window.
         all_rank_output: all ranks return the responses; else the others than the first return an empty list.
         model_config: the same settings as a dict.
-        options: of `windlass.LLM`.
+        options: options of `windlass.LLM`.
 
     Raises:
         ConfigError: a setting is not known or not supported.

@@ -76,7 +76,7 @@ def exchange_local_experts(model: nn.Module, config_dict: Mapping[str, Any], mpu
 
     Args:
         config_dict: configuration, which says how many neighbouring ranks share the experts of one.
-        port: of the rendezvous, if the default process group does not exist yet.
+        port: port of the rendezvous, if the default process group does not exist yet.
 
     Raises:
         ModelError: only some ranks loaded their own experts, or an `mpu` defines the ranks.

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
+from windlass.comm.group_creation import new_process_group
 from windlass.compat.process_topology import PipeDataParallelTopology, ProcessTopology
 
 
@@ -144,7 +145,7 @@ class PipelineParallelGrid:
         """
         key = tuple(map(tuple, partition))
         for ranks in partition if key not in self._made else ():
-            group = dist.new_group([self._base[rank] for rank in ranks])
+            group = new_process_group([self._base[rank] for rank in ranks])
             if self.global_rank in ranks:
                 self._made[key] = group, ranks
         return self._made[key]

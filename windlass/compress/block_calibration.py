@@ -71,7 +71,7 @@ class LayerGroup:
     """Linear layers of a block that get the same tensor, in the order of their calls.
 
     Attributes:
-        names: in the block.
+        names: names in the block.
         producer: name of the module whose output is this tensor, e.g. a norm; None if there is none.
     """
 
@@ -145,7 +145,7 @@ class CalibratedBlock:
 
         Args:
             names: layers of different inputs, in the order of their calls. Each forward ends at the last of them.
-            tokens: of the first batches of all ranks, about; None: all.
+            tokens: approximate number of tokens of the first batches of all ranks; None: all.
         """
         ranks = 1 if self.group is None else self.group.size
         rows = self.hidden[0].shape[:-1].numel() * ranks
@@ -185,7 +185,7 @@ class BlockCalibration:
     """Model of a directory and the hidden states of a calibration text before its next block.
 
     Args:
-        directory: of the model.
+        directory: directory of the model.
         batches: token ids `[rows, length]`, all of one shape; of this rank.
         group: ranks that calibrate together.
     """

@@ -32,7 +32,7 @@ def largest_eigenvalue(
     """Return the eigenvalue of largest magnitude of a block's Hessian. Collective over the ranks of the model.
 
     Args:
-        layers: whose weights are the block.
+        layers: layers whose weights are the block.
         loss: runs the forward on the same samples each time.
         steps: iterations, at most.
         tolerance: relative change of the eigenvalue that ends the iteration.

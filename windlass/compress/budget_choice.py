@@ -34,8 +34,8 @@ class TokenTimes:
     """Measured seconds of one generated token, of which the products of the layers are a part.
 
     Attributes:
-        wide: of the model as it is.
-        anchor: of the model with all layers and the head in `ANCHOR_FORMAT`.
+        wide: figures of the model as it is.
+        anchor: figures of the model with all layers and the head in `ANCHOR_FORMAT`.
     """
 
     wide: float
@@ -47,11 +47,11 @@ class GroupChoice:
     """Choice for layers with a common input.
 
     Attributes:
-        names: of the layers in the files.
+        names: names of the layers in the files.
         format: name, or None where they stay wide.
         wide_bytes, nbytes: of their weights before and after.
-        loss: in bits per byte, of this group alone.
-        seconds: of the products for one token; 0: not measured.
+        loss: loss in bits per byte, of this group alone.
+        seconds: seconds of the products for one token; 0: not measured.
     """
 
     names: tuple[str, ...]
@@ -68,11 +68,11 @@ class BudgetChoice:
 
     Attributes:
         groups: choices in the order of the model.
-        nbytes: of all tensors of the file.
+        nbytes: bytes of all tensors of the file.
         loss: increase of the bits per byte, measured with weights rounded to nearest on calibration text.
-        seconds: of a generated token; None: not measured.
+        seconds: seconds of a generated token; None: not measured.
         uniform: the best uniform format of no more bytes, and its loss; None: there is none.
-        tokens: of each measurement.
+        tokens: number of tokens of each measurement.
     """
 
     groups: list[GroupChoice]
@@ -104,11 +104,11 @@ def choose_for_budget(
     """Choose a format for every layer of a model; see [Note: checked budget].
 
     Args:
-        model: of the directory, in memory in float32.
+        model: model of the directory, in memory in float32.
         batches: token ids `[rows, length]` of the calibration text.
         bits_per_nat: bits per byte that one nat a token is.
         seconds: for the measurements of the losses, about.
-        times: of a token, which limits of speed and latency need.
+        times: times of a token, which limits of speed and latency need.
         losses: returns those that the function it is given measures, in nats a token, of each group in each format; it
             may have kept them.
 

@@ -55,7 +55,7 @@ def read_calibration_text(
     Args:
         specs: sources for `find_sources`.
         sequences, length: of the calibration, at most; a short text gives fewer and shorter ones.
-        eval_bytes: of held-out text, at most a tenth of the corpus.
+        eval_bytes: bytes of held-out text, at most a tenth of the corpus.
 
     Raises:
         DataError: there is too little text, or the directory has no tokenizer.

@@ -25,7 +25,7 @@ class ConvertedTensors:
     """Tensors of the files that become some tensors of the model.
 
     Attributes:
-        name: of the first tensor of the model.
+        name: name of the first tensor of the model.
         sources: names in the files, in the order of the conversion.
     """
 

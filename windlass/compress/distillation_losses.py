@@ -18,7 +18,7 @@ class TopProbabilities:
     Attributes:
         values: logarithms `[..., k]` at a temperature.
         indices: their classes, int64 `[..., k]`.
-        temperature: of the distributions.
+        temperature: temperature of the distributions.
         classes: number of all classes.
     """
 

@@ -25,10 +25,10 @@ class FormatOption:
     """One format of a group of layers.
 
     Attributes:
-        name: of the format; None: wide.
-        nbytes: of the group's weights.
+        name: name of the format; None: wide.
+        nbytes: bytes of the group's weights.
         loss: that the format adds to the model's.
-        seconds: of the group's products for one token.
+        seconds: seconds of the group's products for one token.
     """
 
     name: str | None

@@ -27,8 +27,8 @@ class BlockType:
     """Type of GGUF.
 
     Attributes:
-        weights: of a block.
-        nbytes: of a block.
+        weights: weights of a block.
+        nbytes: bytes of a block.
         format: weight format with the same numbers.
     """
 

@@ -25,7 +25,7 @@ def smoothing_scales(largest: Tensor, weights: Sequence[Tensor], strength: float
 
     Args:
         largest: largest magnitude of each input feature.
-        weights: of all layers with this input.
+        weights: weights of all layers with this input.
     """
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     scales = largest.clamp(min=1e-5).pow(strength) / columns.clamp(min=1e-5).pow(1 - strength)

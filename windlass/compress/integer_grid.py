@@ -76,7 +76,7 @@ def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -
     """Return the format's own grid of a float32 matrix, for a part of each group's range.
 
     Args:
-        clip: of the range, a number or `[rows, groups]`; 1: the format's own rounding.
+        clip: clip of the range, a number or `[rows, groups]`; 1: the format's own rounding.
 
     Raises:
         WeightFormatError: the codes of the format are no integers.
@@ -127,7 +127,7 @@ class _Ranges:
         """Return the squared error of each group, without memory of its own: a search has many grids.
 
         Args:
-            importance: of each feature of a group, `[1, groups, features]`.
+            importance: importance of each feature of a group, `[1, groups, features]`.
             memory: as large as the groups.
         """
         scale = grid.scale.unsqueeze(2)
@@ -152,7 +152,8 @@ def clipped_grid(
 
     Args:
         weight: float32 `[rows, columns]`.
-        importance: of each column, e.g. the diagonal of `H`; None: all columns alike. See [Note: layer error].
+        importance: importance of each column, e.g. the diagonal of `H`; None: all columns alike. See
+            [Note: layer error].
         stride: try every so many candidates.
     """
     ranges = _Ranges(form, weight)

@@ -34,9 +34,9 @@ class LayerDistillationOptions:
     """Training of each block.
 
     Attributes:
-        steps: of each block, on one batch of the text each.
+        steps: number of steps of each block, on one batch of the text each.
         rate: codes that a weight moves in the first step; it falls to 0. None: `1 / steps`.
-        seed: of the order of batches.
+        seed: seed of the order of batches.
     """
 
     steps: int = 200
@@ -58,7 +58,7 @@ class _LearnedCodes:
     """Codes of one layer while they are learned.
 
     Attributes:
-        place: of each weight between codes, float32.
+        place: place of each weight between codes, float32.
         learned: what is trained, near `place`.
     """
 

@@ -32,7 +32,7 @@ class InputGroup:
     """Linear layers that get the same tensor.
 
     Attributes:
-        names: of the layers.
+        names: names of the layers.
         block: number of the block that has them; -1: none, so that a measurement runs the whole model.
     """
 
@@ -44,7 +44,7 @@ def rounded_weight(weight: Tensor, name: str, grid: IntegerGrid | None = None) -
     """Return a weight rounded to nearest with a searched clip, nearly as `rtn` packs it.
 
     Args:
-        grid: of an earlier search; None: search.
+        grid: grid of an earlier search; None: search.
     """
     form = get_weight_format(name)
     if not is_integer_format(form):
@@ -193,7 +193,7 @@ class SensitivityMeter:
         """Return the divergence in nats a token with some layers rounded.
 
         Args:
-            formats: of layers by name; None: wide.
+            formats: formats of layers by name; None: wide.
             from_block: first block with a rounded layer; -1: run the whole model.
         """
         with self._rounded(formats), self._from_block(from_block) as set_batch:

@@ -95,11 +95,12 @@ def merge_models(
     """Return the merged state of models with the same parameters, in the dtypes of the first.
 
     Args:
-        weights: of the models; linear divides them by their sum; slerp takes the second one as the position on the arc.
+        weights: weights of the models; linear divides them by their sum; slerp takes the second one as the position on
+            the arc.
             None: equal ones (for ties and dare 1 each).
         base: model from which all were trained, of ties and dare.
         density: share of each task vector that stays.
-        seed: of dare.
+        seed: seed of dare.
 
     Raises:
         ConfigError: the method is unknown, lacks its base, or the numbers of models and weights do not fit.

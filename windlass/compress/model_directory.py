@@ -139,7 +139,7 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     """Build the model of a directory with its parameters on the meta device and its buffers on the CPU.
 
     Args:
-        model_class: of transformers; None: `AutoModelForCausalLM`.
+        model_class: class of transformers; None: `AutoModelForCausalLM`.
 
     Raises:
         ModelError: transformers is missing, or cannot build the model.

@@ -83,7 +83,7 @@ def write_packed_directory(
         method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
         head: pack the output head too, where `formats` is a name. A head that shares the embedding stays wide.
         overwrite: replace an existing directory.
-        file_bytes: of a file with more than one tensor, at most.
+        file_bytes: bytes of a file with more than one tensor, at most.
         group: ranks that make the same call; `produce` is called on each, and the first one writes.
 
     Raises:

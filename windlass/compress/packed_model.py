@@ -52,8 +52,8 @@ def load_packed_model(
     Its packed linear layers are `PackedLinear`; the other tensors keep the dtype of the file.
 
     Args:
-        model_class: of transformers; None: `AutoModelForCausalLM`.
-        dtype: of the tensors that are not packed; None: that of the files.
+        model_class: class of transformers; None: `AutoModelForCausalLM`.
+        dtype: dtype of the tensors that are not packed; None: that of the files.
 
     Raises:
         ModelError: the directory is damaged, lacks tensors, or has weights of a kind that no weight format is.

@@ -55,7 +55,7 @@ class PartialDirectory:
         target: directory that `finish` creates.
         forms: tensors to be written, by the name of their source.
         plan: settings of the run, of JSON types. An existing partial directory with another plan is discarded.
-        file_bytes: of a file with more than one source, at most.
+        file_bytes: bytes of a file with more than one source, at most.
     """
 
     def __init__(self, target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int) -> None:

@@ -48,8 +48,8 @@ class RoundingOptions:
         sparsity: weights that are removed before: a share of each row, or n:m; None: none. Formats then are those of
             wide weights.
         sparsity_method: magnitude, wanda or sparsegpt.
-        activation_order: of gptq.
-        input_scales: of gptq: search AWQ's scales before.
+        activation_order: activation order of gptq.
+        input_scales: search of scales of gptq: search AWQ's scales before.
     """
 
     method: Method = "rtn"
@@ -84,7 +84,7 @@ class PostTraining:
     """Producer of the rounded tensors of a model's directory; see `TensorProducer`.
 
     Args:
-        directory: of the wide model.
+        directory: directory of the wide model.
         options: method of rounding.
         batches: token ids `[rows, length]` of the calibration text; none for methods that need none.
         progress: called after each block or layer with the number of layers that are done, and of all.

@@ -20,7 +20,7 @@ class CoupledTensor:
     """Elements of each unit along one dimension of a parameter or buffer.
 
     Attributes:
-        name: in the model.
+        name: name in the model.
         dim: dimension of the elements.
         index: `[units, elements]`.
         reads: the units' values are multiplied by these elements; False: these elements compute them.
@@ -39,7 +39,7 @@ class UnitGroup:
     """Units of one place, of which some can be removed.
 
     Attributes:
-        name: of the module that computes them.
+        name: name of the module that computes them.
         kind: heads, groups (key heads with their query heads), ffn, experts or channels.
         units: their number.
         tensors: all elements that belong to them.

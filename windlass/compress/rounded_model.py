@@ -28,8 +28,8 @@ def load_rounded_model(
 
     Args:
         weight_format: registered name, e.g. `int4_g64`.
-        model_class: of transformers; None: `AutoModelForCausalLM`.
-        dtype: of the tensors that are not packed; None: that of the files.
+        model_class: class of transformers; None: `AutoModelForCausalLM`.
+        dtype: dtype of the tensors that are not packed; None: that of the files.
 
     Raises:
         WeightFormatError: the format does not exist, or a weight does not fit it.

@@ -19,7 +19,7 @@ class ShardedWeight:
     Attributes:
         dim: 0: outputs, 1: inputs.
         places: for each rank, the positions of its part along `dim`.
-        size: of the whole along `dim`.
+        size: size of the whole along `dim`.
     """
 
     axis: MeshAxis

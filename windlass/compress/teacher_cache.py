@@ -33,9 +33,9 @@ class TeacherCache:
     Args:
         folder: is made if it is missing.
         top_k: classes of a position that are stored.
-        temperature: of the distributions.
+        temperature: temperature of the distributions.
         teacher: text that identifies the teacher. A folder with another one is refused; None: any is accepted.
-        rank: of this process.
+        rank: rank of this process.
 
     Raises:
         ConfigError: the folder was made with other settings.

@@ -166,7 +166,7 @@ def mean_squares(
     """Return the mean square of each input feature of layers, on some batches.
 
     Args:
-        names: of linear layers and convolutions.
+        names: names of linear layers and convolutions.
         routed: modules of experts, for which the mean weight of each expert is returned.
     """
     sums: dict[str, Tensor] = {}

@@ -124,6 +124,31 @@ def _delayed_update(section: OffloadOptimizer | None) -> Iterator[tuple[str, str
         )
 
 
+def _auto_offload(config: Config) -> Iterator[tuple[str, str]]:
+    zero = config.zero_optimization
+    if config.offload is None:
+        return
+    for name in ("offload_optimizer", "offload_param"):
+        if is_offloaded(getattr(zero, name)):
+            yield (
+                "offload",
+                f"set, and zero_optimization.{name}.device is {format_value(getattr(zero, name).device)}: both choose "
+                "tiers; delete one",
+            )
+    if zero.stage == 0:
+        yield (
+            "offload",
+            "set at zero_optimization.stage 0, where nothing is sharded and every rank updates all states on its "
+            "device; write stage 1, 2 or 3",
+        )
+    if zero.zero_hpz_partition_size > 1:
+        yield (
+            "offload",
+            f"set, and zero_hpz_partition_size {zero.zero_hpz_partition_size} keeps a second shard on the device, "
+            "which would undo an offload; delete one",
+        )
+
+
 def _two_shard_groups(config: Config) -> Iterator[tuple[str, str]]:
     zero = config.zero_optimization
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
@@ -355,6 +380,7 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _predivide,
     _unmanaged_accumulation,
     _offload,
+    _auto_offload,
     _two_shard_groups,
     _compressed_optimizer_stage,
     _quantized_messages,

@@ -19,6 +19,7 @@ def build_editor_schema() -> dict[str, Any]:
     _rewrite_properties(schema, auto=TOP_LEVEL_AUTO_KEYS)
     zero = schema["properties"]["zero_optimization"]
     schema["properties"]["zero_optimization"] = _any_of(zero, {"type": "boolean", "deprecated": True})
+    schema["properties"]["offload"] = _any_of(schema["properties"]["offload"], _AUTO)
     return {"$schema": JSON_SCHEMA_DIALECT, **schema, "title": "windlass training configuration"}
 
 

@@ -82,8 +82,13 @@ def canonical_names(section: type[ConfigSection]) -> dict[str, str]:
 
 
 def expand_old_spellings(data: dict[str, Any]) -> dict[str, Any]:
-    """Return `data` with `"zero_optimization": true` and `cpu_offload` replaced by the sections that they stand for."""
-    return _expand_cpu_offload(_expand_boolean_zero(data))
+    """Return `data` with `"zero_optimization": true`, `cpu_offload` and `"offload": "auto"` replaced by the sections
+    that they stand for."""
+    return _expand_auto_offload(_expand_cpu_offload(_expand_boolean_zero(data)))
+
+
+def _expand_auto_offload(data: dict[str, Any]) -> dict[str, Any]:
+    return {**data, "offload": {}} if data.get("offload") == "auto" else data
 
 
 def _expand_boolean_zero(data: dict[str, Any]) -> dict[str, Any]:

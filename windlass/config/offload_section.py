@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
+from windlass.base.byte_counts import parse_bytes
+from windlass.base.errors import ConfigError
 from windlass.config.config_section import NUMBER, ConfigSection, Count, Fraction, Int, Names, Positive
 from windlass.config.key_status import accepted, honoured, refused
 
 Paths = Names
 Device = Literal["none", "cpu", "nvme"]
+
+
+def _to_bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value, "it")
+    except ConfigError as error:
+        raise PydanticCustomError("number_of_bytes", "input should be a number of bytes, such as 12GB") from error
+
+
+ByteCount = Annotated[
+    int,
+    Field(gt=0),
+    NUMBER,
+    BeforeValidator(_to_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string"}]}),
+]
+"""Number of bytes: `12884901888`, `"12GB"` or `"512MiB"`."""
 
 
 class OffloadParam(ConfigSection):
@@ -67,6 +89,27 @@ class OffloadOptimizer(ConfigSection):
         "norm, and delayed_update overlaps it",
     )
     cpuadam_cores_perc: Fraction = accepted(0.8, "read only with super_offload")
+
+
+class AutoOffload(ConfigSection):
+    """Choice of a tier for the parameters, gradients and optimizer states of each unit, at start-up. The section's
+    presence enables it; `"offload": "auto"` is the section with its defaults."""
+
+    nvme_path: Paths | None = honoured(None, windlass_only=True)
+    """Folder on a disk, or several over which data is striped; absent: nothing is moved to NVMe."""
+    device_memory: ByteCount | None = honoured(None, windlass_only=True)
+    """Bytes of a rank's device memory for parameters, gradients, states and their buffers; absent: 70 % of the free
+    memory, so that 30 % remain for activations. On a CPU, whose memory is the host's, host_memory applies."""
+    host_memory: ByteCount | None = honoured(None, windlass_only=True)
+    """Bytes of a rank's host memory; absent: 80 % of its part of the free memory."""
+    disk_space: ByteCount | None = honoured(None, windlass_only=True)
+    """Bytes of a rank on NVMe; absent: its part of the free space."""
+    pin_memory: bool = honoured(True, windlass_only=True)
+    """Page-lock (pin) host memory, if there is a GPU."""
+    buffer_count: Count = honoured(5, windlass_only=True)
+    """nvme: buffer_count x buffer_size elements of a rank's parameters are prefetched from disk."""
+    buffer_size: Count = honoured(100_000_000, windlass_only=True)
+    """Number of elements; see buffer_count."""
 
 
 class ZenFlowConfig(ConfigSection):

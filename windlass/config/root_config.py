@@ -42,7 +42,7 @@ from windlass.config.monitor_section import (
     TimersConfig,
     Wandb,
 )
-from windlass.config.offload_section import AioConfig
+from windlass.config.offload_section import AioConfig, AutoOffload
 from windlass.config.optimizer_section import OptimizerConfig
 from windlass.config.parallel_section import ParallelConfig
 from windlass.config.pipeline_section import PipelineConfig
@@ -144,6 +144,8 @@ class Config(ConfigSection):
     """Dtypes that do not follow from the sections above."""
     zero_optimization: ZeroConfig = honoured(ZeroConfig)
     """Stage of ZeRO and its options; `true` is an older spelling of stage 1."""
+    offload: AutoOffload | None = honoured(None, windlass_only=True)
+    """`"auto"` or a section of limits: each unit's tiers are chosen at start-up by measured rates and free memory."""
     parallel: ParallelConfig = honoured(ParallelConfig, windlass_only=True)
     """Number of ranks along each axis besides data-parallel sharding."""
     pipeline: PipelineConfig = honoured(PipelineConfig)

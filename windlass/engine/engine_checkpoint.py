@@ -73,7 +73,7 @@ from windlass.engine.rng_and_data_position import (
     set_rng_state,
 )
 from windlass.engine.sharded_optimizer import ShardedOptimizer
-from windlass.engine.state_fingerprint import StreamedFingerprint, compute_fingerprint
+from windlass.engine.state_fingerprint import StreamedFingerprint, compute_fingerprint, has_coded_states
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
 from windlass.zero.core.disk_health import HALF_UPDATED, LOST
@@ -154,8 +154,10 @@ def save_engine(
 
     units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
     absent = frozen_parameter_names(model) if exclude_frozen_parameters else frozenset()
-    taken = compute_fingerprint(model, units, "nothing is saved", absent) if blocking else None
-    later: list[StreamedFingerprint] = []
+    # An async save must not read all values before it returns; a blocking one has the time to dequantize states.
+    streams = not (blocking and has_coded_states(model))
+    taken = None if streams else compute_fingerprint(model, units, "nothing is saved", absent)
+    streamed: list[StreamedFingerprint] = []
     shards = list(
         parameter_fragments(model, units, handle_of, write_back=False, deferred=not blocking, excluded=absent)
     )
@@ -164,8 +166,8 @@ def save_engine(
     def look() -> dict[str, Any]:
         if model.update is not None:
             collect_state_fragments(model.update, handle_of, states)
-        if not blocking:
-            later.append(StreamedFingerprint(model, units, absent))
+        if streams:
+            streamed.append(StreamedFingerprint(model, units, absent))
         return {**states.metadata(), "data": data_position(engine.training_dataloader), "tag": name}
 
     name = tag if tag is not None else f"global_step{engine.progress.global_steps}"
@@ -233,7 +235,7 @@ def save_engine(
             ranks,
             save_latest,
             afterwards,
-            None if blocking else later[0],
+            streamed[0] if streams else None,
             None if export is None else lambda place: export(place, ranks.rank),
             engine.config.checkpoint.use_node_local_storage,
         )

@@ -333,6 +333,8 @@ def _tier_lines(model: ShardedModel) -> list[str]:
     requested, tiers = model.settings.tiers, model.tiers
     if requested.param is Tier.DEVICE and requested.state is Tier.DEVICE:
         return []
+    if requested.of_units:  # the table of the choice has them
+        return [f"disk: {tiers.disk.description()}"] if tiers.disk is not None else []
     line = f"tiers: parameters {requested.param.value}, master weights and optimizer states {requested.state.value}"
     if tiers.state is not requested.state or tiers.param is not requested.param:
         line += "; host memory is the device's own on this machine, so offloading to it needs no copy"

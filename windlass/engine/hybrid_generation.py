@@ -30,7 +30,7 @@ class HybridGeneration:
 
     Args:
         sharded: the sharded model of the training engine, which may change.
-        options: of the inference engine.
+        options: options of the inference engine.
         releases_cache: free the KV cache after each call.
     """
 

@@ -196,7 +196,7 @@ def apply_memory_savings(model: nn.Module, config: Config) -> None:
         return
     _memory_optimized.add(model)
     offload_sections = [
-        one for one in (zero.offload_param, zero.offload_optimizer) if one is not None and one.nvme_path
+        one for one in (zero.offload_param, zero.offload_optimizer, config.offload) if one is not None and one.nvme_path
     ]
     apply_long_context(
         model,

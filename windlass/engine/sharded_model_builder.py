@@ -18,9 +18,11 @@ from windlass.comm.quantized_options import LocoOptions, QuantizedGradients
 from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Config
+from windlass.config.offload_section import AutoOffload
 from windlass.config.zero_section import ZeroConfig
+from windlass.engine.tier_planning import plan_tiers
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
-from windlass.zero.core.sharding_policy import sharding_policy
+from windlass.zero.core.sharding_policy import ShardingPolicy, sharding_policy
 from windlass.zero.core.unit_partition import UnitRules
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.engine_callbacks import EngineCallbacks
@@ -28,6 +30,7 @@ from windlass.zero.sharded_model import ShardedModel
 
 _TIER_OF_DEVICE = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 _BATCHES_IN_FLIGHT = 3  # batches of an NVMe update in flight: one is read, one is updated, one is written
+_STAGING_SHARE, _LEAST_STAGING = 0.25, 1 << 16  # of `offload.host_memory`; bytes
 _STAGED_BYTES_PER_ELEMENT = 16  # bytes per element of a batch: master weight, two moments and gradient, 4 each
 
 
@@ -47,12 +50,17 @@ def build_sharded_model(
         timeout: time-out of collectives.
 
     Raises:
-        ConfigError: `torch_autocast` names an unknown class.
+        ConfigError: `torch_autocast` names an unknown class, or `offload` finds no placement that fits.
         StorageError: the NVMe tier cannot be opened on some rank. Raised on all ranks.
     """
     tiers = _build_placements(config)
-    settings = build_settings(model, config, mesh, tiers, timeout)
     try:
+        settings = build_settings(model, config, mesh, tiers, timeout)
+        if config.offload is not None:
+            accumulation = _accumulation_of(config, mesh)
+            settings = plan_tiers(model, optimizer, config.offload, settings, mesh, device, accumulation)
+            tiers = _without_unused_disk(settings.tiers)
+            settings = replace(settings, tiers=tiers, policy=policy_of(config, mesh, tiers))
         return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
     except BaseException:
         if tiers.disk is not None:
@@ -71,10 +79,7 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
         ConfigError: `torch_autocast` names an unknown class.
     """
     zero = config.zero_optimization
-    has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
-    policy = sharding_policy(
-        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
-    )
+    policy = policy_of(config, mesh, tiers)
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
@@ -127,6 +132,29 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
     )
 
 
+def policy_of(config: Config, mesh: Mesh, tiers: Placements) -> ShardingPolicy:
+    """Return the sharding policy of the configuration, with slots on `tiers`."""
+    stage = config.zero_optimization.stage
+    has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
+    return sharding_policy(stage, mesh.dense.shard.size if stage else mesh.dense.data.size, has_offload=has_offload)
+
+
+def _without_unused_disk(tiers: Placements) -> Placements:
+    """Return `tiers` after closing the disk, if they leave nothing on NVMe."""
+    if tiers.disk is None or Tier.NVME in (tiers.param, tiers.state, tiers.gradient):
+        return tiers
+    tiers.disk.close()
+    return replace(tiers, disk=None, staging=None)
+
+
+def _accumulation_of(config: Config, mesh: Mesh) -> int:
+    """Return the micro-batches of a step; 1 if the configuration leaves them to the script."""
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if config.gradient_accumulation_steps is None and train is not None and micro is not None:
+        return max(1, train // (micro * mesh.grid.data_loading_size))
+    return config.gradient_accumulation_steps or 1
+
+
 def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
     """Return the options of a wire transport that ZeRO++ sets."""
     if not (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients):
@@ -171,6 +199,7 @@ def _build_placements(config: Config) -> Placements:
     zero = config.zero_optimization
     state, param = zero.offload_optimizer, zero.offload_param
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
+    paths += config.offload.nvme_path or () if config.offload is not None else ()
     disk = _open_nvme_tier(list(dict.fromkeys(paths)), config) if paths else None
     staging = StagingPool(disk, staging_bytes(config)) if disk is not None else None
     planned = planned_placements(config, staging.limit if staging is not None else None)
@@ -184,6 +213,8 @@ def planned_placements(config: Config, staging_limit: int | None) -> Placements:
         staging_limit: bytes of host memory that stage NVMe transfers; None: no slot is on NVMe.
     """
     zero = config.zero_optimization
+    if config.offload is not None:
+        return _undecided_placements(config, config.offload, staging_limit)
     state, param = zero.offload_optimizer, zero.offload_param
     of_state = _TIER_OF_DEVICE[state.device] if state is not None else Tier.DEVICE
     gradient = of_state
@@ -197,10 +228,24 @@ def planned_placements(config: Config, staging_limit: int | None) -> Placements:
         ratio=state.ratio if state is not None else 1.0,
         pin=any(pins),
         read_ahead_numel=param.buffer_count * param.buffer_size if param is not None else 0,
-        max_update_numel=staging_limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
-        if staging_limit is not None
-        else 1 << 62,
+        max_update_numel=_max_update_numel(staging_limit),
     )
+
+
+def _undecided_placements(config: Config, section: AutoOffload, staging_limit: int | None) -> Placements:
+    """Return placements for the sizes of units whose tiers `plan_tiers` chooses."""
+    return Placements(
+        param=Tier.HOST if config.zero_optimization.stage == 3 else Tier.DEVICE,
+        state=Tier.HOST,
+        gradient=Tier.HOST,
+        pin=section.pin_memory,
+        read_ahead_numel=section.buffer_count * section.buffer_size,
+        max_update_numel=_max_update_numel(staging_limit),
+    )
+
+
+def _max_update_numel(staging_limit: int | None) -> int:
+    return 1 << 62 if staging_limit is None else staging_limit // (_BATCHES_IN_FLIGHT * _STAGED_BYTES_PER_ELEMENT)
 
 
 def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
@@ -234,6 +279,8 @@ def staging_bytes(config: Config) -> int:
     The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.
     """
     zero = config.zero_optimization
+    if config.offload is not None and config.offload.host_memory is not None:
+        return max(_LEAST_STAGING, int(_STAGING_SHARE * config.offload.host_memory))
     free = max(48 << 20, staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     state = zero.offload_optimizer
     if state is None or "buffer_count" not in state.model_fields_set:

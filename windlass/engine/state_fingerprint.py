@@ -74,7 +74,8 @@ def compute_fingerprint(
     def work() -> tuple[int, int]:
         hashes = _HashPair(TensorHash(), TensorHash())
         of = model.units if units is None else units
-        for handle, together in _group_by_storage(_hashed_shards(model, of, handle_of, hashes, excluded)):
+        shards = _hashed_shards(model, of, handle_of, hashes, excluded)
+        for handle, together in _group_by_storage(part for part in shards if part.is_counted):
             with handle.open() if handle is not None else nullcontext():
                 for part in together:
                     part.add_to_hash()
@@ -88,11 +89,17 @@ def compute_fingerprint(
     return Fingerprint(fingerprint_digest(one for one, _ in sums), fingerprint_digest(other for _, other in sums))
 
 
-class StreamedFingerprint:
-    """Fingerprint of an async save, computed by its thread from the bytes that it writes (a `DerivedMetadata`).
+def has_coded_states(model: ShardedModel) -> bool:
+    """Return True if some optimizer states are codes of 8 bits."""
+    formats = model.update.formats().values() if model.update is not None else ()
+    return any(kept.is_quantized for one in formats for kept in one.values())
 
-    Computing it before the save would read all values, which an async save postpones. States in 8 bits get no
-    fingerprint: they must be dequantized for it, and their scales are stored elsewhere.
+
+class StreamedFingerprint:
+    """Fingerprint of a save, computed from the bytes that it writes (a `DerivedMetadata`).
+
+    Computing it before the save would read all values once more, and offloaded ones from their tier. States in 8 bits
+    get no fingerprint: they must be dequantized for it, and their scales are stored elsewhere.
     """
 
     key = "fingerprint"
@@ -100,10 +107,10 @@ class StreamedFingerprint:
     def __init__(self, model: ShardedModel, units: Iterable[Unit], excluded: Collection[str]) -> None:
         self._hashes = _HashPair(TensorHash(), TensorHash())
         of = _hashed_shards(model, units, lambda chunk: ChunkSaveStorage(model.masters, chunk), self._hashes, excluded)
-        # iterating hashes plain values; tensors are hashed when they are written
+        # Iterating hashes plain values. Tensors are hashed when they are written, by the rank that writes them, which
+        # may hold a replica that is not counted otherwise.
         self._hash_of = {part.shard.name: part.target_hash for part in of}
-        formats = model.update.formats().values() if model.update is not None else ()
-        self._has_coded_states = any(kept.is_quantized for one in formats for kept in one.values())
+        self._has_coded_states = has_coded_states(model)
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> None:
         """Hash elements of a tensor that only this rank writes."""
@@ -129,12 +136,17 @@ class _HashPair:
 
 @dataclass(frozen=True)
 class _HashedShard:
-    """Shard, and the hash that it is added to. This rank hashes one of `replica_count` equal parts of the shard."""
+    """Shard, and the hash that it is added to. This rank hashes one of `replica_count` equal parts of the shard.
+
+    Attributes:
+        is_counted: False for a shard that is hashed on other ranks, which hold a replica of it.
+    """
 
     shard: FlatShard
     target_hash: TensorHash
     replica: int
     replica_count: int
+    is_counted: bool = True
 
     def add_to_hash(self) -> None:
         shard = self.shard
@@ -149,14 +161,12 @@ def _hashed_shards(
     model: ShardedModel, units: Iterable[Unit], storage_of: StorageOf, hashes: _HashPair, excluded: Collection[str]
 ) -> Iterator[_HashedShard]:
     for unit in units:
-        if not unit.is_primary_replica:
-            continue
         data_group, replicas = unit.dp_group.mesh.data, unit.dp_group.mesh.replicate
         sharded = model.policy.state if model.masters.chunks_of(unit) else unit.reshards
         holders = replicas if sharded else data_group
         for shard in parameter_fragments(model, [unit], storage_of, write_back=False, excluded=excluded):
-            yield _HashedShard(shard, hashes.parameters, holders.index, holders.size)
-        if data_group.index == 0:  # include tensors without elements
+            yield _HashedShard(shard, hashes.parameters, holders.index, holders.size, unit.is_primary_replica)
+        if data_group.index == 0 and unit.is_primary_replica:  # include tensors without elements
             for name, placement in zip(unit.names, unit.placements, strict=True):
                 if name not in excluded and placement.is_first_shard:
                     hashes.parameters.add_plain(f"param/{name}", list(placement.global_shape))
@@ -172,15 +182,13 @@ def _hashed_states(
     formats = update.formats()
     for entry in update.state_entries():
         unit, placement = entry.chunk.unit, entry.chunk.unit.placements[entry.index]
-        if not unit.is_primary_replica:
-            continue
         holders = unit.dp_group.mesh.replicate if is_sharded else unit.dp_group.mesh.data
         handle = storage_of(entry.chunk)
         state = update.state_offload.describe_state(entry.chunk, entry.state_key)
         kept = formats.get(id(entry.parameter), {})
         codes = {key: one.is_signed for key, one in kept.items() if is_coded(state, key, one)}
         once = (
-            entry.start == 0 and holders.index == 0 and placement.is_first_shard
+            unit.is_primary_replica and entry.start == 0 and holders.index == 0 and placement.is_first_shard
         )  # one rank hashes the scalar states of a parameter: the holder of its first element
         scales = {f"{name}_scale" for name in codes}
         for key, value in state.items():
@@ -199,11 +207,10 @@ def _hashed_states(
                 resting = LazyFlatTensor(value.numel(), torch.float32, handle, get)
             full = kind.startswith("whole")
             # the ranks with other shards of the parameter hold the same state
-            if full and not placement.is_first_shard:
-                continue
+            is_counted = unit.is_primary_replica and (placement.is_first_shard or not full)
             shape = tuple(value.shape if full else unit.shapes[entry.index])
             shard = FlatShard(where, shape, 0 if full else entry.start, resting, None if full else placement)
-            yield _HashedShard(shard, target_hash, holders.index, holders.size)
+            yield _HashedShard(shard, target_hash, holders.index, holders.size, is_counted)
 
 
 def hash_range(target_hash: TensorHash, name: str, placement: Placement, start: int, flat: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ class AnswerWriter:
     """Adds drawn tokens to answers and ends them.
 
     Args:
-        tokenizer: of transformers; None: outputs have no text.
+        tokenizer: tokenizer of transformers; None: outputs have no text.
         eos_ids: tokens that end an answer.
         stats: counters of the engine, which are updated here.
         clock: time in seconds.

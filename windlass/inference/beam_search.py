@@ -18,7 +18,7 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: prompt and answer.
-        logprobs: of the answer's tokens.
+        logprobs: logprobs of the answer's tokens.
         cum_logprob: their sum.
         finish_reason: None while the beam grows.
     """

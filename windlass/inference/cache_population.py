@@ -23,7 +23,7 @@ class CachePopulation:
     """Allocates the pages of the blocks that will be used next: blocks are first used in their order.
 
     Args:
-        tensors: of the cache in host memory, contiguous, with the blocks as their first dimension.
+        tensors: tensors of the cache in host memory, contiguous, with the blocks as their first dimension.
         block_size: tokens of a block.
     """
 

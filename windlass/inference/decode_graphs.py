@@ -42,11 +42,11 @@ class DecodeGraphs:
     Args:
         run: computes the logits of a batch on the device, without values of the batch on the host.
         capture: records `run`.
-        max_sequences: of a batch.
+        max_sequences: largest number of sequences of a batch.
         max_blocks: KV blocks of a sequence.
         scratch_block: KV block of padding; see [Note: padded decode steps].
         block_size: tokens of a KV block.
-        device: of the inputs.
+        device: device of the inputs.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class Detokenizer:
     incomplete character.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
         prompt: tokens before the generated ones.
     """
 

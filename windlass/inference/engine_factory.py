@@ -79,10 +79,10 @@ def make_rank_engine(
     ranks of the model.
 
     Args:
-        tokenizer: of transformers, or its directory; None: that of the model's directory.
-        device: of a model that is loaded; None: this rank's own.
+        tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory.
+        device: device of a model that is loaded; None: this rank's own.
         skip_tokenizer: load none; prompts are token ids then.
-        ranks: of a module that is sharded already; None: those that `options` request.
+        ranks: ranks of a module that is sharded already; None: those that `options` request.
         owned: the engine is the only user of the weights, so they may be packed; None: if it loads them.
 
     Raises:

@@ -79,7 +79,7 @@ class EngineOptions:
         kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
             those of `max_sequences` sequences of the maximum length.
         block_size: tokens of a KV block.
-        kv_dtype: of the KV cache; `auto`: that of the model.
+        kv_dtype: dtype of the KV cache; `auto`: that of the model.
         prefix_caching: share the keys and values of equal prefixes.
         policy: see `SchedulerLimits`.
         max_gap_ms: predicted time between two tokens of a running answer, in the limits of which prompts are computed.
@@ -89,7 +89,7 @@ class EngineOptions:
         swap_directory: directory for the blocks that do not fit into `swap_bytes`.
         speculative: speculative decoding.
         lora: directories of LoRA adapters of peft, by name.
-        seed: of requests without a seed; None: another one each time.
+        seed: seed of requests without a seed; None: another one each time.
         deterministic: tokens and log-probabilities of a request have the same bits in any batch and for any split of
             its prompt. None: where it costs nothing, which is where weights are packed. True packs a copy of the
             weights of a live module too. Experts in stacked matrices are not covered.

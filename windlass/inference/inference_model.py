@@ -39,7 +39,7 @@ def init_inference(
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis.
         pp: ranks along the pipeline axis, each of which keeps some layers.
-        dtype: of the parameters; `auto`: as they are.
+        dtype: dtype of the parameters; `auto`: as they are.
         options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good.
 
     Raises:

@@ -34,9 +34,9 @@ class LLM:
 
     Args:
         model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
-        tokenizer: of transformers, or its directory; None: that of the model's directory.
-        device: of a model that is loaded; None: this rank's own.
-        dtype: of the weights: `auto`, `fp32`, `bf16`, ... or a torch dtype.
+        tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory.
+        device: device of a model that is loaded; None: this rank's own.
+        dtype: dtype of the weights: `auto`, `fp32`, `bf16`, ... or a torch dtype.
         trust_remote_code: run Python files that come with the model.
         skip_tokenizer_init: load no tokenizer; prompts are token ids then.
         options: see `EngineOptions`.
@@ -113,7 +113,7 @@ class LLM:
             prompts: one or several; see `Prompt`.
             sampling_params: one for all, or one for each; None: `SamplingParams()`.
             lora_request: name of the adapter of all prompts, or of each.
-            priority: of each prompt; lower values run first.
+            priority: priority of each prompt; lower values run first.
             use_tqdm: show the progress.
 
         Returns:

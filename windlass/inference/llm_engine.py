@@ -54,7 +54,7 @@ class LLMEngine:
 
     Args:
         runner: the model.
-        tokenizer: of transformers; None: prompts are token ids and outputs have no text.
+        tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
         eos_ids: tokens that end an answer.
         max_model_len: tokens of a sequence.
         cost: predicts the time of a step.

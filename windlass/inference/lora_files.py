@@ -52,7 +52,7 @@ def read_lora(name: str, directory: str | Path) -> dict[str, LowRankWeight]:
     Only JSON and safetensors are read: no code of the directory can run.
 
     Args:
-        name: of the adapter, for messages.
+        name: name of the adapter, for messages.
 
     Returns:
         The changes by the path of the module.

@@ -57,8 +57,8 @@ def load_model(
     Args:
         path: directory with `config.json` and safetensors files, or a name on the hub. A directory of packed weights
             (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
-        dtype: of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened to
-            float32, since there is no fast arithmetic for them.
+        dtype: dtype of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened
+            to float32, since there is no fast arithmetic for them.
         pipeline: mesh axis of several ranks, of which each reads the weights of its own stage alone.
 
     Raises:

@@ -41,7 +41,7 @@ class LinearGroup:
     """Linear layers whose weights are packed into one.
 
     Attributes:
-        modules: in the order of their calls.
+        modules: modules in the order of their calls.
         bias: concatenated biases; None: the layers have none.
     """
 

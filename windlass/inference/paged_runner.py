@@ -38,12 +38,12 @@ class PagedModelRunner:
     before, so the module of a training engine can be served between steps.
 
     Args:
-        model: in eval mode, on one device.
+        model: model in eval mode, on one device.
         block_size: tokens of a block.
-        num_blocks: of the KV cache; given by a function of the bytes of one block.
-        kv_dtype: of the cache; None: that of the keys.
+        num_blocks: number of blocks of the KV cache; given by a function of the bytes of one block.
+        kv_dtype: dtype of the cache; None: that of the keys.
         packed: packed weights, which are used inside of `run`.
-        forward: of the model; None: `CausalForward`.
+        forward: forward of the model; None: `CausalForward`.
         has_scratch: allocate one more block, which recorded decode steps need.
 
     Raises:
@@ -112,7 +112,7 @@ class PagedModelRunner:
         """Record the forward and replay it from now on, without the modules.
 
         Args:
-            max_tokens: of a step.
+            max_tokens: largest number of tokens of a step.
             max_blocks: KV blocks of a sequence.
 
         Returns:
@@ -137,7 +137,7 @@ class PagedModelRunner:
         """Record decode steps of each batch size at its first use, and replay them from then on.
 
         Args:
-            max_sequences: of a batch.
+            max_sequences: largest number of sequences of a batch.
             max_blocks: KV blocks of a sequence.
         """
         self.graphs = DecodeGraphs(

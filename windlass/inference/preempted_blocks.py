@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from windlass.base.atomic_file import make_directory
 from windlass.base.errors import StorageError
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.step_batch import ModelRunner
 from windlass.inference.step_cost import StepCost
+from windlass.storage.tensor_file import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from windlass.inference.generation_request import GenerationSequence
@@ -57,8 +56,9 @@ class PreemptedBlocks:
             began = time.perf_counter()
             path = Path(self._directory.name) / str(sequence.sequence_id)
             try:
-                torch.save(self._runner.save_blocks(blocks), path)
-            except (OSError, RuntimeError):  # a full disk: the tokens are computed again
+                saved = self._runner.save_blocks(blocks)
+                write_tensors(path, {str(number): tensor for number, tensor in enumerate(saved)})
+            except OSError:  # a full disk: the tokens are computed again
                 path.unlink(missing_ok=True)
                 return
             self._measure("disk", nbytes, began)
@@ -71,7 +71,7 @@ class PreemptedBlocks:
         assert saved is not None
         path = self._files.get(sequence.sequence_id)
         if path is not None:
-            saved = torch.load(path, weights_only=True)
+            saved = list(read_tensors(path)[0].values())  # in the order in which they were written
         self._runner.restore_blocks(sequence.blocks[: saved[0].shape[0]], saved)
         self.drop(sequence)
 

@@ -15,9 +15,9 @@ class RankWorker:
     """Runs the leader's commands on this rank's part of a model; see [Note: inference ranks].
 
     Args:
-        runner: of this rank's part.
-        channel: to the leader.
-        tokenizer: of transformers, or None.
+        runner: runner of this rank's part.
+        channel: channel to the leader.
+        tokenizer: tokenizer of transformers, or None.
         max_model_len: tokens of a sequence.
     """
 

@@ -23,7 +23,7 @@ class RequestFactory:
     """Makes the requests of one engine.
 
     Args:
-        tokenizer: of transformers; None: prompts are token ids and outputs have no text.
+        tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
         eos_ids: tokens that end an answer.
         max_model_len: tokens of a sequence.
 

@@ -178,7 +178,7 @@ class PlainLogits:
 
     Args:
         max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared.
-        forward: of the model.
+        forward: forward of the model.
         streamed: weights of the model that are read for each forward, so that fewer tokens are compared.
     """
 

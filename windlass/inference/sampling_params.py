@@ -69,8 +69,8 @@ class SamplingParams:
         top_p: the draw is among the likeliest tokens whose probabilities together reach it; above 0 and at most 1.
         top_k: the draw is among this many likeliest tokens; 0 or -1: all.
         min_p: tokens less likely than `min_p` times the likeliest one are not drawn; 0 to 1.
-        seed: of the draws of this request; None: a random one. The tokens of a seeded request do not depend on other
-            requests.
+        seed: seed of the draws of this request; None: a random one. The tokens of a seeded request do not depend on
+            other requests.
         stop: texts that end the answer; the text is cut before them.
         stop_token_ids: tokens that end the answer.
         include_stop_str_in_output: keep the stop text, or the text of the stop token, in the answer.

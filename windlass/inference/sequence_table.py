@@ -23,7 +23,7 @@ class SequenceTable:
 
     Attributes:
         running, waiting: sequences by their numbers.
-        blocks: of the KV cache.
+        blocks: blocks of the KV cache.
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost, stats: EngineStats) -> None:

@@ -13,8 +13,8 @@ class ShardedLoraAdapters:
     """Adapters of which each rank has its part; an `AdapterStore`.
 
     Args:
-        adapters: of this rank.
-        channel: to the other ranks, each of which runs a `RankWorker`.
+        adapters: adapters of this rank.
+        channel: channel to the other ranks, each of which runs a `RankWorker`.
     """
 
     def __init__(self, adapters: LoraAdapters, channel: RankChannel) -> None:

@@ -22,8 +22,8 @@ class ShardedRunner:
     Construction is collective: each rank has `block_nbytes` of its own.
 
     Args:
-        runner: of this rank's part.
-        channel: to the other ranks, each of which runs a `RankWorker`.
+        runner: runner of this rank's part.
+        channel: channel to the other ranks, each of which runs a `RankWorker`.
     """
 
     is_asynchronous = False

@@ -30,7 +30,7 @@ class StageLink:
 
     Args:
         model: split in place.
-        stages: of `model`, one on each rank.
+        stages: stages of `model`, one on each rank.
         axis: the mesh axis, whose indices are numbers of stages.
 
     Attributes:
@@ -58,8 +58,8 @@ class StageLink:
         Args:
             call: calls the model, or a module of it that contains the layers.
             arguments: keyword arguments of `call`, equal on all stages.
-            shape: of hidden states; None: the sender sends shape and dtype before them.
-            dtype: of hidden states, if `shape` is given.
+            shape: shape of hidden states; None: the sender sends shape and dtype before them.
+            dtype: dtype of hidden states, if `shape` is given.
 
         Returns:
             The return value of `call` on the last stage, None on others.

@@ -17,7 +17,7 @@ class StagedModelSource:
     built here is a subclass of the model's own, which splits itself at the end of its construction.
 
     Args:
-        config: of the model.
+        config: config of the model.
         axis: the mesh axis pp.
     """
 

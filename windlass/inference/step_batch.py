@@ -22,7 +22,7 @@ class StepBatch:
         block_table: int32 `[sequences, max_blocks]`, rows padded with 0.
         slots: int64 `[tokens]`; place of each token in the KV cache, `block * block_size + offset`.
         logit_rows: int64 `[rows]`; tokens whose logits are needed.
-        sequence_ids: of each sequence.
+        sequence_ids: ids of each sequence.
         adapters: name of each sequence's LoRA adapter, or None.
     """
 
@@ -95,7 +95,7 @@ class ModelRunner(Protocol):
     Attributes:
         model: the module.
         description: how the model is run, for the log.
-        vocab_size: of the logits.
+        vocab_size: size of the logits.
         block_size: tokens of a KV block.
         num_blocks: blocks of the KV cache.
         block_nbytes: bytes of a block, all layers together; 0 if the model keeps its own cache.

@@ -14,11 +14,11 @@ class StepCost:
     measured times, because products of few rows are neither.
 
     Attributes:
-        fixed_seconds: of a step beside the model.
-        weight_seconds: to read the weights once, which is the least that a forward takes.
-        token_seconds: to multiply all weights by one token.
-        cached_token_seconds: to read keys and values of one token.
-        pair_seconds: to multiply a token of a prompt by the keys and values of one token.
+        fixed_seconds: seconds of a step beside the model.
+        weight_seconds: seconds to read the weights once, which is the least that a forward takes.
+        token_seconds: seconds to multiply all weights by one token.
+        cached_token_seconds: seconds to read keys and values of one token.
+        pair_seconds: seconds to multiply a token of a prompt by the keys and values of one token.
         points: measured numbers of tokens, ascending from 1, and seconds, which do not fall.
         scale: actual by predicted time of the latest steps.
     """
@@ -35,7 +35,7 @@ class StepCost:
         """Return the predicted time of a step.
 
         Args:
-            tokens: of the batch.
+            tokens: number of tokens of the batch.
             cached_tokens: sum over the decodes of the batch of the cached tokens that each attends to.
             pairs: sum over the tokens of prompts of the tokens that each attends to.
         """

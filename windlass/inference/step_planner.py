@@ -43,7 +43,7 @@ class StepPlanner:
 
     Attributes:
         cost: predicts the time of a step, corrected by the times of steps.
-        limits: of the scheduler.
+        limits: limits of the scheduler.
         alone: requests that run alone once; see [Note: failed steps].
         admits: the last step admitted waiting sequences, if there were any.
     """

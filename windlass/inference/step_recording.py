@@ -214,7 +214,7 @@ def unify(recordings: Sequence[Recording], sizes: Sequence[tuple[int, int]]) -> 
     """Return one recording whose integers are affine functions of tokens and rows.
 
     Args:
-        recordings: of the same model.
+        recordings: recordings of the same model.
         sizes: tokens and rows of each; of the first three, the second differs from the first in the tokens alone, and
             the third in the rows alone. The others are checked against these.
 

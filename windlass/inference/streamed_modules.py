@@ -130,7 +130,7 @@ class StreamedModules(PackedModules):
     """Linear layers and stacked experts of a model, whose weights lie in a weight file.
 
     Args:
-        model: whose streamed parameters are on the meta device.
+        model: model whose streamed parameters are on the meta device.
         index: content of the file.
         lender: access to the file.
     """

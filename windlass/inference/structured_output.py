@@ -18,7 +18,7 @@ class StructuredOutputCompiler:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        vocab_size: of the logits; tokens beyond the tokenizer's are never allowed.
+        vocab_size: size of the logits; tokens beyond the tokenizer's are never allowed.
         eos_ids: tokens that end an answer; empty: that of the tokenizer.
     """
 

@@ -61,7 +61,7 @@ class StoredUnit:
 
     Attributes:
         modules: names of the modules that use them.
-        offset: in the file, of whole pages.
+        offset: offset in the file, of whole pages.
         tensors: by name.
         details: facts that rebuild the modules.
     """
@@ -87,7 +87,7 @@ class WeightIndex:
     """Content of a weight file.
 
     Attributes:
-        units: in the order of their first use.
+        units: units in the order of their first use.
         parameters: all other parameters and persistent buffers, each a unit of its own.
         absent: shapes and dtypes of parameters that are in units.
     """

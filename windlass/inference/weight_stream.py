@@ -66,8 +66,8 @@ class StreamStats:
     """Counters of a stream.
 
     Attributes:
-        bytes_read: of units that were started.
-        waited_seconds: in which a product waited for its weights.
+        bytes_read: bytes of units that were started.
+        waited_seconds: seconds in which a product waited for its weights.
         mispredicted: units that were not read ahead.
     """
 
@@ -81,7 +81,7 @@ class WeightStream:
 
     Args:
         sizes: bytes of each unit, by its number.
-        buffer_bytes: of the staging memory; None: as much as keeps the disk busy.
+        buffer_bytes: bytes of the staging memory; None: as much as keeps the disk busy.
 
     Raises:
         ConfigError: the staging memory cannot hold the largest unit.

@@ -51,7 +51,7 @@ class CodedWeightFormat:
     """Codes with a scale for each group; a subclass says how a matrix is rounded.
 
     Attributes:
-        bits: of a code, as native code holds it.
+        bits: number of bits of a code, as native code holds it.
         group: features with one scale; None: a row.
         zero: code of the value 0, where a weight has no zero points of its own.
         has_zeros: each group has its own zero point.

@@ -29,7 +29,7 @@ def rms_norm(
     Args:
         x: `[..., features]`.
         weight: float32 `[features]`. Layers that multiply by `1 + weight` (Gemma) pass that sum.
-        residual: of the shape and dtype of `x`; `x` is added to it in place, and the sum is normalized.
+        residual: tensor of the shape and dtype of `x`; `x` is added to it in place, and the sum is normalized.
         path: one of `list_inference_paths()` in place of the active one.
 
     Raises:

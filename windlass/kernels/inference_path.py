@@ -24,7 +24,7 @@ class InferencePath:
     Attributes:
         name: an instruction set ("AVX-512-BF16", "AVX-512", "AVX2", "NEON", "baseline"), or "reference".
         module: the native module, or None for the reference.
-        number: of the instruction set in the module.
+        number: number of the instruction set in the module.
     """
 
     name: str

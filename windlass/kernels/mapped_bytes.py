@@ -27,7 +27,7 @@ class MappedBytes:
     """Mapping of a range of a file, which lives as long as its tensor.
 
     Attributes:
-        address: of the first byte.
+        address: address of the first byte.
     """
 
     def __init__(self, memory: mmap.mmap, address: int) -> None:

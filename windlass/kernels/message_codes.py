@@ -34,7 +34,9 @@ def write_scales(codec: str, values: torch.Tensor, scales: torch.Tensor, errors:
     """Write the scale of each block.
 
     Args:
-        values: `[n]`. scales: `[blocks]` float32. errors: `[n]`, added to `values` in place before.
+        values: `[n]`.
+        scales: `[blocks]` float32.
+        errors: `[n]`, added to `values` in place before.
 
     Returns:
         False if a scale is not finite.
@@ -57,8 +59,9 @@ def write_codes(
     """Write the codes of values whose scales are written.
 
     Args:
-        codes: uint8. errors: `[n]`, receives what the codes leave out. decoded: `[n]`, receives the decoded values; may
-        be `values`.
+        codes: uint8.
+        errors: `[n]`, receives what the codes leave out.
+        decoded: `[n]`, receives the decoded values; may be `values`.
     """
     _check(values, scales, codes, errors, decoded)
     _required_module().write_codes(

@@ -33,7 +33,8 @@ class PackedLinear(nn.Module):
 
     Args:
         in_features, out_features, bias, device: as for `nn.Linear`.
-        weight_format: a weight format, or its registered name. dtype: dtype of `bias`.
+        weight_format: a weight format, or its registered name.
+        dtype: dtype of `bias`.
 
     Attributes:
         rounds_inputs: the file of the layer asks for inputs rounded to int8, which `auto` activations of the inference

@@ -115,7 +115,7 @@ def make_kv_cache(
         value_dim: by default `key_dim`.
         dtype: float32, bfloat16, or int8 with one float32 scale for each token and head.
         path: one of `list_inference_paths()` in place of the active one.
-        device: of the cache. On an accelerator its memory is zero.
+        device: device of the cache. On an accelerator its memory is zero.
 
     Raises:
         ModelError: the block size or the dtype is not supported.

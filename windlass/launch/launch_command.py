@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from windlass.launch.launcher_process import run_launcher_command
 from windlass.launch.live_rank_table import LiveRankTable
 from windlass.launch.local_launch import free_port, start_local_ranks
 from windlass.launch.output_flags import output_routing_from_args
+from windlass.launch.pid_file import pid_file
 from windlass.launch.plan_from_flags import (
     DEFAULT_MASTER_PORT,
     has_placement_flags,
@@ -41,7 +40,8 @@ from windlass.launch.program import Program
 from windlass.launch.rank_output import OutputRouting, RankConsole
 from windlass.launch.remote_launch import start_on_hosts
 from windlass.launch.rendezvous_store import is_port_free
-from windlass.launch.ssh_connection import SshConnectionOptions, agent_pythonpath
+from windlass.launch.source_path import source_pythonpath
+from windlass.launch.ssh_connection import SshConnectionOptions
 from windlass.launch.supervisor import RankEvents, failure_output_lines
 from windlass.launch.torch_agent import start_with_torch_agent
 
@@ -66,7 +66,7 @@ def launch_from_args(
     reject_dry_run_flags(args)
     if args.dry_run:
         return show_rank_map(args)
-    with _pid_file(args.save_pid):
+    with pid_file(args.save_pid):
         return _report_failures(_choose_launch(args, dict(env or {})), command_name)
 
 
@@ -191,7 +191,7 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
     address = plan.master_addr or plan.hosts[0].address
     port = _choose_master_port(args, plan, launcher)
     plan = replace(plan, master_addr=address, master_port=port, use_agent_store=launcher == "pdsh")
-    path = agent_pythonpath(plan.env.get("PYTHONPATH", ""))
+    path = source_pythonpath(plan.env.get("PYTHONPATH", ""))
     plan = replace(plan, env={**plan.env, "PYTHONPATH": path})
     ssh_words = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     words = LauncherOptions(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
@@ -247,16 +247,3 @@ def _launch_with_output(
     for line in failure_output_lines(console, outcome, plan.world_size):
         print_escaped(line, to_stderr=True)
     return outcome
-
-
-@contextlib.contextmanager
-def _pid_file(wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
-    path.write_text(str(os.getpid()))
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)

@@ -86,7 +86,7 @@ def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
     environment = {"PDSH_RCMD_TYPE": "ssh"}
     if options.ssh_port is not None:
         environment["PDSH_SSH_ARGS_APPEND"] = f"{options.pdsh_ssh_args} -p {options.ssh_port}".strip()
-    agent = [sys.executable, "-u", "-m", "windlass.launch.pdsh_agent", "NODE", encode_plan(plan)]
+    agent = [sys.executable, "-u", "-P", "-m", "windlass.launch.pdsh_agent", "NODE", encode_plan(plan)]
     text = shell_command(agent, env={"PYTHONPATH": options.agent_pythonpath}, cwd=plan.cwd)
     if options.venv_script is not None:
         text = f"{shell_command(['.', options.venv_script], cwd=plan.cwd).replace('exec . ', '. ')} && {text}"

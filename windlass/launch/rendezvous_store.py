@@ -51,7 +51,7 @@ class RendezvousStore:
     def serve(self) -> None:
         """Start the store process."""
         number = self._socket.fileno()
-        command = [sys.executable, "-c", _SERVER_PROGRAM, LOOPBACK, str(self.port), str(number)]
+        command = [sys.executable, "-P", "-c", _SERVER_PROGRAM, LOOPBACK, str(self.port), str(number)]
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", exec_rank.__file__, str(os.getpid()), *command]
         self._process = subprocess.Popen(

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import windlass
@@ -23,6 +22,7 @@ from windlass.launch.launch_errors import LaunchError
 from windlass.launch.rank_placement import RankPlacement
 from windlass.launch.rank_processes import ERR, OUT
 from windlass.launch.shell_quoting import check_host_name, shell_command
+from windlass.launch.source_path import source_pythonpath
 from windlass.launch.supervisor import RankEvents
 
 # A lost connection is detected after 6 seconds. `--launcher_args` come first, because ssh uses the first value given.
@@ -64,21 +64,13 @@ class SshConnectionOptions:
 
     def agent_shell_command(self, environ: Mapping[str, str], cwd: str) -> str:
         """Return the shell text that becomes the agent of a host. Secrets are not in it; they follow as messages."""
-        path = {"PYTHONPATH": agent_pythonpath(environ.get("PYTHONPATH", ""))}
+        path = {"PYTHONPATH": source_pythonpath(environ.get("PYTHONPATH", ""))}
         agent = shell_command([sys.executable, "-u", "-m", "windlass.launch.node_agent"], env=path)
         if self.venv_script is not None:
             script = self.venv_script if os.path.isabs(self.venv_script) else os.path.join(cwd, self.venv_script)
             agent = f"{shell_command(['.', script]).removeprefix('exec ')} && {agent}"
         # wrapped in sh, because the user's login shell there may be any shell
         return shell_command(["sh", "-c", agent])
-
-
-def agent_pythonpath(path: str) -> str:
-    """Return the PYTHONPATH for other hosts; it includes this windlass if it runs from a source tree."""
-    source_dir = str(Path(windlass.__file__).parents[1])
-    installed = Path(source_dir).name in ("site-packages", "dist-packages")
-    known = [*filter(None, path.split(os.pathsep)), *([] if installed else [source_dir])]
-    return os.pathsep.join(dict.fromkeys(known))
 
 
 class RemoteNode:

@@ -51,8 +51,8 @@ class StepFacts:
         world_size, data_size, model_size: ranks; ranks with different samples; ranks that share each sample.
         micro_batch: samples of a micro-batch on one rank.
         samples: samples of the step over all ranks.
-        backward_seconds: of one micro-batch; None if the engine did not run the backward.
-        step_seconds: of the update.
+        backward_seconds: seconds of one micro-batch; None if the engine did not run the backward.
+        step_seconds: seconds of the update.
         micro_batches: micro-batches of the step.
         recompute_factor: forwards that the backward repeats, in place of the counted recomputation; 0: the counted one.
         peak: description of the device's peak and the share of it in use.

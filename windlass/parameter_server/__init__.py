@@ -1,6 +1,6 @@
 """Parameter server: servers own shards of parameters and optimizer states, workers pull and push.
 
-Reading order: settings, parameter_cut, update_clock, server_shard, messages, model_layout, meeting, server,
+Reading order: settings, parameter_cut, update_clock, snapshot, server_shard, messages, model_layout, meeting, server,
 worker, job.
 """
 

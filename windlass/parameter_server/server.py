@@ -130,7 +130,11 @@ class ParameterServer:
     @property
     def _snapshot(self) -> Path | None:
         folder = self._settings.snapshot
-        return None if folder is None else Path(folder) / f"server-{self._server}-of-{len(self._layout.fragments)}.pt"
+        return (
+            None
+            if folder is None
+            else Path(folder) / f"server-{self._server}-of-{len(self._layout.fragments)}.safetensors"
+        )
 
     def _save(self) -> None:
         if self._snapshot is not None:

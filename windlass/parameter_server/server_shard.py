@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError, ConfigError
 from windlass.parameter_server.parameter_cut import CutParameter, Fragment
+from windlass.parameter_server.snapshot import read_snapshot, write_snapshot
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -98,23 +98,14 @@ class ServerShard:
 
     def save(self, path: Path, version: int) -> None:
         """Write parameters and states to `path`, by one rename, and return when they are on the disk."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = temporary_path_beside(path)
+        make_directory(path.parent)
         stored = {
             "version": version,
             "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
             "values": self.values(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
         }
-        try:
-            with open(new, "xb") as file:
-                torch.save(stored, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        write_snapshot(path, stored)
         _sync_directory(path.parent)
 
     def load(self, path: Path) -> int:
@@ -124,9 +115,9 @@ class ServerShard:
             CheckpointError: the snapshot is of another model or number of servers, or damaged.
         """
         try:
-            found: dict[str, Any] = torch.load(path, weights_only=True)
+            found = read_snapshot(path)
             same = found["fragments"] == [(one.parameter, one.begin, one.end) for one in self.fragments]
-        except Exception as error:  # torch.load raises many kinds
+        except Exception as error:  # a damaged file raises many kinds
             raise CheckpointError(f"{path} is no snapshot of a parameter server: {error}; remove it") from error
         if not same:
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,14 +18,17 @@ from windlass.comm.planned_axis import PlannedAxis
 from windlass.comm.rank_group import DataMesh, RankGroup
 from windlass.config import Config
 from windlass.engine.parallelize import apply_memory_savings, partition_axes
-from windlass.engine.sharded_model_builder import build_settings, planned_placements, staging_bytes
+from windlass.engine.sharded_model_builder import build_settings, planned_placements, policy_of, staging_bytes
+from windlass.engine.tier_planning import sizes_of_units, step_traffic, with_placement
 from windlass.optim.elementwise_optimizers import measure_state_bytes
 from windlass.optim.optimizer_factory import build_optimizer
 from windlass.storage.slot import Tier
+from windlass.storage.tier_rates import TierRates
 from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.gradient_reducer import GradientReducer
 from windlass.zero.core.gradient_slot import GradientSlot
+from windlass.zero.core.tier_choice import TierChoice, TierMemory, choose_tiers
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_partition import Block, UnitPlan, plan_units
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
@@ -33,6 +36,8 @@ from windlass.zero.unit_builder import effective_tiers, make_units
 from windlass.zero.update.update_chunk import pipeline_numel
 
 _ASSUMED_STATE_BYTES = 8  # two float32 moments, if the script brings its own optimizer
+PLANNED_RATES = TierRates(2e12, 4e10, 2.5e10, 2.5e10, 3e9, 2e9)
+"""Rates by which tiers are planned: about those of a GPU of 2020 or later and its host. A run measures its own."""
 _ABSENT: Any = None  # stands for parts that only a started run has; nothing here calls them
 
 
@@ -71,6 +76,7 @@ class PlannedLayout:
         state_bytes: Bytes per element of optimizer states.
         shares_memory: Ranks read each other's buffers in place.
         staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
+        choice: Placement that `offload` chose; None: the configuration has the tiers.
     """
 
     model: nn.Module
@@ -85,6 +91,7 @@ class PlannedLayout:
     target: Target
     shares_memory: bool
     staging: int
+    choice: TierChoice | None = None
 
     @property
     def slots(self) -> list[GradientSlot]:
@@ -118,14 +125,26 @@ class PlannedLayout:
 
     def gradient_tier(self, unit: Unit) -> Tier:
         """Return the tier of the unit's reduced gradient."""
-        return self.tiers.gradient if unit.state_tier is not Tier.DEVICE else Tier.DEVICE
+        return unit.gradient_tier
 
 
-def plan_layout(model: nn.Module, config: Config, world_size: int, target: Target, *, rank: int = 0) -> PlannedLayout:
+def plan_layout(
+    model: nn.Module,
+    config: Config,
+    world_size: int,
+    target: Target,
+    *,
+    rank: int = 0,
+    memory: TierMemory | None = None,
+) -> PlannedLayout:
     """Lay out `model`, which may be on the meta device, as `initialize` would for one of `world_size` ranks.
 
+    Args:
+        memory: Memory for which `offload` chooses tiers, by `PLANNED_RATES`.
+
     Raises:
-        ConfigError: the configuration asks for an axis that is not planned, or its axes do not fit the ranks.
+        ConfigError: the configuration asks for an axis that is not planned, its axes do not fit the ranks, or `offload`
+            finds no placement that fits.
     """
     axes = config.axes(world_size, "--world-size")
     grid = MeshShape(**axes.sizes)
@@ -143,6 +162,12 @@ def plan_layout(model: nn.Module, config: Config, world_size: int, target: Targe
     )
     staging = staging_bytes(config) if is_on_disk else 0
     settings = build_settings(model, config, mesh, planned_placements(config, staging or None), timedelta(minutes=30))
+    state_bytes = optimizer_state_bytes(config, settings.state_dtype or settings.master_dtype or torch.float32)
+    choice = None
+    if config.offload is not None:
+        staging = staging_bytes(config) if config.offload.nvme_path else 0
+        settings, choice = _with_chosen_tiers(model, config, settings, mesh, state_bytes, staging, memory)
+        staging = staging if choice.is_on_disk else 0
     tiers = _effective_tiers(settings, target)
     group = mesh.dense.shard if settings.policy.state else mesh.dense.data
     dp_group = DataParallelGroup(mesh.dense, group, cast(Any, _NoTransport(group)), "planned")
@@ -171,11 +196,35 @@ def plan_layout(model: nn.Module, config: Config, world_size: int, target: Targe
         units=units,
         reducer=reducer,
         batch_numel=min(settings.sub_group_size, pipeline_numel(reducer.slots), tiers.max_update_numel),
-        state_bytes=optimizer_state_bytes(config, settings.state_dtype or settings.master_dtype or torch.float32),
+        state_bytes=state_bytes,
         target=target,
         shares_memory=target.shares_memory(group.size) and not settings.wire_options.quantizes,
         staging=staging,
+        choice=choice,
     )
+
+
+def _with_chosen_tiers(
+    model: nn.Module,
+    config: Config,
+    settings: ZeroSettings,
+    mesh: Mesh,
+    state_bytes: int,
+    staging: int,
+    memory: TierMemory | None,
+) -> tuple[ZeroSettings, TierChoice]:
+    """Return `settings` with the tiers that `offload` chooses for `memory`, as the engine does at its start."""
+    if memory is None:
+        raise ConfigError(
+            '"offload" is set, and its tiers follow from limits of memory that are unknown here; give them to '
+            "`windlass plan` (--gpu, --host-memory), or write zero_optimization.offload_optimizer and offload_param"
+        )
+    units, sizes = sizes_of_units(model, settings, mesh, state_bytes, trains=True, staging=staging)
+    traffic = step_traffic(config.gradient_accumulation_steps or 1, settings)
+    choice = choose_tiers(sizes.units, PLANNED_RATES, memory, sizes.fixed, traffic)
+    live = sizes.max_live_numel(choice, max((unit.dtype.itemsize for unit in units), default=4))
+    settings = with_placement(settings, choice.units, live)
+    return replace(settings, policy=policy_of(config, mesh, settings.tiers)), choice
 
 
 def optimizer_state_bytes(config: Config, dtype: torch.dtype) -> int:

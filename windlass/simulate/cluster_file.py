@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
 from windlass.base.regular_file import read_regular
 from windlass.simulate.cluster import TOPOLOGIES, Cluster, ExplicitLink, Network

@@ -62,5 +62,8 @@ def expected_goodput(
     if checkpoint >= 2 * mtbf:
         daly = mtbf
     chosen = interval or daly
-    lost = mtbf * math.exp(restart / mtbf) * math.expm1((chosen + checkpoint) / mtbf)
-    return Goodput(mtbf, young, daly, chosen, chosen / lost)
+    # The factors of the expected time, inverted: where that overflows, a run fails before it has restarted, and its
+    # goodput is 0.
+    restarts, saves = math.exp(-restart / mtbf), -math.expm1(-(chosen + checkpoint) / mtbf)
+    goodput = chosen / mtbf * restarts * math.exp(-(chosen + checkpoint) / mtbf) / saves
+    return Goodput(mtbf, young, daly, chosen, goodput)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from windlass.base.errors import ConfigError
 
 _SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)i?(bps|bit/s|B/s|FLOP/s|FLOPS|flops|)\s*", re.ASCII)
+_BINARY_SCALE = {prefix: 1024.0**power for power, prefix in enumerate(_SCALE)}
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(i?)(bps|bit/s|B/s|FLOP/s|FLOPS|flops|)\s*", re.ASCII)
 _SECONDS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us|ns)\s*", re.ASCII)
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -176,8 +177,8 @@ def parse_rate(value: object, key: str) -> float:
     found = _RATE.fullmatch(value) if isinstance(value, str) else None
     if found is None or not float(found[1]):
         raise ConfigError(f"{key} = {value!r} is no rate; write e.g. 400Gbps, 25GB/s or 989TFLOP/s")
-    number = float(found[1]) * _SCALE[found[2]]
-    return number / 8 if found[3] in ("bps", "bit/s") else number
+    number = float(found[1]) * (_BINARY_SCALE if found[3] else _SCALE)[found[2]]
+    return number / 8 if found[4] in ("bps", "bit/s") else number
 
 
 def parse_seconds(value: object, key: str) -> float:

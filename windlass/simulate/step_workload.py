@@ -215,6 +215,11 @@ def _dtype_name(model: nn.Module) -> str:
 
 def _offloading(config: Config) -> Offloading:
     zero = config.zero_optimization
+    if config.offload is not None:
+        raise ConfigError(
+            "offload is set, and the tiers of a run are then chosen at its start, by rates and memory of its machines; "
+            "write the tiers to simulate in zero_optimization.offload_optimizer and offload_param"
+        )
     states, parameters = zero.offload_optimizer, zero.offload_param
     return Offloading(
         states=states.device if states is not None else "none",

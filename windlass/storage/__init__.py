@@ -1,8 +1,8 @@
 """Storage of offloaded tensors in host memory and on NVMe.
 
 Reading order: extent_allocator, byte_ranges, io_rates, disk_error_messages, staging_memory, process_directory,
-striped_files, disk_path_info, python_io_engine, io_engine, direct_file_writer, extent_transfer, transfer_queue,
-disk_tier, deferred_failure_tier, staging_pool, slot.
+striped_files, disk_path_info, python_io_engine, io_engine, direct_file_writer, tensor_file, extent_transfer,
+transfer_queue, disk_tier, deferred_failure_tier, staging_pool, slot.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class DirectFileReader:
         """Start to read the bytes at `offset`, as many as `into` has.
 
         Args:
-            name: of the content, for messages.
+            name: name of the content, for messages.
             offset: multiple of 4096.
             into: `[bytes]` uint8, page-aligned and of whole pages.
 

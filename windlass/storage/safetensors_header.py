@@ -59,10 +59,11 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """All tensors of a file by name, and the file offset at which the data begins."""
+    """All tensors of a file by name, the file offset at which the data begins, and the metadata."""
 
     entries: dict[str, SafetensorsEntry]
     data_offset: int
+    metadata: dict[str, str]
 
 
 def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
@@ -94,7 +95,7 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
         if one.begin < end:
             raise SafetensorsHeaderError(f"tensor {name!r} overlaps another one, at byte {one.begin}")
         end = one.end
-    return SafetensorsHeader(entries, data)
+    return SafetensorsHeader(entries, data, remarks)
 
 
 def encode_safetensors_header(

@@ -28,6 +28,8 @@ from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
+from windlass.simulate.step_workload import shape_of
+from windlass.zero.core.unit_partition import UnitRules, find_blocks
 
 ATTRIBUTE = "windlass.tune.memory_forecast:start_forecast"
 _MOMENTS = ("init", "load", "forward", "backward", "step")
@@ -68,7 +70,10 @@ class ForecastResult:
         micro: Micro-batch of the configuration of that trial.
         can_checkpoint: The model has a switch for activation checkpointing.
         device: `cpu` or `cuda`.
+        device_name: Name of the GPU; empty on a CPU.
         device_total: Memory of a GPU in bytes; 0 on a CPU.
+        shape: Sizes of a model of transformers (`ModelShape`); empty for others.
+        blocks: Number of blocks of the model.
         base: Bytes of a process without the model.
         device_bytes, host_bytes: Predicted peak of a rank by the name of a candidate; host memory without `base`.
         problem: Reason why memory is not predicted.
@@ -80,7 +85,10 @@ class ForecastResult:
     micro: int = 0
     can_checkpoint: bool = False
     device: str = "cpu"
+    device_name: str = ""
     device_total: int = 0
+    shape: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 0
     base: int = 0
     device_bytes: dict[str, int] = field(default_factory=dict)
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -102,7 +110,10 @@ def start_forecast(
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
         can_checkpoint=can_checkpoint(model),
         device=device,
+        device_name=torch.cuda.get_device_name(0) if device == "cuda" else "",
         device_total=torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0,
+        shape=_sizes_of(model),
+        blocks=len(find_blocks(model, UnitRules())) - 1,
         base=base,
     )
     planner: CandidatePlanner | None = None
@@ -232,6 +243,14 @@ def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> Acti
         saved_by_autograd=at(one.saved_by_autograd, two.saved_by_autograd),
         inputs=at(one.inputs, two.inputs),
     )
+
+
+def _sizes_of(model: nn.Module) -> dict[str, Any]:
+    """Return the sizes of a model of transformers; none of others."""
+    try:
+        return asdict(shape_of(model))
+    except WindlassError:
+        return {}
 
 
 def _copy_on_meta(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ the result, and a search that is stopped has its best so far.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,38 @@ def _change_one(space: SearchSpace, key: str, allowed: set[Candidate], state: Se
         elif record.score(state.metric) < start.score(state.metric) - _CLEARLY * abs(start.score(state.metric)):
             closed.add(up)
     return state.best() is not start
+
+
+def search_in_rounds(
+    space: SearchSpace,
+    ranked: list[Candidate],
+    state: SearchState,
+    measure_all: Callable[[Sequence[Candidate]], None],
+    *,
+    width: int,
+    early_stopping: int | None = None,
+) -> None:
+    """Search in rounds of `width` trials that run at the same time.
+
+    A round has the neighbours of the best measured configuration in one key, and then the best estimates. Once all
+    neighbours are measured, rounds without a gain end the search.
+
+    Args:
+        ranked: Candidates that may be tried, the best estimate first.
+        measure_all: Runs or discards candidates; their records are in the state when it returns.
+        early_stopping: Number of such rounds; by default 3.
+    """
+    place = {candidate: number for number, candidate in enumerate(ranked)}
+    patience, failed = early_stopping if early_stopping is not None else 3, 0
+    while not state.is_spent() and failed < patience:
+        best = state.best()
+        near = [one for key in space.dimensions for one in space.neighbours(best.candidate, key)] if best else []
+        near = sorted((one for one in set(near) if one in place and one not in state.records), key=place.__getitem__)
+        pool = list(dict.fromkeys([*near, *(one for one in ranked if one not in state.records)]))
+        if not pool:
+            return
+        measure_all(pool[: min(width, state.budget - state.runs)])
+        failed = failed + 1 if state.best() is best and not near else 0
 
 
 def _is_above(candidate: Candidate, other: Candidate, key: str) -> bool:

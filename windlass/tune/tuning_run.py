@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import WindlassError
+from windlass.base.log import logger
 from windlass.config.batch_sizes import MICRO
 from windlass.engine.trial_job import TrialJob
 from windlass.tune.memory_forecast import ATTRIBUTE, ForecastOrder, ForecastResult
+from windlass.tune.optuna_sampler import sample_with_optuna
+from windlass.tune.ray_trials import RayTrials, TrialCall
 from windlass.tune.result_files import ResultFiles
-from windlass.tune.search import SearchState, memory_order, try_in_order, walk
+from windlass.tune.search import SearchState, memory_order, search_in_rounds, try_in_order, walk
 from windlass.tune.search_space import (
     CHECKPOINTING,
     Candidate,
@@ -24,7 +27,7 @@ from windlass.tune.search_space import (
     build_space,
     needs_no_less_memory,
 )
-from windlass.tune.step_estimate import EstimateFacts, estimate_step_seconds
+from windlass.tune.step_ranking import StepRanking
 from windlass.tune.trial_command import ProgramCommand
 from windlass.tune.trial_process import TrialEnd, run_trial
 from windlass.tune.trial_record import TrialRecord, TrialStatus
@@ -50,7 +53,7 @@ class TuningSettings:
         exps: Folder of orders; None: there is none.
         limits: Bounds of the space.
         memory: Limit of the memory of a rank in bytes: of its device, or of its process on a CPU; None: a GPU's own.
-        tuner: `model_based`, `gridsearch` or `random`, as `autotuning.tuner_type`.
+        tuner: `model_based`, `gridsearch` or `random`, as `autotuning.tuner_type`; or `optuna`.
         trials: Largest number of trials; None: a quarter of the candidates, at least 8 and at most 50.
         early_stopping: Trials without a gain that end the search; None: see `search`.
         warmup, steps: Steps of a trial that are not timed, and that are.
@@ -99,12 +102,22 @@ class TuningOutcome:
     interrupted: bool = False
 
 
+@dataclass(frozen=True)
+class _PreparedTrial:
+    """Trial whose files are written."""
+
+    candidate: Candidate
+    job: TrialJob
+    call: TrialCall
+
+
 @dataclass
 class TuningRun:
     """One search.
 
     Args:
         on_record: Called after each trial.
+        parallel: Runs several trials at the same time, on several hosts; None: they run one after another.
         runner: Runs a command in a folder, with an environment, a limit of seconds and the path of its result.
     """
 
@@ -115,6 +128,7 @@ class TuningRun:
     on_record: Callable[[TrialRecord], None] = lambda record: None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     runner: Callable[[Sequence[str], Path, Mapping[str, str], float, Path], TrialEnd] = run_trial
+    parallel: RayTrials | None = None
 
     def __post_init__(self) -> None:
         self.space: SearchSpace = build_space(self.raw, self.world_size, self.settings.limits)
@@ -125,6 +139,7 @@ class TuningRun:
         reserved = self.settings.repeats if budget > _FEWEST else 0  # runs of the best again
         self.state = SearchState(self.settings.metric, max(1, budget - reserved))
         self.forecast: ForecastResult | None = None
+        self._ranking: StepRanking | None = None
         self._shown_best: TrialRecord | None = None
 
     def run(self) -> TuningOutcome:
@@ -151,20 +166,38 @@ class TuningRun:
 
     def measure(self, candidate: Candidate) -> TrialRecord:
         """Run the trial of a candidate, or discard it by its prediction."""
+        return self._keep(self._with_estimates(self._discarded(candidate) or self._run(candidate)))
+
+    def measure_all(self, candidates: Sequence[Candidate]) -> None:
+        """Measure candidates at the same time, on the hosts of `parallel`."""
+        assert self.parallel is not None
+        waiting: list[_PreparedTrial] = []
+        for candidate in candidates:
+            prepared = self._discarded(candidate) or self._prepare(candidate)
+            if isinstance(prepared, _PreparedTrial):
+                waiting.append(prepared)
+            else:
+                self._keep(self._with_estimates(prepared))
+        ends = self.parallel([one.call for one in waiting]) if waiting else []
+        for one, end in zip(waiting, ends, strict=True):
+            self._keep(self._with_estimates(self._record_of(one, end)))
+
+    def _discarded(self, candidate: Candidate) -> TrialRecord | None:
+        """Return the record of a candidate that need not be run; None: it is to be run."""
         predicted, limit = self._predicted(candidate), self._limit()
-        estimate = estimate_step_seconds(candidate, self._facts())
         if predicted is not None and limit is not None and predicted > _MARGIN * limit:
             reason = f"predicted {_mib(predicted)}, limit {_mib(limit)}"
-            record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason, predicted_bytes=predicted)
         elif candidate.get(CHECKPOINTING) and self.forecast is not None and not self.forecast.can_checkpoint:
             reason = "the model has no switch for activation checkpointing"
-            record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
         elif (smaller := self._smaller_failure(candidate)) is not None:
             reason = f"it needs no less memory than {smaller.candidate.name}: {smaller.error}"
-            record = TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
         else:
-            record = self._run(candidate)
-        return self._keep(replace(record, predicted_bytes=self._predicted(candidate), estimate_s=estimate))
+            return None
+        return TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
+
+    def _with_estimates(self, record: TrialRecord) -> TrialRecord:
+        estimate = self._ranking.seconds(record.candidate) if self._ranking is not None else None
+        return replace(record, predicted_bytes=self._predicted(record.candidate), estimate_s=estimate)
 
     def _search(self) -> None:
         ranked = self._ranked()
@@ -178,24 +211,28 @@ class TuningRun:
                 self.measure(candidate)
                 self._require_a_chance()
         ranked, settings = self._ranked(), self.settings
+        if self.parallel is not None:
+            width, patience = self.parallel.hosts, settings.early_stopping
+            search_in_rounds(self.space, ranked, self.state, self.measure_all, width=width, early_stopping=patience)
+            return
         if settings.tuner == "model_based":
             walk(self.space, ranked, self.state, self.measure, early_stopping=settings.early_stopping)
+            return
+        if settings.tuner == "optuna":
+            sample_with_optuna(self.space, ranked, self.state, self.measure, early_stopping=settings.early_stopping)
             return
         seed = 0 if settings.tuner == "random" else None
         try_in_order(ranked, self.state, self.measure, early_stopping=settings.early_stopping, seed=seed)
 
     def _ranked(self) -> list[Candidate]:
-        facts = self._facts()
-        per_sample = {
-            one: estimate_step_seconds(one, facts) / one.get("train_batch_size", 1) for one in self.candidates
-        }
-        return sorted(self.candidates, key=per_sample.__getitem__)
-
-    def _facts(self) -> EstimateFacts:
-        if self.forecast is None:
-            return EstimateFacts(ranks=self.space.data_ranks)
-        found = self.forecast
-        return EstimateFacts(found.parameters, found.tokens, self.space.data_ranks, found.device)
+        """Return the candidates, the best estimate first; without estimates, those that need most memory first."""
+        ranked = sorted(self.candidates, key=memory_order, reverse=True)
+        if self._ranking is None:
+            return ranked
+        ranked.sort(key=self._ranking.seconds_per_sample)
+        if self._ranking.problem:
+            logger.warning("configurations without a predicted time are tried last: %s", self._ranking.problem)
+        return ranked
 
     def _own_candidate(self) -> Candidate | None:
         """Return the candidate that has the values of the user's configuration, where it states them."""
@@ -223,6 +260,15 @@ class TuningRun:
         return None
 
     def _run(self, candidate: Candidate, *, ends_early: bool = True) -> TrialRecord:
+        prepared = self._prepare(candidate, ends_early=ends_early)
+        if isinstance(prepared, TrialRecord):
+            return prepared
+        call = prepared.call
+        end = self.runner(call.command, Path(call.folder), call.environ, call.limit_s, Path(call.result))
+        return self._record_of(prepared, end)
+
+    def _prepare(self, candidate: Candidate, *, ends_early: bool = True) -> _PreparedTrial | TrialRecord:
+        """Write the files of a trial, and return its call; or return the record of an earlier search."""
         settings, folder = self.settings, self.files.folder_of(candidate)
         result = folder / "result.json"
         config = self.space.config_of(candidate)
@@ -237,11 +283,17 @@ class TuningRun:
             job = self._with_forecast(job)
         command = self.command.for_trial(folder / "ds_config.json", config)
         self.files.write_order(candidate, config, command)
-        end = self.runner(command, folder, {**self.environ, **job.environment()}, settings.trial_s, result)
-        self._read_forecast(job)
-        record = TrialRecord(
-            candidate, TrialStatus.FAILED, error=end.error, left_behind=end.left_behind, seconds=end.seconds
+        environ = {**self.environ, **job.environment()}
+        return _PreparedTrial(
+            candidate, job, TrialCall(tuple(command), str(folder), environ, settings.trial_s, str(result))
         )
+
+    def _record_of(self, prepared: _PreparedTrial, end: TrialEnd) -> TrialRecord:
+        self._read_forecast(prepared.job)
+        record = TrialRecord(
+            prepared.candidate, TrialStatus.FAILED, error=end.error, left_behind=end.left_behind, seconds=end.seconds
+        )
+        result = Path(prepared.call.result)
         if not result.is_file():
             status = TrialStatus.MEMORY if end.is_out_of_memory else TrialStatus.FAILED
             return replace(record, status=status)
@@ -289,6 +341,7 @@ class TuningRun:
         path = self.files.results / "forecast.json"
         if job.forecast and path.is_file():
             self.forecast = ForecastResult(**json.loads(path.read_text()))
+            self._ranking = StepRanking(self.space.config_of, self.world_size, self.forecast)
 
     def _keep(self, record: TrialRecord) -> TrialRecord:
         self.state.records[record.candidate] = record

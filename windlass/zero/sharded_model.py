@@ -144,7 +144,7 @@ class ShardedModel:
                 settings.accumulation_dtype,
                 device,
                 self.ledger,
-                lambda slot: tiers.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
+                lambda slot: slot.unit.gradient_tier,
                 self._builder.make_slot,
             ),
             local_factor=local_factor,
@@ -256,14 +256,14 @@ class ShardedModel:
         Raises:
             StorageError: a rank has too little disk space. Raised on all ranks; the model is unchanged.
         """
-        disk, tiers = self.tiers.disk, self.tiers
+        disk = self.tiers.disk
         if disk is None:
             return
         sizes = [n for unit in self.units for n in self.masters.disk_record_sizes(unit)]
         for unit in self.units:
             if unit.reshards and unit.tier is Tier.NVME:
                 sizes.append(unit.layout.padded // unit.dp_group.group.size * unit.dtype.itemsize)
-            if unit.trainable and unit.state_tier is not Tier.DEVICE and tiers.gradient is Tier.NVME:
+            if unit.trainable and unit.gradient_tier is Tier.NVME:
                 nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulation_dtype.itemsize
                 sizes += [nbytes, nbytes] if self.settings.delayed_update else [nbytes]
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))

@@ -17,6 +17,7 @@ from windlass.comm.transport import BufferRequest, TransportBuffer
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.dp_group import DataParallelGroup, is_primary_replica, norm_weight
 from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.core.tier_choice import UnitTiers
 from windlass.zero.core.unit import Unit, UnitCallbacks
 from windlass.zero.core.unit_layout import UnitLayout
 from windlass.zero.core.unit_partition import UnitPlan
@@ -40,7 +41,8 @@ def effective_tiers(tiers: Placements, device: torch.device, *, delayed: bool = 
         return Tier.DEVICE if tier is Tier.HOST else tier
 
     state, gradient = (tiers.state, tiers.gradient) if delayed else (of(tiers.state), of(tiers.gradient))
-    return replace(tiers, param=of(tiers.param), state=state, gradient=gradient, pin=False)
+    units = tuple(UnitTiers(of(one.param), of(one.gradient), of(one.state)) for one in tiers.of_units)
+    return replace(tiers, param=of(tiers.param), state=state, gradient=gradient, pin=False, of_units=units)
 
 
 def make_units(
@@ -73,7 +75,8 @@ def make_units(
         # Experts that no other rank holds have no shards to gather.
         alone = dp_group.group.size == 1 < dp_groups[0].group.size and tiers.param is Tier.DEVICE
         released = policy.param and not plan.persistent and not alone
-        tier = tiers.param if released else Tier.DEVICE
+        own = tiers.of_units[number] if tiers.of_units else None
+        tier = (own.param if own is not None else tiers.param) if released else Tier.DEVICE
         codec = settings.trained_codec if plan.trainable and trains else settings.frozen_codec
         if codec is not None and not get_codec(codec).accepts(compute):
             codec = None
@@ -86,8 +89,11 @@ def make_units(
         )
         unit.is_primary_replica = is_primary_replica(mesh, plan.kind)
         unit.trainable = unit.trainable and trains
-        if unit.trainable and policy.state and offloaded_numel < tiers.ratio * total:
+        if unit.trainable and policy.state and own is not None:
+            unit.state_tier, unit.gradient_tier = own.state, own.gradient
+        elif unit.trainable and policy.state and offloaded_numel < tiers.ratio * total:
             unit.state_tier = tiers.state
+            unit.gradient_tier = tiers.gradient if tiers.state is not Tier.DEVICE else Tier.DEVICE
             offloaded_numel += plan.numel
         if policy.state:
             unit.state_start, unit.state_stop = layout.shard_range(dp_group.group.index, dp_group.group.size)

@@ -108,6 +108,13 @@ def test_sizes_are_exact() -> None:
     assert sizes["lowrank"] == [0, 4, 32, 4 * 4 * (17 + 16), 4 * 4 * 2048]
 
 
+def test_places_that_need_more_than_32_bits_are_refused() -> None:
+    codec = get_codec("topk")
+    assert codec.encoded_size(1 << 31, torch.float32) == 8 * -(-(1 << 31) // 100)
+    with pytest.raises(CodecError, match="'topk' numbers elements by 32 bits, and a tensor has 2,147,483,649"):
+        codec.encoded_size((1 << 31) + 1, torch.float32)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_named_and_not_sent(name: str, bad: float) -> None:

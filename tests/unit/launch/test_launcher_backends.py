@@ -76,7 +76,7 @@ def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
     assert result.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-F c -p 2222"}
     text = result.argv[-1].replace("%n", "1").replace("%%", "%")  # pdsh replaces these
     inner = subprocess.run(["sh", "-c", f"{text.replace('exec sh -c', 'printf %s')}"], capture_output=True, text=True)
-    agent = f"exec {sys.executable} -u -m windlass.launch.pdsh_agent 1 {encode_plan(PLAN)}"
+    agent = f"exec {sys.executable} -u -P -m windlass.launch.pdsh_agent 1 {encode_plan(PLAN)}"
     place = "cd '/some where' && "
     assert inner.stdout == f"{place}. '/v env/activate' && {place}export PYTHONPATH=/100% && {agent}"
 

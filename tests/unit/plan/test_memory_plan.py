@@ -233,3 +233,30 @@ def test_the_table_names_each_kind_in_a_narrow_terminal() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for word in ("device: parameters", "device: gradients", "device: total", "backward", "MiB of each of 2 ranks"):
         assert word in text
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_chosen_tiers_fit_a_limit_between_two_settings(stage: int) -> None:
+    """The limit is too small for all states and larger than needed with all of them on the host."""
+    model = llama(num_hidden_layers=6, vocab_size=32)
+    config = settings(stage, bf16={"enabled": True})
+
+    def peak(limits: RankLimits, **more: Any) -> MemoryPlan:
+        run = RunShape(1, 16, GPU, limits=limits)
+        return plan_memory(model, load_config({**config, **more}), run)
+
+    zero = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
+    unlimited = RankLimits()
+    most, least = peak(unlimited).peak(DEVICE), peak(unlimited, zero_optimization=zero).peak(DEVICE)
+    limit = (most + 2 * least) // 3
+    chosen = peak(RankLimits(device=limit), offload="auto")
+    assert 0.7 * limit < chosen.peak(DEVICE) <= limit
+    assert any("first parameter" in note for note in chosen.notes)
+    states = [chosen.moments["step"].of(place).get("optimizer states", 0) for place in (DEVICE, HOST)]
+    assert all(states)
+
+
+def test_offload_without_a_limit_names_the_option() -> None:
+    for target, option in ((GPU, "--gpu"), (Target(), "--host-memory")):
+        with pytest.raises(ConfigError, match=option):
+            plan_memory(llama(), load_config(settings(2, offload="auto")), RunShape(1, 16, target))

@@ -102,6 +102,7 @@ def test_unknown_clusters_and_units() -> None:
     with pytest.raises(ConfigError, match="neither a known cluster nor a file; write one of dgx2, dgx-a100"):
         load_cluster("dgx-9", 8)
     assert parse_rate("400Gbps", "x") == 50e9 and parse_rate("2.5GB/s", "x") == 2.5e9
+    assert parse_rate("2GiB/s", "x") == 2 << 30 and parse_rate("8MiB/s", "x") == 8 << 20
     assert parse_rate("989TFLOP/s", "x") == 989e12 and parse_rate(7, "x") == 7.0
     assert parse_seconds("3us", "x") == pytest.approx(3e-6) and parse_seconds("10ms", "x") == pytest.approx(0.01)
     for wrong in ("0GB/s", "", True, -1, None):

@@ -240,6 +240,8 @@ def test_goodput_follows_young_and_daly() -> None:
     assert 0.8 < found.goodput < 1
     with pytest.raises(ConfigError, match="checkpoint = 0"):
         expected_goodput(8, 1.0, 0.0, 0.0)
+    # A run that fails more often than it can restart, by a factor whose exponential overflows, never advances.
+    assert expected_goodput(16_384, 3600.0, 30.0, 600.0).goodput == 0.0
 
 
 def test_bad_input_names_the_fix() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from windlass.config.batch_sizes import ACCUMULATION, MICRO, TRAIN
-from windlass.tune.search import SearchState, try_in_order, walk
+from windlass.tune.optuna_sampler import sample_with_optuna
+from windlass.tune.search import SearchState, search_in_rounds, try_in_order, walk
 from windlass.tune.search_space import STAGE, Candidate, SearchLimits, SearchSpace, build_space
 from windlass.tune.trial_record import TrialRecord, TrialStatus
 from windlass.tune.tuning_run import default_budget
@@ -67,7 +70,8 @@ def search(space: SearchSpace, ranked: list[Candidate], costs: dict[Candidate, f
         state.records[candidate] = record
         return record
 
-    walk(space, ranked, state, measure, **more)
+    order = more.pop("order", walk)
+    order(space, ranked, state, measure, **more)
     return state
 
 
@@ -85,6 +89,66 @@ def test_regret_within_a_quarter_of_the_trials(space: SearchSpace, candidates: l
         assert best is not None and state.runs <= default_budget(len(candidates)) <= len(candidates) // 4 + 1
         regrets.append(best.step_s / min(costs.values()) - 1)
     assert max(regrets) <= 0.05, regrets
+
+
+@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_regret_of_rounds_that_run_at_the_same_time(
+    space: SearchSpace, candidates: list[Candidate], width: int, seed: int
+) -> None:
+    costs, rounds = costs_of(candidates, seed), list[int]()
+
+    def order(space: SearchSpace, ranked: list[Candidate], state: SearchState, measure: Any) -> None:
+        def measure_all(some: Sequence[Candidate]) -> None:
+            rounds.append(len(some))
+            for one in some:
+                measure(one)
+
+        search_in_rounds(space, ranked, state, measure_all, width=width)
+
+    ranked = sorted(candidates, key=lambda one: costs[one] * (1 + 0.3 * random.Random(one.name).random()))
+    state = search(space, ranked, costs, order=order)
+    best = state.best()
+    assert best is not None and best.step_s <= 1.05 * min(costs.values())
+    assert max(rounds) <= width and sum(rounds) == state.runs <= default_budget(len(candidates))
+
+
+class Study:
+    """Stand-in for `optuna.Study` with its methods ask, tell and enqueue_trial. It draws at random."""
+
+    def __init__(self) -> None:
+        self.rng, self.queue, self.told = random.Random(0), list[dict[str, Any]](), list[Any]()
+
+    def enqueue_trial(self, params: dict[str, Any]) -> None:
+        self.queue.append(params)
+
+    def ask(self) -> Any:
+        fixed = self.queue.pop(0) if self.queue else {}
+
+        def suggest_categorical(name: str, choices: list[Any]) -> Any:
+            return fixed.get(name, self.rng.choice(choices))
+
+        return SimpleNamespace(suggest_categorical=suggest_categorical)
+
+    def tell(self, trial: Any, value: float | None = None, state: str | None = None) -> None:
+        assert (value is None) != (state is None)
+        self.told.append(value if state is None else state)
+
+
+def test_optuna_proposes_the_trials(space: SearchSpace, candidates: list[Candidate]) -> None:
+    costs, study = costs_of(candidates, 1), Study()
+    for candidate in candidates[::3]:
+        costs[candidate] = float("inf")
+    optuna = SimpleNamespace(
+        create_study=lambda direction, sampler: study,
+        samplers=SimpleNamespace(TPESampler=lambda seed: None),
+        trial=SimpleNamespace(TrialState=SimpleNamespace(FAIL="fail")),
+    )
+    ranked = sorted(candidates, key=costs.__getitem__)
+    state = search(space, ranked, costs, budget=30, order=sample_with_optuna, early_stopping=None, load=lambda: optuna)
+    assert state.runs == 30 and next(iter(state.records)) == ranked[0]  # the best estimate comes first
+    assert state.best() is not None and "fail" in study.told
+    assert max(one for one in study.told if one != "fail") == pytest.approx(64 / costs[ranked[0]])
 
 
 def test_candidates_that_do_not_fit_are_walked_around(space: SearchSpace, candidates: list[Candidate]) -> None:

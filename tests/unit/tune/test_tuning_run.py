@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from windlass.base.processes import descendants
 from windlass.config.batch_sizes import MICRO
+from windlass.tune.ray_trials import RayTrials
 from windlass.tune.result_files import metrics_of
 from windlass.tune.trial_command import ProgramCommand, find_config, replace_option
 from windlass.tune.trial_process import find_error
@@ -140,6 +142,47 @@ measured(0.1)
     assert all("the-forgotten-one" in record.left_behind[0] for record in outcome.records)
     assert "left a process behind, which was ended" in "".join(summary_lines(outcome))
     assert set(descendants(os.getpid())) <= set(before)
+
+
+class RayModule:
+    """Stand-in for the part of Ray's API that is used; a trial runs in this process when `fit` is called."""
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts, self.concurrent = hosts, list[int]()
+        self.tune = SimpleNamespace(
+            with_resources=lambda trainable, resources: trainable,
+            PlacementGroupFactory=lambda bundles: bundles,
+            grid_search=lambda values: {"grid_search": values},
+            TuneConfig=lambda max_concurrent_trials: max_concurrent_trials,
+            Tuner=self._tuner,
+        )
+
+    def init(self, address: str, **options: Any) -> None:
+        assert address == "auto"
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True}] * self._hosts + [{"Alive": False}]
+
+    def _tuner(self, trainable: Any, param_space: Any, tune_config: int) -> Any:
+        calls = param_space["call"]["grid_search"]
+        self.concurrent.append(min(tune_config, len(calls)))
+
+        def fit() -> list[Any]:
+            configs = [{"call": json.loads(json.dumps(call))} for call in calls]
+            found = [SimpleNamespace(config=one, metrics=trainable(one), error=None) for one in configs]
+            return [*found[1:], *found[:1]]  # in another order than the calls
+
+        return SimpleNamespace(fit=fit)
+
+
+def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None:
+    run = tuning(tmp_path, "measured(0.01 * (3 - stage) + 0.1 / micro)")
+    ray = RayModule(hosts=3)
+    run.parallel = RayTrials("auto", 1, load=lambda: ray)
+    outcome = run.run()
+    assert outcome.best is not None and outcome.best.candidate.get(MICRO) >= 8
+    assert max(ray.concurrent) == 3
+    assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 
 def test_nothing_fits(tmp_path: Path) -> None:

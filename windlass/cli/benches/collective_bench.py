@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.table import Table
 
-from windlass.base.device_memory import parse_bytes
+from windlass.base.byte_counts import parse_bytes
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import CommunicationError
 from windlass.cli.benches.bench_console import bench_console

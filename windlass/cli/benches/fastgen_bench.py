@@ -53,7 +53,7 @@ class FastgenSettings:
     Attributes:
         model: directory; None: a random Llama of `hidden` and `layers`.
         clients: numbers of clients, ascending.
-        requests: of a run at most; few clients send fewer.
+        requests: number of requests of a run at most; few clients send fewer.
         prompt_mean, answer_mean: tokens.
         tokens_per_step: budget of a step.
         seeds: runs with each number of clients, of other lengths.

@@ -48,8 +48,8 @@ class LoadSettings:
 
     Attributes:
         model: directory; None: a random Llama of `hidden` and `layers`.
-        requests: of the load.
-        clients: of the load, at the same time.
+        requests: number of requests of the load.
+        clients: number of clients of the load, at the same time.
         short_requests: that are timed alone, and again beside long prompts.
         max_gap_ms: option of the server.
     """

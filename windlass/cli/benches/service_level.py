@@ -56,8 +56,8 @@ class Level:
     """Limits of one service level.
 
     Attributes:
-        token_seconds: of the prompt's length, within which the first token comes.
-        gap_seconds: of the weighted means of gaps.
+        token_seconds: seconds for each token of the prompt, within which the first token comes.
+        gap_seconds: largest weighted mean of gaps, in seconds.
     """
 
     token_seconds: float

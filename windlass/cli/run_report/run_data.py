@@ -39,7 +39,7 @@ class RunData:
     Attributes:
         name: folder or file that was named.
         facts: what ran, in the order of the page.
-        machine: where it ran.
+        machine: machine on which it ran.
         config: the configuration.
         curves: values by step.
         phases: seconds a step by phase, mean over all steps.

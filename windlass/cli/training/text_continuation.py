@@ -27,10 +27,10 @@ def generate_continuation(
 
     Args:
         directory: Hugging Face directory of the model.
-        temperature: 0 always takes the most probable token. seed: seed of the sampling; the global random state is left
-        unchanged.
+        temperature: 0 always takes the most probable token.
+        seed: seed of the sampling; the global random state is left unchanged.
         trust_remote_code: run Python files that come with the model.
-        options: of the engine; see `EngineOptions`.
+        options: options of the engine; see `EngineOptions`.
 
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing.

@@ -151,7 +151,7 @@ def convert_zero_checkpoint_to_state_dict(
     file lists it under each of its names.
 
     Args:
-        dtype: of all floating-point tensors: float32, float16 or bfloat16, as a dtype or its name.
+        dtype: dtype of all floating-point tensors: float32, float16 or bfloat16, as a dtype or its name.
         max_shard_size: maximum bytes of a file with more than one tensor, such as "5GB"; None: one file.
         safe_serialization: write safetensors.
 

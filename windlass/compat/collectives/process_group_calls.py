@@ -15,6 +15,7 @@ from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm import bootstrap
 from windlass.comm.comms_logger import comms_logger
+from windlass.comm.group_creation import new_process_group
 from windlass.comm.rank_environment import HERE, local_rank_of
 from windlass.compat.collectives.backend_capabilities import group_or_world, require_initialized
 
@@ -141,7 +142,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
     """Create a group of some ranks. Collective over all ranks, including those outside the group."""
     require_initialized()
-    return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
+    return new_process_group(ranks, timeout=timeout, backend=backend)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:

@@ -21,7 +21,7 @@ class SequenceShardedLoader:
     Args:
         loader: yields dicts, the keyword arguments of the model. With `broadcast_from_first` only the first loader
             is used, and the others may be None.
-        sequence_parallel: of the model that consumes the batches (`sequence_parallel_of(model)`).
+        sequence_parallel: sequence parallelism of the model that consumes the batches (`sequence_parallel_of(model)`).
         broadcast_from_first: the first rank along sp reads and broadcasts its batches. Collective at every step.
         device: device of the broadcast, for process groups without support for CPU tensors.
 

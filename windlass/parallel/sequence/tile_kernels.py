@@ -60,7 +60,7 @@ class TileKernel(Protocol):
         """Return this tile's part of the gradients of query, key and value.
 
         Args:
-            gradient: of the output.
+            gradient: gradient of the output.
             attended: output and log-sum-exp of all tiles.
         """
         ...

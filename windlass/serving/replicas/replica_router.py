@@ -46,7 +46,7 @@ class ReplicaRouter:
     Args:
         source: engine of each replica.
         count: number of replicas.
-        environment: of the replicas' processes.
+        environment: environment variables of the replicas' processes.
         on_ready: called once all replicas serve.
     """
 

@@ -16,6 +16,7 @@ from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.base.shared_weights_file import shared_descriptors
 from windlass.base.text import escape_unprintable
+from windlass.launch.source_path import source_pythonpath
 from windlass.serving.process_exit import describe_exit
 from windlass.serving.replicas.prefix_index import ReplicaLoad
 from windlass.serving.replicas.replica_process import ReplicaTask
@@ -71,11 +72,11 @@ class ReplicaSupervisor:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.socket_path)
         process = self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "windlass.serving.replicas.replica_process"),
+            *(sys.executable, "-P", "-m", "windlass.serving.replicas.replica_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=self._environment,
+            env={**self._environment, "PYTHONPATH": source_pythonpath(self._environment.get("PYTHONPATH", ""))},
             pass_fds=shared_descriptors(self._environment),
             start_new_session=True,  # Ctrl-C reaches the router alone, which drains
         )

@@ -81,10 +81,13 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
 def _unfrozen_tier(model: ShardedModel) -> Tier:
     """Return the tier of master weights and states of unfrozen parameters.
 
-    This is the configured tier if the states of all trainable units are on it. Otherwise it is the device.
+    This is the configured tier if the states of all trainable units are on it. Otherwise it is the device. Where tiers
+    were chosen for each unit, it is the farthest one that they have.
     """
     if not model.policy.state:
         return Tier.DEVICE
+    if model.tiers.of_units:
+        return model.tiers.state
     others = {slot.unit.state_tier for slot in model.slots}
     return model.tiers.state if model.tiers.ratio >= 1.0 or others == {model.tiers.state} else Tier.DEVICE
 
@@ -98,12 +101,14 @@ def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateCh
     tier = _unfrozen_tier(model)
     for slot in slots:
         slot.unit.trainable, slot.unit.state_tier = True, tier
+        slot.unit.gradient_tier = model.tiers.gradient if tier is not Tier.DEVICE else Tier.DEVICE
     chunks = model.masters.add_slots(slots)
     try:
         model.reserve("the unfrozen parameters cannot be trained")
     except StorageError:
         for slot in slots:
             slot.unit.trainable, slot.unit.state_tier = False, Tier.DEVICE
+            slot.unit.gradient_tier = Tier.DEVICE
         model.masters.remove_chunks(chunks)
         raise
     return chunks

@@ -69,6 +69,7 @@ class Unit:
         shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
         tier: Tier of the parameters while they are sharded.
         state_tier: Tier of master weights and optimizer states.
+        gradient_tier: Tier of the reduced gradient.
         gather_codec: Codec of the all-gathers of `full`, whose values are then rounded; None: they are exact.
     """
 
@@ -102,6 +103,7 @@ class Unit:
         self.keep_unsharded = False  # a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier, self.gather_codec = tier, state_tier, gather_codec
+        self.gradient_tier = Tier.DEVICE
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
         # By parameter: values when a script read `.data` since the unshard.

@@ -12,6 +12,7 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.slot import Tier
 from windlass.storage.staging_pool import StagingPool
 from windlass.zero.core.sharding_policy import ShardingPolicy
+from windlass.zero.core.tier_choice import UnitTiers
 from windlass.zero.core.unit_partition import UnitRules
 
 
@@ -29,6 +30,8 @@ class Placements:
         staging: Pool of host memory for transfers to and from NVMe.
         max_update_numel: Maximum number of elements in one batch of an update on NVMe.
         read_ahead_numel: Number of parameter elements to read from NVMe ahead of their gathers.
+        of_units: Tiers of each unit, in model order; empty: the tiers above are those of all units. If it is given,
+            the tiers above are the farthest ones of any unit.
     """
 
     param: Tier = Tier.DEVICE
@@ -40,6 +43,7 @@ class Placements:
     staging: StagingPool | None = None
     max_update_numel: int = 1 << 62
     read_ahead_numel: int = 0
+    of_units: tuple[UnitTiers, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ class Init:
         dtype: Dtype to which floating-point parameters are cast at the end of the context, like `model.to(dtype)`.
             None: they keep the dtype that the model gave them. With bf16 or fp16 training, the master weights then
             start from the values in that dtype.
-        mem_efficient_linear, tensor_overrides: Accepted and ignored.
-        mpu, zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
+        mem_efficient_linear, tensor_overrides: Accepted and ignored. mpu, zero_param_parallel_group,
+            zero_quantized_weights, zero_quantized_nontrainable_weights,
         sequence_data_parallel_group, param_swapper: Not implemented. Values other than the default are refused.
 
     Raises:

@@ -23,7 +23,8 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
     """Return the function that stores a shard on its tier, and True if that tier is not the device.
 
     Args:
-        remote_device: None, "none", "cpu" or "nvme". None: `offload_param.device` of the configuration.
+        remote_device: None, "none", "cpu" or "nvme". None: `offload_param.device` of the configuration, or host memory
+            if `offload` chooses tiers later.
         pin_memory: Pin host memory, if there is an accelerator.
         config: A `Config`, or None.
 
@@ -33,7 +34,8 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
     if remote_device not in _DEVICES:
         raise ConfigError(f"remote_device={remote_device!r}; use None, 'none', 'cpu' or 'nvme'")
     section = config.zero_optimization.offload_param if config is not None else None
-    where = remote_device or (section.device if section is not None else "none")
+    chosen_later = config is not None and config.offload is not None  # `initialize` moves shards from host memory
+    where = remote_device or ("cpu" if chosen_later else section.device if section is not None else "none")
     if where == "nvme":
         path = section.nvme_path if section is not None else None
         if not path:

@@ -47,8 +47,8 @@ class RankState:
     Attributes:
         index: index of the parameter in its unit.
         key: name of the state.
-        values: `[numel]`, the state of this rank; a view of the memory that the update uses. relay: rule for another
-        number of ranks.
+        values: `[numel]`, the state of this rank; a view of the memory that the update uses.
+        relay: rule for another number of ranks.
         follows_owners: the rule also applies on the same number of ranks, whose shards may be others.
     """
 

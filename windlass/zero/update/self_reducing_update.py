@@ -38,8 +38,8 @@ class LocalParameter:
     """One parameter in a step of a `SelfReducingUpdate`. All tensors are flat and may be changed in place.
 
     Attributes:
-        name, shape: name and shape of the full parameter. gradient: `[numel]`, the local gradient of this rank, clipped
-        and without loss scale.
+        name, shape: name and shape of the full parameter.
+        gradient: `[numel]`, the local gradient of this rank, clipped and without loss scale.
         rank_states: this rank's per-rank states by name, `[numel]` each; zeros before the first step.
         start, stop: elements whose weight this rank steps: all at stage 0, its shard (maybe none) at stage 1.
         values: `[stop - start]`, the master weight; to be updated in place.

@@ -169,8 +169,8 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         """Move the weights of a fragment.
 
         Args:
-            squares: see `_squares`, of the whole parameter. largest: largest quotient of the denominators in the
-            compressed phase, else None.
+            squares: see `_squares`, of the whole parameter.
+            largest: largest quotient of the denominators in the compressed phase, else None.
         """
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         weight, update, plain = (float(one) ** 0.5 for one in squares)

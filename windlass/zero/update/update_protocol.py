@@ -137,7 +137,8 @@ class Update(Protocol):
 
         Args:
             used: by unit index, one flag for each parameter: True if it had a gradient on any rank. Other parameters
-            are skipped. divisor: divisor of the gradients: the loss scale over the clip coefficient.
+                are skipped.
+            divisor: divisor of the gradients: the loss scale over the clip coefficient.
         """
         ...
 

@@ -1,0 +1,81 @@
+"""Tiers that are chosen for each unit change only where data are: a run equals plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start, whole_params
+from tests.dist.harness import run_ranks
+from tests.dist.test_offload import LATE, hold
+from tests.models import Place
+from tests.oracle import Recipe
+from windlass.base import device_memory
+
+RECIPE = Recipe(ranks=2, accumulation=2, steps=2, optimizer="AdamW", optimizer_params=ADAMW)
+
+
+def limits(folder: Any, **more: Any) -> tuple[tuple[str, Any], ...]:
+    """Return limits that leave a part of the model to each tier."""
+    return (("offload", {"nvme_path": str(folder), "device_memory": "5200K", "host_memory": "2500K", **more}),)
+
+
+def test_mixed_tiers_train_as_the_oracle(tmp_path: Path) -> None:
+    settings = [
+        Setting(stage=3, config=limits(tmp_path)),
+        Setting(stage=2, config=(("offload", {"device_memory": "6M"}),)),
+    ]
+    hold("four_blocks", RECIPE, settings, LATE)
+
+
+def resumes(folder: str) -> dict[str, Any]:
+    """Train and save with chosen tiers, and continue with everything on the device."""
+    subject = specimen("four_blocks")
+    mixed = ds_config(RECIPE, Setting(stage=3, config=(*limits(folder), ("comm", {"transport": "gloo"}))))
+    found: dict[str, Any] = {}
+    saved: dict[str, torch.Tensor] = {}
+    for name, config in (("chosen", mixed), ("device", ds_config(RECIPE, Setting(stage=2)))):
+        engine = start(subject, config)
+        if name == "device":
+            engine.load_checkpoint(folder)
+            found["loaded"] = all(torch.equal(v, saved[k]) for k, v in whole_params(engine.module).items())
+            engine.destroy()
+            break
+        place = device_memory.emulated_device_memory()
+        assert place is not None
+        place.peak = place.used
+        for micro in range(4):
+            subject.train(engine, subject.batch(Place(micro, 0, torch.distributed.get_rank())), engine.backward)
+            engine.step()
+        found |= {"peak": place.peak, "slots": engine.report()["slots"], "units": engine._sharded.settings.tiers}
+        found["units"] = [(one.param.value, one.state.value) for one in found["units"].of_units]
+        saved = whole_params(engine.module)
+        engine.save_checkpoint(folder)
+        engine.destroy()
+    return found
+
+
+def test_each_tier_is_used_and_a_checkpoint_loads_with_other_tiers(tmp_path: Path) -> None:
+    first, second = run_ranks(resumes, 2, str(tmp_path), env=LATE)
+    assert first["units"] == second["units"]
+    for found in (first, second):
+        assert {tier for _, tier in found["slots"]} == {"device", "host", "nvme"}
+        assert found["peak"] <= 5200 << 10
+        assert found["loaded"]
+
+
+def too_small() -> str:
+    subject = specimen("mlp")
+    try:
+        start(subject, ds_config(replace(RECIPE), Setting(stage=3, config=(("offload", {"device_memory": 1000}),))))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_no_placement_fits_is_an_error_on_all_ranks() -> None:
+    for text in run_ranks(too_small, 2, env=LATE):
+        assert text.startswith("ConfigError") and "offload.device_memory" in text and "lacks" in text

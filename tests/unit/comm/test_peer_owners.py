@@ -1,0 +1,154 @@
+"""Tests of the owners of connections: another user of the host takes no part in a process group."""
+
+from __future__ import annotations
+
+import ast
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import windlass
+from windlass.base.errors import CommunicationError
+from windlass.comm import peer_owners
+from windlass.comm.loopback import bind_gloo_to_loopback
+from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.comm.peer_owners import (
+    ClosedPeerError,
+    Connections,
+    ForeignPeer,
+    SocketOwner,
+    foreign_peers,
+    read_connections,
+    require_own_peers,
+)
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+LITTLE = pytest.mark.skipif(sys.byteorder != "little", reason="the table below is of a little-endian machine")
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+
+
+def row(local: str, remote: str, state: str, uid: int, inode: int) -> str:
+    return f"   0: {local} {remote} {state} 00000000:00000000 00:00000000 00000000 {uid:5d}        0 {inode} 1 0 100\n"
+
+
+OWN, OTHER = "0100007F:1F90", "0100007F:C350"  # 127.0.0.1:8080 and 127.0.0.1:50000
+MAPPED = "0000000000000000FFFF00000100007F:C350"
+OUTSIDE = "0101A8C0:0050"  # 192.168.1.1:80
+
+
+@LITTLE
+@pytest.mark.parametrize(
+    ("remote", "rows", "expected"),
+    [
+        (OTHER, [row(OTHER, OWN, "01", 1000, 8)], []),
+        (OTHER, [row(OTHER, OWN, "01", 1001, 8)], [1001]),
+        (OTHER, [row(MAPPED, f"{MAPPED[:32]}:1F90", "01", 1001, 8)], [1001]),
+        (OTHER, [row(OTHER, OWN, "01", 0, 8)], []),  # the superuser
+        (OTHER, [row(OTHER, OWN, "06", 0, 0)], [None]),  # closed, and remembered by the kernel alone
+        (OTHER, [row(OTHER, OWN, "0A", 1000, 8)], [None]),
+        (OTHER, [], [None]),
+        (OUTSIDE, [], []),
+    ],
+)  # fmt: skip
+def test_the_owner_of_the_other_end_decides(
+    remote: str, rows: list[str], expected: list[int | None], tmp_path: Path
+) -> None:
+    table = tmp_path / "tcp"
+    table.write_text("".join([HEAD, row(OWN, remote, "01", 1000, 7), *rows, row("0100007F:0001", OWN, "01", 1002, 9)]))
+    found = foreign_peers({7}, read_connections([str(table)]))
+    assert [peer.uid for peer in found] == expected
+    assert all(peer.local == "127.0.0.1:8080" and peer.remote == "127.0.0.1:50000" for peer in found)
+
+
+@LITTLE
+def test_both_kinds_of_addresses_are_readable() -> None:
+    last = f"{'0' * 24}01000000"  # ::1
+    connections = {(f"{last}:0001", f"{last}:0002"): SocketOwner(1000, 7)}
+    assert foreign_peers({7}, connections) == [ForeignPeer("[::1]:1", "[::1]:2", None)]
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
+    """Return a function that makes a connection over loopback and returns both ends."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            ours = stack.enter_context(socket.create_connection(listener.getsockname()))
+            return ours, stack.enter_context(listener.accept()[0])
+
+        yield connected
+
+
+@LINUX
+def test_connections_of_this_user_are_accepted_and_closed_ones_refused(
+    connect: Callable[[], tuple[socket.socket, socket.socket]],
+) -> None:
+    connect()[1].close()  # a connection from before the context is not looked at
+    with require_own_peers("of a test"):
+        connect()
+    with pytest.raises(ClosedPeerError, match="of a test, is held by no process"), require_own_peers("of a test"):
+        connect()[1].close()
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Make one end of every connection look as if it belonged to the user in the list, or to no process."""
+    owner: list[int | None] = [None]
+
+    def read() -> Connections:
+        found = read_connections()
+        for (local, remote), own in list(found.items()):
+            if local > remote:
+                found[local, remote] = SocketOwner(own.uid, 0) if owner[0] is None else SocketOwner(owner[0], own.inode)
+        return found
+
+    monkeypatch.setattr(peer_owners, "read_connections", read)
+    monkeypatch.setattr(peer_owners, "_PAUSE_S", 0.0)
+    return owner
+
+
+@LINUX
+@pytest.mark.parametrize(("owner", "kind"), [(12345, CommunicationError), (None, LinkClosedError)])
+def test_a_link_with_a_stranger_is_refused(
+    owner: int | None, kind: type[Exception], stranger: list[int | None]
+) -> None:
+    stranger[0] = owner
+    bind_gloo_to_loopback()
+    store, wait, errors = dist.HashStore(), timedelta(seconds=60), []
+
+    def link(first: bool) -> None:
+        try:
+            PairLink(store, "a", first=first, peer="the other", connect=wait)
+        except CommunicationError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=link, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors and all(type(error) is kind for error in errors)
+    if owner is not None:
+        assert "made for a link with the other, belongs to uid 12345" in str(errors[0])
+
+
+def test_process_groups_are_created_in_one_place() -> None:
+    package = Path(windlass.__file__).parent
+    creators = {"new_group", "init_process_group", "ProcessGroupGloo"}
+    found = set()
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        if "distributed" in text and any(name in text for name in creators):
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Attribute) and node.attr in creators and ast.unparse(node.value) == "dist":
+                    found.add(path.relative_to(package).as_posix())
+    assert found == {"comm/group_creation.py", "comm/pair_link.py"}

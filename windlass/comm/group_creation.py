@@ -1,0 +1,80 @@
+"""Creation of process groups whose connections lead to processes of this user ([Note: owners of peers])."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.errors import CommunicationError
+from windlass.comm.peer_owners import require_own_peers
+
+_PURPOSE = "made for a process group"
+
+
+def init_default_group(backend: str, **options: Any) -> None:
+    """Create the default process group as `torch.distributed.init_process_group` does. Collective over all ranks.
+
+    Raises:
+        CommunicationError: a connection leads to a process of another user. No default group is left.
+    """
+    try:
+        with require_own_peers(_PURPOSE):
+            dist.init_process_group(backend, **options)
+    except CommunicationError:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    _wait_for_all_checks(dist.group.WORLD)
+
+
+def new_process_group(
+    ranks: Sequence[int] | None,
+    *,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    use_local_synchronization: bool = False,
+) -> Any:
+    """Create a process group as `torch.distributed.new_group` does. Collective over all ranks.
+
+    Raises:
+        CommunicationError: a connection leads to a process of another user. The group is destroyed.
+    """
+    group: Any = dist.GroupMember.NON_GROUP_MEMBER
+    try:
+        with require_own_peers(_PURPOSE):
+            group = dist.new_group(
+                None if ranks is None else list(ranks),
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=use_local_synchronization,
+            )
+    except CommunicationError:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)  # the other ranks wait for the check of this one
+        raise
+    _wait_for_all_checks(group)
+    return group
+
+
+def _wait_for_all_checks(group: Any) -> None:
+    """Wait until all ranks of a gloo group have checked their connections.
+
+    A rank that closed its end before would look like another user that has left. The sum carries no object.
+
+    Raises:
+        CommunicationError: a rank has left the group, perhaps because its connections lead to another user.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER or "gloo" not in dist.get_backend_config(group):
+        return
+    if dist.get_world_size(group) > 1:
+        try:
+            dist.all_reduce(torch.zeros(1), group=group)
+        except RuntimeError as error:  # torch raises it for every failure of gloo
+            raise CommunicationError(
+                f"a rank of a new process group left before all had joined it: {str(error).strip().splitlines()[0]}; "
+                "see the output of the other ranks"
+            ) from error

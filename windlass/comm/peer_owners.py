@@ -1,0 +1,150 @@
+"""Owners of the processes at the other ends of new connections.
+
+[Note: owners of peers] Neither gloo nor torch's store authenticates its connections. Another user of the host can
+connect to a rank's port before the rank that is expected there, or write an address of theirs to the store, and ranks
+unpickle what their peers send. Over loopback Linux lists both ends of a connection with the users that own them
+(`/proc/net/tcp`), and no user can change the owner of a socket. So the owners are compared after the connections of a
+process group are made and before anything is received over them. The superuser is accepted, since no check holds
+against it. Connections with other hosts are not checked: their other ends are not listed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pwd
+import struct
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from windlass.base.errors import CommunicationError
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTENING = "0A"
+# An IPv4 address in the table of IPv6 sockets begins so. The kernel prints memory in words of the host's byte order.
+_MAPPED = f"{0:016X}{struct.unpack('=I', bytes(2) + bytes([255, 255]))[0]:08X}"
+_SUPERUSER = 0
+# The table is read in several parts, so that a connection may be missing in one reading of it.
+_ATTEMPTS, _PAUSE_S = 20, 0.01
+
+
+@dataclass(frozen=True)
+class SocketOwner:
+    """Owner of one end of a connection. `inode` is 0 if no process has it open."""
+
+    uid: int
+    inode: int
+
+
+Connections = dict[tuple[str, str], SocketOwner]
+"""Owner of each connected socket, by its own and its peer's address and port as in `/proc/net/tcp`."""
+
+
+@dataclass(frozen=True)
+class ForeignPeer:
+    """Connection of this process with a process of another user. `uid` is None if no process has the other end open."""
+
+    local: str
+    remote: str
+    uid: int | None
+
+
+class ClosedPeerError(CommunicationError):
+    """Connection whose other end no process holds any more."""
+
+
+@contextlib.contextmanager
+def require_own_peers(purpose: str) -> Iterator[None]:
+    """Check that the connections that are made in the context lead to processes of this user or of other hosts.
+
+    See [Note: owners of peers]. Does nothing where the system does not list owners.
+
+    Args:
+        purpose: what the connections are for, for the message.
+
+    Raises:
+        CommunicationError: the other end of a connection belongs to another user, or (`ClosedPeerError`) to no process.
+    """
+    before = open_sockets()
+    yield
+    opened = open_sockets() - before
+    for attempt in range(_ATTEMPTS):
+        found = foreign_peers(opened, read_connections()) if opened else []
+        known = [peer for peer in found if peer.uid is not None]
+        if known or not found or attempt == _ATTEMPTS - 1:
+            break
+        time.sleep(_PAUSE_S)
+    if found:
+        raise _error((known or found)[0], purpose)
+
+
+def open_sockets() -> set[int]:
+    """Return the inodes of this process's sockets; none if the system does not list them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:["):
+                    found.add(int(target[len("socket:[") : -1]))
+    return found
+
+
+def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
+    """Read the owners of all connected TCP sockets of this host's network namespace."""
+    found = {}
+    for table in tables:
+        with contextlib.suppress(OSError), open(table) as file:
+            next(file, None)  # the names of the columns
+            for line in file:
+                fields = line.split()
+                if len(fields) > 9 and fields[3] != _LISTENING:
+                    ends = fields[1].replace(_MAPPED, ""), fields[2].replace(_MAPPED, "")
+                    found[ends] = SocketOwner(int(fields[7]), int(fields[9]))
+    return found
+
+
+def foreign_peers(inodes: set[int], connections: Connections) -> list[ForeignPeer]:
+    """Return the connections over loopback of the sockets `inodes` whose other end is not of the same user."""
+    found = []
+    for (local, remote), own in connections.items():
+        if own.inode not in inodes or not _is_loopback(remote):
+            continue
+        other = connections.get((remote, local))
+        uid = None if other is None or not other.inode else other.uid
+        if uid not in (own.uid, _SUPERUSER):
+            found.append(ForeignPeer(_readable(local), _readable(remote), uid))
+    return found
+
+
+def _endpoint(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+    digits, _, port = text.partition(":")
+    words = struct.unpack(f">{len(digits) // 8}I", bytes.fromhex(digits))
+    return ipaddress.ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16)
+
+
+def _is_loopback(text: str) -> bool:
+    return _endpoint(text)[0].is_loopback
+
+
+def _readable(text: str) -> str:
+    address, port = _endpoint(text)
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def _error(peer: ForeignPeer, purpose: str) -> CommunicationError:
+    ends = f"the other end of this process's connection {peer.local} with {peer.remote}, {purpose},"
+    advice = "start the run again where no other user can connect: in a container, or a network namespace"
+    if peer.uid is None:
+        return ClosedPeerError(f"{ends} is held by no process any more: see the output of the other ranks, or {advice}")
+    try:
+        owner = f"user {pwd.getpwuid(peer.uid).pw_name} (uid {peer.uid})"
+    except KeyError:  # a user of another name space
+        owner = f"uid {peer.uid}"
+    return CommunicationError(
+        f"{ends} belongs to {owner}, not to uid {os.getuid()}; nothing was received over it. End that process, or "
+        f"{advice}"
+    )

@@ -1,0 +1,19 @@
+"""PYTHONPATH of windlass' own processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import windlass
+
+
+def source_pythonpath(path: str) -> str:
+    """Return a PYTHONPATH, and add the folder of this windlass if it runs from a source tree.
+
+    With it a process finds windlass although its working directory is not searched (`python -P`), or on another host.
+    """
+    source_dir = str(Path(windlass.__file__).parents[1])
+    installed = Path(source_dir).name in ("site-packages", "dist-packages")
+    known = [*filter(None, path.split(os.pathsep)), *([] if installed else [source_dir])]
+    return os.pathsep.join(dict.fromkeys(known))

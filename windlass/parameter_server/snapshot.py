@@ -1,0 +1,84 @@
+"""File of a server's snapshot: safetensors, with plain data as JSON in its metadata. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.errors import CheckpointError
+from windlass.storage.tensor_file import read_tensors, write_tensors
+
+FORMAT_VERSION = 1
+_DATA = "windlass_parameter_server"
+
+
+def write_snapshot(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path` by one rename, after its bytes are on the disk.
+
+    Args:
+        content: dictionaries, lists, tuples, texts, numbers, None and tensors.
+
+    Raises:
+        CheckpointError: it has a value of another type.
+        OSError: the file cannot be written; `path` is unchanged.
+    """
+    tensors: dict[str, Tensor] = {}
+    data = json.dumps({"format_version": FORMAT_VERSION, "content": _encode(content, "", tensors)})
+    new = temporary_path_beside(path)
+    try:
+        write_tensors(new, tensors, {_DATA: data}, durable=True)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def read_snapshot(path: Path) -> dict[str, Any]:
+    """Return what `write_snapshot` wrote.
+
+    Raises:
+        CheckpointError: the file is no snapshot, of another version, or damaged.
+    """
+    tensors, metadata = read_tensors(path)
+    data = json.loads(metadata[_DATA])
+    if data["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"it has format {data['format_version']!r}, not {FORMAT_VERSION}")
+    content: dict[str, Any] = _decode(data["content"], tensors)
+    return content
+
+
+def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        name = f"tensor.{len(tensors)}"
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_encode(one, f"{place}[{n}]", tensors) for n, one in enumerate(value)]}
+    if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
+        return {"dict": [[key, _encode(one, f"{place}[{key!r}]", tensors)] for key, one in value.items()]}
+    raise CheckpointError(
+        f"parameter server: a snapshot cannot hold state{place}, of type {type(value).__name__}; use an optimizer "
+        "whose state is tensors, numbers and texts, or set no `snapshot`"
+    )
+
+
+def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    return _READERS[kind](inner, tensors)
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
+    "tensor": lambda inner, tensors: tensors[inner],
+    "list": lambda inner, tensors: [_decode(one, tensors) for one in inner],
+    "tuple": lambda inner, tensors: tuple(_decode(one, tensors) for one in inner),
+    "dict": lambda inner, tensors: {key: _decode(one, tensors) for key, one in inner},
+}

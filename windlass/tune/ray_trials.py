@@ -1,0 +1,88 @@
+"""Trials at the same time on the hosts of a Ray cluster, by Ray Tune (Liaw et al. 2018), where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.base.errors import ConfigError
+from windlass.tune.trial_process import TrialEnd, run_trial
+
+
+@dataclass(frozen=True)
+class TrialCall:
+    """Arguments of `run_trial`, as plain data.
+
+    Attributes:
+        folder, result: Paths, which all hosts share.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    environ: dict[str, str]
+    limit_s: float
+    result: str
+
+
+def import_ray() -> Any:
+    """Return the module, with Ray Tune.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.tune
+    except ImportError:
+        raise ConfigError(
+            "--ray: Ray Tune is not installed; pip install 'ray[tune]', or leave the option out, and trials run here, "
+            "one after another"
+        ) from None
+    return ray
+
+
+class RayTrials:
+    """Runner of several trials, at most one on each host.
+
+    Args:
+        address: Address of the cluster, or `auto`.
+        ranks: Ranks of a trial, each with a CPU and, if `has_gpu`, a GPU.
+        load: Returns the module.
+
+    Attributes:
+        hosts: Number of hosts of the cluster.
+    """
+
+    def __init__(
+        self, address: str, ranks: int, *, has_gpu: bool = False, load: Callable[[], Any] = import_ray
+    ) -> None:
+        self._ray = load()
+        self._ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+        self.hosts = sum(bool(node["Alive"]) for node in self._ray.nodes())
+        self._resources = {"CPU": ranks, **({"GPU": ranks} if has_gpu else {})}
+
+    def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
+        """Run the trials, and return their ends in the same order."""
+        tune = self._ray.tune
+        # One bundle that takes a whole host's share: trials of more ranks than a host has CPUs would wait forever.
+        trainable = tune.with_resources(run_call, tune.PlacementGroupFactory([self._resources]))
+        tuner = tune.Tuner(
+            trainable,
+            param_space={"call": tune.grid_search([asdict(call) for call in calls])},
+            tune_config=tune.TuneConfig(max_concurrent_trials=self.hosts),
+        )
+        ends: dict[str, TrialEnd] = {}
+        for found in tuner.fit():
+            if found.error is None:
+                ends[found.config["call"]["result"]] = TrialEnd(**found.metrics["end"])
+        lost = TrialEnd(None, "Ray lost the trial; see the log of its cluster", False, (), 0.0)
+        return [ends.get(call.result, lost) for call in calls]
+
+
+def run_call(config: dict[str, Any]) -> dict[str, Any]:
+    """Run one trial on the host of a Ray worker. Ray Tune calls this function."""
+    call = TrialCall(**config["call"])
+    end = run_trial(call.command, Path(call.folder), call.environ, call.limit_s, Path(call.result))
+    return {"end": {**asdict(end), "left_behind": tuple(end.left_behind)}}

@@ -1,0 +1,94 @@
+"""Predicted time of a step of each candidate, by simulation: an order in which to try them.
+
+[Note: estimated order] The search measures what it returns, so the prediction decides only which candidates come first.
+One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a known part. A model
+without a configuration of transformers is simulated as a decoder with as many parameters and blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from windlass.base.errors import WindlassError
+from windlass.config import load_config
+from windlass.config.batch_sizes import TRAIN
+from windlass.parallel.model_shape import ModelShape
+from windlass.simulate.cluster import Cluster
+from windlass.simulate.cluster_file import known_cluster
+from windlass.simulate.parts import CLUSTERS
+from windlass.simulate.predict_step import predict_step
+from windlass.tune.memory_forecast import ForecastResult
+from windlass.tune.search_space import CHECKPOINTING, Candidate
+
+_DEFAULT_GPU = "dgx-h100"
+
+
+class StepRanking:
+    """Predictions for the candidates of one search.
+
+    Args:
+        config_of: Returns the configuration of a candidate.
+        world_size: Number of ranks, on one host.
+        facts: Facts of the model and the machine.
+
+    Attributes:
+        problem: First reason for which a step could not be simulated; empty: there is none.
+    """
+
+    def __init__(
+        self, config_of: Callable[[Candidate], dict[str, Any]], world_size: int, facts: ForecastResult
+    ) -> None:
+        self._config_of, self._world_size, self._facts = config_of, world_size, facts
+        self._shape, self._cluster = shape_of_facts(facts), cluster_of_facts(facts, world_size)
+        self._seconds: dict[Candidate, float | None] = {}
+        self.problem = ""
+
+    def seconds(self, candidate: Candidate) -> float | None:
+        """Return the predicted seconds of a step; None: the simulation does not cover the configuration."""
+        if candidate not in self._seconds:
+            self._seconds[candidate] = self._predict(candidate)
+        return self._seconds[candidate]
+
+    def seconds_per_sample(self, candidate: Candidate) -> float:
+        """Return the predicted seconds of a step for each sample; infinite without a prediction."""
+        seconds = self.seconds(candidate)
+        return math.inf if seconds is None else seconds / float(candidate.get(TRAIN, 1))
+
+    def _predict(self, candidate: Candidate) -> float | None:
+        recomputes = candidate.get(CHECKPOINTING, False)
+        try:
+            found = predict_step(
+                self._shape,
+                load_config(self._config_of(candidate)),
+                self._cluster,
+                world_size=self._world_size,
+                length=self._facts.tokens,
+                checkpointing="full" if recomputes else "none",
+            )
+        except WindlassError as error:
+            self.problem = self.problem or str(error).splitlines()[0]
+            return None
+        return found.seconds
+
+
+def shape_of_facts(facts: ForecastResult) -> ModelShape:
+    """Return the sizes of the model, or those of a decoder with as many parameters and blocks."""
+    if facts.shape:
+        return ModelShape(**facts.shape)
+    layers = max(1, facts.blocks)
+    # A layer of width h has about 12 h^2 parameters: four matrices of attention, two of the feed-forward network.
+    hidden = max(1, round(math.sqrt(facts.parameters / (12 * layers))))
+    return ModelShape(hidden, layers, heads=1, vocabulary=1, gated=False, tied=True)
+
+
+def cluster_of_facts(facts: ForecastResult, world_size: int) -> Cluster:
+    """Return one host of as many devices as there are ranks: CPU cores, or GPUs of the known kind of this name."""
+    name = "cpu"
+    if facts.device != "cpu":
+        known = (key for key, one in CLUSTERS.items() if one.device in facts.device_name.lower())
+        name = next(known, _DEFAULT_GPU)
+    found = known_cluster(name)
+    return replace(found, host=replace(found.host, devices=world_size))

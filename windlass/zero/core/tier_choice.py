@@ -1,0 +1,358 @@
+"""Choice of a tier for the parameters, the gradients and the optimizer states of each unit. Arithmetic alone.
+
+[Note: choice of tiers] In model order, the first units are on NVMe, the next ones in host memory and the last ones on
+the device, with one pair of bounds for parameters and one for master weights and states. Gradients follow the states;
+those of states on NVMe may be in host memory or there. All placements of that form are compared, so the result is the
+fastest of them that fits, every uniform setting is among them, and more memory never makes it slower. A model of many
+units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one.
+
+The time of a placement is that of its transfers and updates, by the measured rates: those that run during forward and
+backward, of which the slowest counts, and then those of the update. A share of every transfer counts in addition,
+because no overlap is perfect. The time of the computation is unknown, so nothing hides behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.storage.slot import Tier
+from windlass.storage.tier_rates import TierRates
+
+_MOST_GROUPS = 24  # 325 pairs of bounds for parameters, and as many for states
+_NOT_HIDDEN = 0.1  # share of a transfer that counts although another one takes longer: assumed, not measured
+
+
+@dataclass(frozen=True)
+class UnitTiers:
+    """Tiers of one unit."""
+
+    param: Tier = Tier.DEVICE
+    gradient: Tier = Tier.DEVICE
+    state: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of one unit on one rank.
+
+    Attributes:
+        parameters: Shard of the parameters.
+        gradient: Shard of the reduced gradient; 0 if gradients stay in whole buffers on the device.
+        masters: Master weights; 0 for a frozen unit.
+        states: Optimizer states.
+        can_move: The parameters are resharded, so that they can be on any tier; else they count in `FixedBytes`.
+        shares_masters: Parameters on the tier of the states serve as master weights, unless that is NVMe.
+    """
+
+    parameters: int
+    gradient: int = 0
+    masters: int = 0
+    states: int = 0
+    can_move: bool = True
+    shares_masters: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the unit has master weights."""
+        return self.masters > 0
+
+
+@dataclass(frozen=True)
+class FixedBytes:
+    """Bytes that do not depend on the tier of single units.
+
+    Attributes:
+        device: Whole parameters, gradient buffers, and units that are unsharded at the same time.
+        device_if_offloaded: Buffers of gradients on their way, once the states of a unit are off the device.
+        host_if_offloaded: Buffers of an update on the host.
+        host_if_on_disk: Staging of NVMe transfers, once anything is on NVMe.
+    """
+
+    device: int = 0
+    device_if_offloaded: int = 0
+    host_if_offloaded: int = 0
+    host_if_on_disk: int = 0
+
+
+@dataclass(frozen=True)
+class TierMemory:
+    """Bytes that one rank may use.
+
+    Attributes:
+        device: Device memory; on a CPU, whose memory is the host's, host memory.
+        host: Host memory beside it; None: it is the device's memory, so that nothing is moved there.
+        disk: Space on NVMe; None: nothing is moved there.
+    """
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+
+    def smallest(self, other: TierMemory) -> TierMemory:
+        """Return the smaller value of each tier; a tier that one of them lacks is lacking."""
+        return TierMemory(min(self.device, other.device), _least(self.host, other.host), _least(self.disk, other.disk))
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Passes of a step.
+
+    Attributes:
+        gathers: Number of times that a shard of the parameters is read: two for each micro-batch.
+        reductions: Number of times that a gradient is reduced.
+    """
+
+    gathers: int = 2
+    reductions: int = 1
+
+
+@dataclass(frozen=True)
+class TierChoice:
+    """Chosen placement.
+
+    Attributes:
+        units: Tiers of each unit.
+        seconds: Time of the transfers and updates of a step, see [Note: choice of tiers].
+        used: Bytes by tier, as `memory` limits them.
+        memory: Bytes that could be used.
+    """
+
+    units: tuple[UnitTiers, ...]
+    seconds: float
+    used: dict[Tier, int]
+    memory: TierMemory
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True if anything is on NVMe."""
+        return any(Tier.NVME in (one.param, one.gradient, one.state) for one in self.units)
+
+
+def choose_tiers(
+    units: Sequence[UnitBytes],
+    rates: TierRates,
+    memory: TierMemory,
+    fixed: FixedBytes = FixedBytes(),
+    traffic: StepTraffic = StepTraffic(),
+) -> TierChoice:
+    """Return the placement whose step is the shortest of those that fit, see [Note: choice of tiers].
+
+    Raises:
+        ConfigError: none fits. The message has the nearest one, and the bytes that it lacks on each tier.
+    """
+    groups = _Groups(units)
+    bounds = groups.all_bounds(memory)
+    used = groups.bytes_used(bounds, fixed, memory)
+    over = torch.zeros(len(bounds), dtype=torch.int64)
+    for tier, limit in _limits(memory):
+        over += (used[tier] - limit).clamp(min=0)
+    seconds = groups.seconds(bounds, rates, traffic)
+    if not bool((over == 0).any()):
+        nearest = int(over.argmin())
+        raise ConfigError(_explain(groups, bounds, used, memory, nearest))
+    seconds[over > 0] = torch.inf
+    best = int(seconds.argmin())
+    return TierChoice(groups.tiers(bounds, best), float(seconds[best]), _row(used, best), memory)
+
+
+def step_seconds(
+    units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], rates: TierRates, traffic: StepTraffic = StepTraffic()
+) -> float:
+    """Return the time of a placement of the form that `choose_tiers` compares, e.g. a uniform one."""
+    groups = _Groups(units, most=len(units))
+
+    def bound(which: str, *of: Tier) -> int:
+        return sum(getattr(one, which) in of for one in tiers)
+
+    on_disk = all(one.gradient is Tier.NVME for one in tiers if one.state is Tier.NVME) and bound("state", Tier.NVME)
+    far = (Tier.NVME, Tier.HOST)
+    ends = [bound("param", Tier.NVME), bound("param", *far), bound("state", Tier.NVME), bound("state", *far)]
+    return float(groups.seconds(_Bounds(torch.tensor([[*ends, int(bool(on_disk))]])), rates, traffic)[0])
+
+
+class _Bounds:
+    """Placements, one a row: `[n, 5]` ends of the groups on NVMe and in host memory, of parameters and of states, and
+    1 if gradients of states on NVMe are there too.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.param_disk, self.param_host, self.state_disk, self.state_host, self.gradient_disk = rows.unbind(1)
+
+    def __len__(self) -> int:
+        return len(self.param_disk)
+
+
+class _Groups:
+    """Sums of bytes over the first groups of units: `[groups + 1]` each."""
+
+    def __init__(self, units: Sequence[UnitBytes], *, most: int = _MOST_GROUPS) -> None:
+        self._units = units
+        self._ends = _group_ends([one.parameters + one.masters + one.states for one in units], most)
+        moving = [one if one.can_move else UnitBytes(0, can_move=False) for one in units]
+        self.param = self._sums([one.parameters for one in moving])
+        self.gradient = self._sums([one.gradient for one in units])
+        self.state = self._sums([one.states for one in units])
+        self.masters = self._sums([one.masters for one in units])
+        # Parameters that an update writes, and master weights that parameters on the same tier replace.
+        self.moving_new = self._sums([one.parameters if one.is_trained else 0 for one in moving])
+        self.fixed_new = self._sums([one.parameters if one.is_trained and not one.can_move else 0 for one in units])
+        self.moving_shared = self._sums([one.masters if one.shares_masters else 0 for one in moving])
+        self.fixed_shared = self._sums([one.masters if one.shares_masters and not one.can_move else 0 for one in units])
+
+    def _sums(self, values: list[int]) -> torch.Tensor:
+        summed = torch.tensor([0, *values], dtype=torch.int64).cumsum(0)
+        return summed[torch.tensor([0, *self._ends])]
+
+    def all_bounds(self, memory: TierMemory) -> _Bounds:
+        """Return all placements on the tiers that there are."""
+        count = len(self._ends)
+        of_states = _pairs(count if int(self.masters[-1]) else 0, memory)
+        of_params = _pairs(count if int(self.param[-1]) else 0, memory)
+        pairs = torch.cat([of_params.repeat_interleave(len(of_states), 0), of_states.repeat(len(of_params), 1)], 1)
+        rows = torch.cat([pairs, torch.zeros(len(pairs), 1, dtype=torch.int64)], 1)
+        moves_gradients = rows[rows[:, 2] > 0]
+        moves_gradients[:, 4] = 1
+        return _Bounds(torch.cat([rows, moves_gradients]))
+
+    def bytes_used(self, at: _Bounds, fixed: FixedBytes, memory: TierMemory) -> dict[Tier, torch.Tensor]:
+        """Return the bytes on each tier, `[n]`."""
+        end = len(self._ends)
+        both = torch.maximum(at.param_host, at.state_host)
+        near, far = torch.minimum(at.param_host, at.state_host), torch.maximum(at.param_disk, at.state_disk)
+        shared_host = (self.moving_shared[near] - self.moving_shared[far]).clamp(min=0)
+        shared_device = self.moving_shared[end] - self.moving_shared[both]
+        shared_device += self.fixed_shared[end] - self.fixed_shared[at.state_host]
+        kept = self.masters + self.state
+        device = self.param[end] - self.param[at.param_host] + kept[end] - kept[at.state_host] - shared_device
+        host = self.param[at.param_host] - self.param[at.param_disk] + kept[at.state_host] - kept[at.state_disk]
+        host -= shared_host
+        disk = self.param[at.param_disk] + kept[at.state_disk]
+        device += self.gradient[end] - self.gradient[at.state_host]
+        on_disk = self.gradient[at.state_disk] * at.gradient_disk
+        host += self.gradient[at.state_host] - on_disk
+        disk += on_disk
+        offloads, uses_disk = (at.state_host > 0).to(torch.int64), ((at.param_disk + at.state_disk) > 0).to(torch.int64)
+        device += fixed.device + fixed.device_if_offloaded * offloads
+        host += fixed.host_if_offloaded * offloads + fixed.host_if_on_disk * uses_disk
+        if memory.host is None:
+            device, host = device + host, torch.zeros_like(host)
+        return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: disk}
+
+    def seconds(self, at: _Bounds, rates: TierRates, traffic: StepTraffic) -> torch.Tensor:
+        """Return the time of each placement, `[n]`."""
+        end, repeats = len(self._ends), traffic.reductions - 1
+        param, gradient, stored = self.param.double(), self.gradient.double(), (self.masters + self.state).double()
+        touched = gradient + 2 * stored + self.moving_new + self.fixed_new
+        on_disk, reduced = gradient[at.state_disk] * at.gradient_disk, gradient[at.state_host]
+        read = traffic.gathers * param[at.param_disk] + repeats * on_disk
+        passes = [
+            traffic.gathers * param[at.param_host] / rates.to_device,
+            traffic.reductions * reduced / rates.to_host,
+            repeats * 3 * reduced / rates.host,  # gradients of later micro-batches are added there
+            _disk(read, traffic.reductions * on_disk, rates),
+        ]
+        # New parameters travel if they and the states are on different sides of the link.
+        down = self.moving_new[at.state_host] - self.moving_new[torch.minimum(at.param_host, at.state_host)]
+        down = down + self.fixed_new[at.state_host]
+        up = self.moving_new[at.param_host] - self.moving_new[torch.minimum(at.param_host, at.state_host)]
+        written = stored[at.state_disk] + self.moving_new[at.param_disk]
+        updates = [
+            touched[at.state_host] / rates.host,
+            _disk(stored[at.state_disk] + on_disk, written, rates),
+            down.double() / rates.to_device,
+            up.double() / rates.to_host,
+        ]
+        on_device = (touched[end] - touched[at.state_host]) / rates.device
+        longest = torch.stack(passes).amax(0) + torch.stack(updates).amax(0)
+        return on_device + longest + _NOT_HIDDEN * torch.stack([*passes, *updates]).sum(0)
+
+    def tiers(self, at: _Bounds, row: int) -> tuple[UnitTiers, ...]:
+        """Return the tiers of each unit under one placement."""
+        ends = [0, *self._ends]
+        params = [ends[int(at.param_disk[row])], ends[int(at.param_host[row])]]
+        states = [ends[int(at.state_disk[row])], ends[int(at.state_host[row])]]
+        keeps_gradients = not int(at.gradient_disk[row])
+        found = []
+        for number, unit in enumerate(self._units):
+            param = _tier(number, params) if unit.can_move else Tier.DEVICE
+            state = _tier(number, states) if unit.is_trained else Tier.DEVICE
+            gradient = Tier.HOST if state is Tier.NVME and keeps_gradients else state
+            found.append(UnitTiers(param, gradient, state))
+        return tuple(found)
+
+
+def _tier(number: int, ends: list[int]) -> Tier:
+    return Tier.NVME if number < ends[0] else Tier.HOST if number < ends[1] else Tier.DEVICE
+
+
+def _pairs(count: int, memory: TierMemory) -> torch.Tensor:
+    """Return `[n, 2]` ends of the groups on NVMe and of those off the device."""
+    found = [
+        (disk, host)
+        for host in range(count + 1)
+        for disk in range(host + 1)
+        if (memory.disk is not None or disk == 0) and (memory.host is not None or disk == host)
+    ]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _disk(read: torch.Tensor, written: torch.Tensor, rates: TierRates) -> torch.Tensor:
+    if not rates.disk_read or not rates.disk_write:
+        return torch.where(read + written > 0, torch.inf, 0.0)
+    return read / rates.disk_read + written / rates.disk_write
+
+
+def _group_ends(sizes: list[int], most: int) -> list[int]:
+    """Return the end of each group of neighbours: one unit each, or about equal bytes."""
+    if len(sizes) <= most:
+        return list(range(1, len(sizes) + 1))
+    total, so_far, ends = sum(sizes), 0, list[int]()
+    for number, size in enumerate(sizes):
+        so_far += size
+        if so_far * most >= total * (len(ends) + 1) and len(ends) < most - 1:
+            ends.append(number + 1)
+    return [*ends, len(sizes)] if not ends or ends[-1] < len(sizes) else ends
+
+
+def _limits(memory: TierMemory) -> list[tuple[Tier, int]]:
+    found = [(Tier.DEVICE, memory.device), (Tier.HOST, memory.host), (Tier.NVME, memory.disk)]
+    return [(tier, limit) for tier, limit in found if limit is not None]
+
+
+def _row(used: dict[Tier, torch.Tensor], row: int) -> dict[Tier, int]:
+    return {tier: int(values[row]) for tier, values in used.items()}
+
+
+def _least(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else min(first, second)
+
+
+def _explain(groups: _Groups, bounds: _Bounds, used: dict[Tier, torch.Tensor], memory: TierMemory, row: int) -> str:
+    needs, keys = _row(used, row), dict(_KEYS)
+    if memory.host is None:
+        keys[Tier.DEVICE] = keys[Tier.HOST]
+    lacking = [
+        f"{needs[tier] - limit:,} bytes of {keys[tier]} ({needs[tier]:,} of {limit:,})"
+        for tier, limit in _limits(memory)
+        if needs[tier] > limit
+    ]
+    tiers = groups.tiers(bounds, row)
+    counted = ", ".join(
+        f"{sum(getattr(one, kind) is tier for one in tiers)} of {len(tiers)} units' {name} on {tier.value}"
+        for kind, name in (("param", "parameters"), ("state", "states"))
+        for tier in (Tier.HOST, Tier.NVME)
+        if any(getattr(one, kind) is tier for one in tiers)
+    )
+    more = "" if memory.disk is not None else ", name a folder of a disk in offload.nvme_path"
+    return (
+        f'"offload": "auto": no placement fits; the nearest ({counted or "everything on the device"}) lacks '
+        f"{' and '.join(lacking)}; use more ranks, raise these limits{more}, or make units smaller with "
+        "zero_optimization.stage3_max_live_parameters"
+    )
+
+
+_KEYS = {Tier.DEVICE: "offload.device_memory", Tier.HOST: "offload.host_memory", Tier.NVME: "offload.disk_space"}

@@ -1,0 +1,101 @@
+"""Bytes of the units of one rank, as the choice of tiers counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from windlass.storage.slot import Tier
+from windlass.zero.core.tier_choice import FixedBytes, TierChoice, UnitBytes
+from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit_partition import UnitPlan
+from windlass.zero.core.zero_settings import ZeroSettings
+
+_LIVE = 2  # blocks that may be live by `max_live_numel`: the one in use, and the one that is gathered ahead of its use
+_BEYOND = 2  # more blocks at the peak: a backward unshards the next block before it reshards the one in use
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """Bytes of all units of a rank.
+
+    Attributes:
+        units: Bytes by unit, in model order.
+        fixed: Bytes beside them.
+        block: Bytes of the largest block that is resharded.
+    """
+
+    units: tuple[UnitBytes, ...]
+    fixed: FixedBytes
+    block: int
+
+    def max_live_numel(self, choice: TierChoice, itemsize: int) -> int:
+        """Return the number of unsharded elements that a placement leaves room for."""
+        left = max(0, choice.memory.device - choice.used[Tier.DEVICE])
+        return (_LIVE * self.block + left) // itemsize
+
+
+def tier_sizes(
+    units: Sequence[Unit],
+    plans: Sequence[UnitPlan],
+    settings: ZeroSettings,
+    state_bytes: int,
+    *,
+    separates_masters: bool = False,
+    staging: int = 0,
+) -> TierSizes:
+    """Return the bytes of `units` under `settings`.
+
+    Args:
+        plans: Their plans, with the parameters as the script built them.
+        state_bytes: Bytes per element of optimizer states.
+        separates_masters: Parameters never serve as master weights.
+        staging: Bytes of host memory that stage NVMe transfers.
+    """
+    policy, accumulate = settings.policy, settings.accumulation_dtype.itemsize
+    of_units, whole, gradients, blocks = [], 0, 0, dict[int, int]()
+    spans, widths, rings = [0], [0], dict[int, int]()
+    for unit, plan in zip(units, plans, strict=True):
+        span, own = unit.state_stop - unit.state_start, sum(piece.numel for piece in unit.pieces())
+        shard = unit.nbytes // unit.dp_group.group.size
+        if unit.reshards:
+            for user in unit.blocks:
+                blocks[id(user)] = blocks.get(id(user), 0) + unit.nbytes
+        else:
+            whole += unit.nbytes
+            shard = span * unit.dtype.itemsize
+        if not unit.trainable:
+            of_units.append(UnitBytes(shard, can_move=unit.reshards))
+            continue
+        master = settings.master_dtype or (torch.float64 if plan.dtype == torch.float64 else torch.float32)
+        of_units.append(
+            UnitBytes(
+                shard,
+                gradient=span * accumulate if policy.grad else 0,
+                masters=span * master.itemsize,
+                states=own * state_bytes,
+                can_move=unit.reshards,
+                shares_masters=unit.dtype == master and not separates_masters,
+            )
+        )
+        spans.append(span)
+        widths.append(unit.layout.padded)
+        if policy.grad:
+            rings[id(unit.dp_group)] = max(rings.get(id(unit.dp_group), 0), unit.layout.padded)
+        else:
+            gradients += unit.layout.padded
+    block = max(blocks.values(), default=0)
+    casts = settings.reduce_dtype != settings.accumulation_dtype
+    temporary = max(widths) * settings.reduce_dtype.itemsize if casts else 0
+    if accumulate < 4:
+        temporary += 4 * max(spans)  # the optimizer receives float32 gradients
+    param_width = max((unit.dtype.itemsize for unit in units), default=4)
+    fixed = FixedBytes(
+        device=whole + (gradients + 2 * sum(rings.values())) * accumulate + (_LIVE + _BEYOND) * block + temporary,
+        device_if_offloaded=2 * max(spans) * accumulate if policy.grad else 0,
+        host_if_offloaded=max(spans) * (2 * param_width + accumulate),
+        host_if_on_disk=staging,
+    )
+    return TierSizes(tuple(of_units), fixed, block)
