@@ -79,6 +79,7 @@ LANGUAGE_MODELS: dict[str, CompressedForm] = {
     "50 % of the weights, trained on 10 %": CompressedForm(
         "", share=0.1, section=_masks("sparse", "layers.*proj", 0.5)
     ),
+    "50 % of each row, by magnitude": CompressedForm("", sparsity="magnitude"),
     "50 % of the weights, wanda": CompressedForm("less than magnitude", sparsity="wanda"),
     "50 % of the weights, sparsegpt": CompressedForm("less than wanda", sparsity="sparsegpt"),
     "heads -25 %, by activation": CompressedForm("", prune={"heads": 0.25}),

@@ -76,7 +76,7 @@ def compress(
         typer.Option(help="Text to calibrate, train and measure with: files, directories. Repeatable."),
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON and parquet records.")] = "text",
-    sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 128,
+    sequences: Annotated[int, typer.Option(help="Calibration sequences.", min=1)] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a calibration sequence.", min=8)] = 512,
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Rotate the hidden states (QuaRot), Llama's families.")

@@ -29,7 +29,7 @@ from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weigh
 Method = Literal["rtn", "gptq", "awq", "hqq"]
 METHODS = ("rtn", "gptq", "awq", "hqq")
 NEEDS_TEXT = ("gptq", "awq")
-_FOLD_TOKENS = 8192  # by which scales of inputs are searched
+_FOLD_TOKENS = 4096  # by which scales of inputs are searched
 _PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
 
 # Linear layers whose outputs scale the inputs of another layer of the same parent, feature by feature.
@@ -223,6 +223,7 @@ class PostTraining:
         """Fold scales of the inputs into the modules before, where the block's function stays the same: so one forward
         measures the inputs of all groups."""
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
+        output: Tensor | None = None  # of the block's first batch, which every fold that stays has kept
         for group in groups:
             producer = _producer(block.module, group)
             consumers = [block.linear(name) for name in group.names]
@@ -237,7 +238,8 @@ class PostTraining:
                 scales, before, after = activation_aware_scales(statistics.mean, weights, forms, statistics.hessian)
                 if after >= before:
                     continue
-            _fold_if_preserved(block, producer, consumers, scales, self.group)
+            output = block.run(block.hidden[0]) if output is None else output
+            _fold_if_preserved(block, producer, consumers, scales, output, self.group)
 
     def _read_back(self, partial: WrittenTensors, layers: Mapping[str, str], name: str) -> Tensor:
         """Return a tensor of a complete block as float32: a packed weight with its rounded values."""
@@ -286,15 +288,15 @@ def _fold_if_preserved(
     producer: nn.Module,
     consumers: Sequence[nn.Linear],
     scales: Tensor,
+    before: Tensor,
     group: RankGroup | None = None,
 ) -> bool:
-    """Fold scales; undo it where the output of the block changes, as with norms that add 1 to their weight."""
-    hidden = block.hidden[0]
-    before = block.run(hidden)
+    """Fold scales; undo it where the output of the block for its first batch changes, as with norms that add 1 to their
+    weight."""
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
-    change = (block.run(hidden) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    change = (block.run(block.hidden[0]) - before).abs().max() / before.abs().max().clamp(min=1e-12)
     if group is not None:
         group.all_reduce(change, dist.ReduceOp.MAX)
     if bool(change <= _PRESERVED):
