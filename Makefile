@@ -10,6 +10,9 @@ INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-c
 LOCKED := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
 INPUTS := pyproject.toml constraints.txt requirements.lock CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
+# Each of the targets prints its output when it is done (make 3.81 of macOS: in between).
+TWO_AT_A_TIME := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+
 # If the environment disables bytecode (container images often do), each of the many processes below would compile all
 # modules that it imports: importing torch then takes three times as long.
 export PYTHONDONTWRITEBYTECODE :=
@@ -46,12 +49,26 @@ near: $(VENV)/.test
 check: lint
 	$(BIN)/python -m pytest tests/unit -q -n 2 --dist worksteal
 
+# The longest first, since two run at a time.
+LINTERS := lint-types lint-scripts lint-imports lint-style
 lint: $(VENV)/.dev
+	@$(TWO_AT_A_TIME) $(LINTERS)
+
+.PHONY: $(LINTERS)
+$(LINTERS): $(VENV)/.dev
+
+lint-types:
+	$(BIN)/mypy
+
+lint-scripts:
+	cd bench && $(abspath $(BIN))/mypy *.py rig/*.py
+
+lint-imports:
+	$(BIN)/lint-imports
+
+lint-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	cd bench && $(abspath $(BIN))/mypy *.py rig/*.py
-	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
 
 parity: $(VENV)/.test
@@ -73,8 +90,13 @@ clients-newest clients-4.57.6 clients-5.0.0 clients-5.8.1: clients-%: .venv-clie
 clients-matrix: clients-4.57.6 clients-5.0.0 clients-5.8.1 clients-newest
 
 # The oldest and the newest version, on a few tests that each start one run: for CI.
-clients-quick: .venv-clients/4.57.6/.test .venv-clients/newest/.test
-	for version in 4.57.6 newest; do .venv-clients/$$version/bin/python -m pytest -q -m slow tests/compat/test_installed_versions.py || exit 1; done
+OLDEST_AND_NEWEST := clients-quick-4.57.6 clients-quick-newest
+clients-quick: $(VENV)/.test
+	@$(TWO_AT_A_TIME) $(OLDEST_AND_NEWEST)
+
+.PHONY: $(OLDEST_AND_NEWEST)
+$(OLDEST_AND_NEWEST): clients-quick-%: .venv-clients/%/.test
+	.venv-clients/$*/bin/python -m pytest -q -m slow tests/compat/test_installed_versions.py
 
 .venv-clients/%/.test: $(VENV)/.test tools/make_layered_venv.py
 	$(BIN)/python tools/make_layered_venv.py $(VENV) $(@D) $(if $(filter newest,$*),--upgrade,transformers==$*)

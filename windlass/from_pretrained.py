@@ -14,6 +14,8 @@ from windlass.base.errors import CheckpointError, ModelError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.compress.rounded_model import load_rounded_model
+from windlass.compress.weight_quantization import initial_format
+from windlass.config import load_config
 from windlass.zero import Init
 from windlass.zero.sharded_init.weight_files import header
 
@@ -43,7 +45,8 @@ def from_pretrained(
         config: the configuration that `initialize` will get: dict, path or base64 text. It sets the tier of the shards
             (`offload_param`); stage and optimizer do not matter here. Pass the model's own configuration as
             `model_config=`, because this name is taken.
-        weights: weight format, e.g. `int4_g64`, to which linear layers are rounded while they are read.
+        weights: weight format, e.g. `int4_g64`, to which linear layers are rounded while they are read. None: that of
+            `weight_quantization.quantized_initialization` of `config`, if there is one, for embeddings too.
         trust_remote_code: run Python files that come with the model.
         kwargs: arguments of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
 
@@ -60,12 +63,17 @@ def from_pretrained(
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
         raise CheckpointError(f"{path} is not a directory; pass one with config.json and safetensors files")
-    if weights is not None or is_packed_directory(directory):
+    form = initial_format(load_config(config).weight_quantization) if weights is None and config is not None else None
+    if weights is not None or form is not None or is_packed_directory(directory):
         dtype = _plain_dtype(kwargs)
         has_ranks = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
         with Init(config_dict_or_path=config, enabled=has_ranks):
             if weights is not None:
                 return load_rounded_model(directory, weights, cls, dtype=dtype, trust_remote_code=trust_remote_code)
+            if form is not None and not is_packed_directory(directory):
+                return load_rounded_model(
+                    directory, form, cls, dtype=dtype, everything=True, trust_remote_code=trust_remote_code
+                )
             return load_packed_model(directory, cls, dtype=dtype, trust_remote_code=trust_remote_code)
     with Init(config_dict_or_path=config):
         try:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_
 from windlass.compress.compressed_layers import shard_compressed_layers
 from windlass.compress.engine_steps import check_compression, check_distillation, follow_engine_steps
 from windlass.compress.quantize_training import prepare_quantize_training
+from windlass.compress.weight_quantization import is_requested, quantize_weights
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
 from windlass.engine.compression_observer import observe_compression
@@ -46,6 +48,7 @@ from windlass.parallel.megatron_flags import has_flagged_parameters
 from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
+from windlass.zero import GatheredParameters, Init
 from windlass.zero.core import parameter_registry
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
@@ -174,6 +177,7 @@ def build_engine(
         prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.tp * axes.pp * axes.sp)
     check_compression(model, config.compression_training)
     check_distillation(model, config.distillation, axes.pp, axes.sp)
+    optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config, axes)
     mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
@@ -214,6 +218,30 @@ def build_engine(
         keep_freed_memory()
     observer.after_initialize(engine)
     return engine
+
+
+def _quantize_weights(
+    model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, config: Config, axes: Axes
+) -> tuple[Any, Iterable[Any] | None]:
+    """Pack the modules that `weight_quantization` names; return what remains of the optimizer and the parameters.
+
+    Collective.
+    """
+    section = config.weight_quantization
+    if not is_requested(section):
+        return optimizer, model_parameters
+    if axes.tp * axes.pp > 1:
+        raise ConfigError(
+            f"weight_quantization is set with tp {axes.tp} and pp {axes.pp}, which do not shard packed weights; set "
+            "both to 1, and shard them by zero_optimization.stage 3"
+        )
+    gone = quantize_weights(model, section, gather=GatheredParameters, shard=partial(_shard_packed, config))
+    return drop_remote_parameters(optimizer, model_parameters, gone)
+
+
+def _shard_packed(config: Config, module: nn.Module) -> None:
+    if config.zero_optimization.stage == 3:
+        Init(module=module, config_dict_or_path=config)
 
 
 def setup_distributed(config: Config, port: int = 29500) -> None:

@@ -72,32 +72,48 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Return the results of all cases, by number of ranks."""
-    out = tmp_path_factory.mktemp("accelerate")
-    results: dict[int, Told] = {}
+# In `make test` one rank has a case of each kind; two ranks have all, of stages that are not sharded alike.
+_QUICK = {
+    1: ("stage-3", "dummy-2", "two-2"),
+    2: [name for name in _CASES if name not in ("stage-1", "dummy-0", "accumulated-1", "accumulated-2", "two-3")],
+}
 
-    def get(ranks: int) -> Told:
-        if ranks not in results:
-            results[ranks] = {}  # a failing run is not repeated
-            cases = json.loads(json.dumps([{"name": name, "ranks": ranks, **case} for name, case in _CASES.items()]))
+
+def _rows(names: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, ranks, marks=() if name in _QUICK[ranks] else pytest.mark.slow)
+        for ranks in (1, 2)
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="module")
+def result_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """Return the results of a case, which one run has with all cases that are as quick."""
+    out = tmp_path_factory.mktemp("accelerate")
+    results: dict[tuple[int, bool], Told] = {}
+
+    def get(name: str, ranks: int) -> dict[str, Any]:
+        key = ranks, name in _QUICK[ranks]
+        if key not in results:
+            results[key] = {}  # a failing run is not repeated
+            requested = {name: case for name, case in _CASES.items() if (name in _QUICK[ranks]) is key[1]}
+            cases = json.loads(json.dumps([{"name": name, "ranks": ranks, **case} for name, case in requested.items()]))
             for case in cases:
                 if case["config"]["train_micro_batch_size_per_gpu"] == 0:
                     case["config"]["train_micro_batch_size_per_gpu"] = 8 // ranks
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("accelerate_training.py", out, out / f"cases-{ranks}.json", ranks=ranks)
-            results[ranks] = json.loads((out / f"results-{ranks}.json").read_text())
-        return results[ranks]
+            results[key] = json.loads((out / f"results-{ranks}.json").read_text())
+        return results[key][name]
 
     return get
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [name for name in _CASES if not name.startswith("two")])
-def test_training_equals_plain_pytorch(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), _rows([name for name in _CASES if not name.startswith("two")]))
+def test_training_equals_plain_pytorch(result_of: Callable[[str, int], dict[str, Any]], name: str, ranks: int) -> None:
     """Losses, gradient norms, gathered weights and losses after `load_state` equal plain PyTorch's."""
-    plain, item = _plain(scheduled="scheduled" in name), results_of(ranks)[name]
+    plain, item = _plain(scheduled="scheduled" in name), result_of(name, ranks)
     steps = _CASES[name].get("accumulation", 1)
     means = [sum(item["losses"][i : i + steps]) / steps for i in range(0, len(item["losses"]), steps)]
     assert item["processes"] == ranks
@@ -110,9 +126,8 @@ def test_training_equals_plain_pytorch(results_of: Callable[[int], Told], name: 
         assert item["resumed"] == pytest.approx(plain["losses"][3:], abs=2e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_models_in_one_accelerator(results_of: Callable[[int], Told], stage: int, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), _rows(["two-2", "two-3"]))
+def test_two_models_in_one_accelerator(result_of: Callable[[str, int], dict[str, Any]], name: str, ranks: int) -> None:
     """A teacher and a student of one Accelerator, and a second trained model in another, train as in plain PyTorch."""
     from tests.compat.scripts import accelerate_training
 
@@ -137,7 +152,7 @@ def test_two_models_in_one_accelerator(results_of: Callable[[int], Told], stage:
         ]
         for a, b in zip(x, y, strict=True)
     ]
-    item = results_of(ranks)[f"two-{stage}"]
+    item = result_of(name, ranks)
     assert item["losses"] == pytest.approx(losses, abs=2e-6)
     for actual, expected in zip(item["both"], both, strict=True):
         assert actual == pytest.approx(expected, abs=2e-6)

@@ -52,40 +52,47 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulation": 2, "clip": 2.0},
     "constant": {"scheduled": False},
 }
+# The cases of `make test`, on two ranks. The others differ in their stage, or are cases of test_transformers_trainer.
+_QUICK = ("stage-3", "sharded", "accumulated", "configured", "files-2")
 Told = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Return the results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
-    out = tmp_path_factory.mktemp("lightning")
-    results: dict[int, Told] = {}
+def _rows(names: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, ranks, marks=() if ranks == 2 and name in _QUICK else pytest.mark.slow)
+        for ranks in (1, 2)
+        for name in names
+    ]
 
-    def get(ranks: int) -> Told:
-        if ranks not in results:
-            chosen = _CASES if ranks else _PLAIN
+
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Told]:
+    """Return the results of the quick or the slow cases: on 0 ranks plain lightning, on others DeepSpeed's strategy."""
+    out = tmp_path_factory.mktemp("lightning")
+    results: dict[tuple[int, bool], Told] = {}
+
+    def get(ranks: int, quick: bool = True) -> Told:
+        if (ranks, quick) not in results:
+            chosen = {name: case for name, case in _CASES.items() if (name in _QUICK) is quick} if ranks else _PLAIN
             cases = [
                 {"name": name, "ranks": max(ranks, 1), **{key: value for key, value in case.items() if key != "like"}}
                 for name, case in chosen.items()
             ]
             (out / f"cases-{ranks}.json").write_text(json.dumps(cases))
             start("lightning_training.py", out, out / f"cases-{ranks}.json", ranks=ranks, stands_in=ranks > 0)
-            results[ranks] = json.loads((out / f"results-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text())
-            for name, item in results[ranks].items():
+            text = (out / f"results-{max(ranks, 1)}{'' if ranks else '-plain'}.json").read_text()
+            results[ranks, quick] = json.loads(text)
+            for name, item in results[ranks, quick].items():
                 item["folder"] = out / f"{name}-{max(ranks, 1)}"
-        return results[ranks]
+        return results[ranks, quick]
 
     return get
 
 
-_RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
-
-
-@pytest.mark.parametrize("ranks", _RANKS)
-@pytest.mark.parametrize("name", _CASES)
-def test_losses_equal_plain_lightning(results_of: Callable[[int], Told], name: str, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), _rows(list(_CASES)))
+def test_losses_equal_plain_lightning(results_of: Callable[..., Told], name: str, ranks: int) -> None:
     """Losses of training, after a resume in a new Trainer and of validation, and the rate, equal plain lightning's."""
-    plain, item = results_of(0)[_CASES[name]["like"]], results_of(ranks)[name]
+    plain, item = results_of(0)[_CASES[name]["like"]], results_of(ranks, name in _QUICK)[name]
     assert item["engine"] == "windlass.compat.deepspeed_engine"
     assert item["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert item["validated"] == pytest.approx(plain["validated"], abs=2e-6)
@@ -93,12 +100,11 @@ def test_losses_equal_plain_lightning(results_of: Callable[[int], Told], name: s
     assert item.get("steps") == plain.get("steps")
 
 
-@pytest.mark.parametrize("ranks", _RANKS)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_lightning_tool_reads_the_files(results_of: Callable[[int], Told], stage: int, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), _rows(["files-2", "files-3"]))
+def test_lightning_tool_reads_the_files(results_of: Callable[..., Told], name: str, ranks: int) -> None:
     """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
     expected = _loaded(results_of(0)["resumed"]["folder"] / "half.ckpt")
-    actual = _loaded(results_of(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
+    actual = _loaded(results_of(ranks, name in _QUICK)[name]["folder"] / "whole.ckpt")
     for name, value in expected["state_dict"].items():
         torch.testing.assert_close(actual["state_dict"][name], value, atol=2e-6, rtol=1e-5)
     assert actual["global_step"] == expected["global_step"] == 2

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from tests.causal_models import build
+from tests.inference.greedy_reference import assert_greedy
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import load_packed_model
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels import packed_gemm
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.mapped_bytes import map_bytes
 from windlass.kernels.packed_linear import PackedLinear
@@ -119,3 +123,43 @@ def test_changed_bytes_are_used_and_kept(directory: Path) -> None:
     assert torch.equal(layer.unpack(), layer.format.unpack(other)), "the written pages were not dropped"
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(x), after)
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_holds_a_shared_embedding_once(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 16384, "max_position_embeddings": 64}
+    wide: Any = build("llama", tie_word_embeddings=True, **sizes).to(dtype)
+    wide.save_pretrained(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g128")
+    file = tmp_path / "packed" / "model.safetensors"
+    while_packed: list[int] = []
+    plain_take = packed_gemm.take_panels
+
+    def take(nbytes: int, fill: Any) -> torch.Tensor:
+        panels = plain_take(nbytes, fill)
+        while_packed.append(resident(file))
+        return panels
+
+    monkeypatch.setattr(packed_gemm, "take_panels", take)
+    options: dict[str, Any] = {"kv_cache_tokens": 256, "max_sequences": 4, "max_tokens_per_step": 128}
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, activations="float", **options) as llm:
+        runner = llm.engine.runner
+        assert while_packed and max(while_packed) < 0.05 * file.stat().st_size, "each part goes when it is packed"
+        prompts = torch.randperm(16384, generator=torch.Generator().manual_seed(0))[:120].view(4, 30).tolist()
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, logprobs=2))
+        held = runner._packed.nbytes + sum(p.nbytes for p in runner.model.parameters() if not p.is_meta)
+        assert held + resident(file) < 1.05 * file.stat().st_size
+        assert runner.program is not None and "aten.index.Tensor" in runner.program.operators
+    twin = load_packed_model(tmp_path / "packed")
+    for name, module in list(twin.named_modules()):
+        if isinstance(module, PackedLinear):
+            twin.set_submodule(name, module.to_linear(dtype))
+    if dtype == torch.float32:
+        assert_greedy(twin, outputs)
+    table = twin.get_input_embeddings().weight
+    with torch.no_grad():
+        ids = torch.tensor([[0, 16383, 77], [5, 15, 16]])
+        assert torch.equal(runner.model.get_input_embeddings()(ids), table[ids])

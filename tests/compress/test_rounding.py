@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress import post_training
-from windlass.compress.gptq import DAMPING, gptq_codes
+from windlass.compress.gptq import DAMPING, ColumnOrder, gptq_codes
 from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
 from windlass.compress.integer_grid import (
     CLIP_STEPS,
@@ -127,7 +127,7 @@ def test_gptq_equals_the_textbook_loop(name: str, ordered: bool) -> None:
     reference = hessian.clone()
     reference[5, 5] = 1.0
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if ordered else torch.arange(160)
-    grid, codes = gptq_codes(form, weight, hessian, activation_order=ordered)
+    grid, codes = gptq_codes(form, weight, ColumnOrder.of(hessian, activation_order=ordered))
     wanted_grid, wanted = textbook_gptq(form, weight, reference, order)
     assert torch.equal(grid.scale, wanted_grid.scale)
     assert float((codes != wanted).float().mean()) < 0.01, "codes differ only where float32 decides a tie"
@@ -138,7 +138,7 @@ def test_gptq_equals_the_textbook_loop(name: str, ordered: bool) -> None:
 def test_gptq_refuses_inputs_that_are_not_finite() -> None:
     hessian = torch.full((96, 96), float("nan"), dtype=torch.float64)
     with pytest.raises(ModelError, match="not finite"):
-        gptq_codes(get_weight_format("int4_g32"), matrix(), hessian)
+        ColumnOrder.of(hessian)
 
 
 def test_activation_aware_scales_equal_a_search_on_the_inputs() -> None:

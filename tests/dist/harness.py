@@ -50,7 +50,8 @@ class Job:
     function: Callable[..., Any]
     rank: int
     world: int
-    store: str
+    number: int  # of the pool's jobs
+    store_port: int
     port: int
     args: tuple[Any, ...]
     env: Mapping[str, str]
@@ -100,7 +101,7 @@ def _run(job: Job) -> Outcome:
             torch.manual_seed(0)
             dist.init_process_group(
                 job.backend,
-                init_method=f"file://{job.store}",
+                store=_store_of(job),
                 rank=job.rank,
                 world_size=job.world,
                 timeout=timedelta(seconds=job.timeout),
@@ -120,7 +121,32 @@ def _run(job: Job) -> Outcome:
     return outcome
 
 
-def _worker(connection: Connection, log: str, path: list[str]) -> None:
+# Connection of this process to the store of its pool, which the first worker serves. Waits for a key of a TCP store end
+# at once. A store in a file looks for it every 10 ms, which takes longer than most of a small job.
+_store: Any = None
+
+
+def _store_of(job: Job) -> Any:
+    """Return the part of the pool's store that this job has for itself."""
+    global _store
+    from torch.distributed import PrefixStore, TCPStore
+
+    if _store is None:
+        _store = TCPStore("127.0.0.1", job.store_port, is_master=False, wait_for_workers=False)
+    _store.set_timeout(timedelta(seconds=job.timeout))
+    return PrefixStore(f"job {job.number}", _store)
+
+
+def _serve_store() -> int:
+    """Serve the store of the pool from this process, and return its port."""
+    global _store
+    from torch.distributed import TCPStore
+
+    _store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return int(_store.port)
+
+
+def _worker(connection: Connection, log: str, path: list[str], serves: bool) -> None:
     """Serve jobs until the parent closes the pipe."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -132,10 +158,13 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     import torch
 
     import tests.dist.worker_imports  # noqa: F401  (there already where this was forked)
+    from windlass.watchdog.control_store import ControlStore
 
     torch.set_num_threads(1)
+    # A watchdog would end the process where a test's rank fails. Over a TCP store there would be one.
+    ControlStore.open = classmethod(lambda cls: None)  # type: ignore[assignment, method-assign]
     modules = 0
-    connection.send_bytes(pickle.dumps("ready"))
+    connection.send_bytes(pickle.dumps(_serve_store() if serves else 0))
     while True:
         try:
             request = connection.recv_bytes()
@@ -181,13 +210,14 @@ class Worker:
 
 
 class Pool:
-    """`size` processes that keep torch imported. Each job gets its own process group and rendezvous file."""
+    """`size` processes that keep torch imported. Each job gets its own process group and part of the store."""
 
     def __init__(self, size: int = POOL_SIZE) -> None:
         self.size = size
         self._workers: list[Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._count = 0
+        self._store_port = 0
 
     def run(
         self,
@@ -208,12 +238,12 @@ class Pool:
             raise ValueError(f"{world} ranks, and the pool has {self.size} processes")
         self._start()
         self._count += 1
-        store = os.path.join(self._folder.name, f"store-{self._count}")
         port = free_port()
         ranks = self._workers[:world]
         for rank, worker in enumerate(ranks):
             worker.read = worker.log.stat().st_size
-            job = Job(function, rank, world, store, port, args, dict(env or {}), timeout, backend)
+            place = rank, world, self._count, self._store_port, port
+            job = Job(function, *place, args, dict(env or {}), timeout, backend)
             worker.connection.send_bytes(pickle.dumps(job))
         try:
             outcomes, failed = self._collect(ranks, timeout)
@@ -283,7 +313,8 @@ class Pool:
                 ours, theirs = context.Pipe()
                 log = Path(self._folder.name) / f"worker-{index}-{self._count}.log"
                 log.touch()
-                process = context.Process(target=_worker, args=(theirs, str(log), list(sys.path)), daemon=True)
+                arguments = (theirs, str(log), list(sys.path), index == 0)
+                process = context.Process(target=_worker, args=arguments, daemon=True)
                 with _forked_from(index):
                     process.start()
                 theirs.close()
@@ -293,7 +324,7 @@ class Pool:
                 said = worker.output()
                 self.close()  # a late worker's ready message would be taken for a result of the next job
                 raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{said}")
-            worker.connection.recv_bytes()
+            self._store_port = pickle.loads(worker.connection.recv_bytes()) or self._store_port
 
     def close(self) -> None:
         """End the workers. The pool starts new ones at the next job."""
@@ -305,6 +336,7 @@ class Pool:
                 worker.process.kill()
                 worker.process.join()
         self._workers = []
+        self._store_port = 0
 
     def end(self) -> None:
         """End the workers for good and remove their logs."""

@@ -514,6 +514,13 @@ def late_for_the_barrier() -> None:
     comm.barrier()
 
 
+def on_time_for_the_barrier() -> None:
+    from windlass.compat import collectives as comm
+
+    comm.monitored_barrier(timeout=timedelta(seconds=20))
+
+
 def test_monitored_barrier_names_missing_ranks() -> None:
     with pytest.raises(RankError, match="missing after 1 s: rank 2"):
         run_ranks(late_for_the_barrier, 3, timeout=30)
+    run_ranks(on_time_for_the_barrier, 3, timeout=30)  # in the same processes

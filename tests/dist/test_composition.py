@@ -19,7 +19,7 @@ from tests.dist.equivalence_runs import FP32_BOUND, RankTrace, Setting, complain
 from tests.dist.harness import run_ranks
 from tests.models import ZOO, Batch, Checkpointed, LoraBlock, Specimen, lora, mlp, mse, rows
 from tests.oracle import Recipe, Trace
-from tests.pairwise import pairwise
+from tests.pairwise import covering_rows, pairwise
 from windlass.config import feature_matrix, load_config
 from windlass.config.feature_matrix import FEATURES
 from windlass.optim.optimizer_factory import build_optimizer
@@ -197,7 +197,18 @@ def first_losses(losses: list[list[float]]) -> Tensor:
 # --------------------------------------------------------------------------------------------------- the law
 
 
-@pytest.mark.parametrize("row", ROWS, ids=words)
+# Pairs of which `make test` trains each; other pairs are in few of its rows. The tests of one feature have these too:
+# tiers in test_offload and test_delayed_update, precisions in test_training_equivalence, checkpointing in
+# test_activations, groups in test_sharded_init and test_performance_options.
+_EVERY_PAIR = {"stage", "optimizer", "update"}
+_QUICK = covering_rows(ROWS, lambda a, b: {a, b} <= _EVERY_PAIR, lambda row: recipe_of(row).ranks)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if quick else pytest.mark.slow) for row, quick in zip(ROWS, _QUICK, strict=True)],
+    ids=words,
+)
 def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
     recipe, requested = recipe_of(row), expected(row)
     # A device with memory of its own makes the tiers differ. Copies complete as late as possible.

@@ -174,9 +174,10 @@ def engines(
 def hold(rows: list[tuple[str, str]], setting: Setting, ranks: int, stand_in: bool = False, env: Any = None) -> None:
     named = Setting(setting.stage, zero=setting.zero, config=(("comm", {"transport": setting.transport}),))
     everywhere = run_ranks(engines, ranks, rows, named, stand_in, env=env, timeout=180.0)
+    expected = [plain(row, ranks) for row in rows]
     for rank, of_rank in enumerate(everywhere):
-        for row, result in zip(rows, of_rank, strict=True):
-            error, where = relative_error(result, plain(row, ranks))
+        for row, result, wanted in zip(rows, of_rank, expected, strict=True):
+            error, where = relative_error(result, wanted)
             assert error < 1e-6, f"{row} under {setting}, rank {rank}: {where} off by {error:.1e}"
 
 
@@ -459,28 +460,27 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def edited(settings: list[Setting], precision: str) -> list[list[dict[str, Tensor]]]:
-    """Return parameters by setting and edit. Edits happen between backward and step, and after the step."""
+def edited(rows: list[tuple[Setting, str]], precision: str) -> list[dict[str, Tensor]]:
+    """Return parameters after each edit. Edits happen between backward and step, and after the step."""
     import windlass
 
     subject, rank, result = specimen("mlp"), dist.get_rank(), []
-    for setting in settings:
-        result.append([])
-        for edit in EDITS.values():
-            recipe = Recipe(precision=precision, optimizer_params=SGD, clipping=0.0)
-            engine = windlass.initialize(model=oracle.build(subject, 0), config=ds_config(recipe, setting))[0]
-            for step in range(2):
-                dtype = next(engine.module.parameters()).dtype
-                batch = {key: value.to(dtype) for key, value in subject.batch(Place(step, 0, rank)).items()}
-                engine.backward(engine(**batch))
-                if step == 0:
-                    with torch.no_grad():
-                        edit(engine.module)
-                engine.step()
-            with torch.no_grad():
-                edit(engine.module)
-            result[-1].append(whole_params(engine.module))
-            engine.destroy()
+    for setting, name in rows:
+        edit = EDITS[name]
+        recipe = Recipe(precision=precision, optimizer_params=SGD, clipping=0.0)
+        engine = windlass.initialize(model=oracle.build(subject, 0), config=ds_config(recipe, setting))[0]
+        for step in range(2):
+            dtype = next(engine.module.parameters()).dtype
+            batch = {key: value.to(dtype) for key, value in subject.batch(Place(step, 0, rank)).items()}
+            engine.backward(engine(**batch))
+            if step == 0:
+                with torch.no_grad():
+                    edit(engine.module)
+            engine.step()
+        with torch.no_grad():
+            edit(engine.module)
+        result.append(whole_params(engine.module))
+        engine.destroy()
     return result
 
 
@@ -501,21 +501,18 @@ def edited_plainly(edit: Callable[[nn.Module], Any], ranks: int) -> dict[str, Te
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_weight_edits_reach_separate_master_weights(tmp_path: Any) -> None:
-    settings = [
-        Setting(stage=0),
-        *(Setting(stage=s, zero=offload_to(tier, "none", tmp_path)) for s, tier in ((1, "cpu"), (2, "nvme"))),
-    ]
-    expected = [edited_plainly(edit, 2) for edit in EDITS.values()]
-    for of_rank in run_ranks(edited, 2, settings, "fp32", env=EMULATED, timeout=120.0):
-        for setting, of_setting in zip(settings, of_rank, strict=True):
-            for name, have, want in zip(EDITS, of_setting, expected, strict=True):
-                error, where = relative_error(have, want)
-                assert error < 1e-6, (name, setting, where, error)
-    for of_rank in run_ranks(edited, 2, [Setting(stage=0), Setting(stage=2)], "bf16", timeout=120.0):
-        for of_setting in of_rank:
-            for name, have, want in zip(EDITS, of_setting, expected, strict=True):
-                assert relative_error(have, want)[0] < 2e-2, name
+@in_shares
+def test_weight_edits_reach_separate_master_weights(every: bool, tmp_path: Any) -> None:
+    """In `make test` each setting has every second edit, and each edit is under settings of both precisions."""
+    cpu, nvme = (Setting(stage=s, zero=offload_to(t, "none", tmp_path)) for s, t in ((1, "cpu"), (2, "nvme")))
+    full, half = [Setting(stage=0), cpu, nvme], [Setting(stage=2), Setting(stage=0)]
+    expected = {name: edited_plainly(edit, 2) for name, edit in EDITS.items()}
+    for precision, settings, env, bound in (("fp32", full, EMULATED, 1e-6), ("bf16", half, None, 2e-2)):
+        rows = [(item, name) for n, item in enumerate(settings) for name in share(list(EDITS), n, 2, every)]
+        for of_rank in run_ranks(edited, 2, rows, precision, env=env, timeout=120.0):
+            for (setting, name), have in zip(rows, of_rank, strict=True):
+                error, where = relative_error(have, expected[name])
+                assert error < bound, (name, setting, precision, where, error)
 
 
 def edited_late(stage: int) -> str:

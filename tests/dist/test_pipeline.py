@@ -57,7 +57,7 @@ def _hold(name: str, ranks: int, settings: list[Setting]) -> list[list[Seen]]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @in_shares
 def test_every_schedule_and_number_of_micro_batches(ranks: int, every: bool) -> None:
-    _hold("row", ranks, _settings(ranks, tuple(share(range(1, 9), ranks, 2, every))))
+    _hold("row", ranks, _settings(ranks, tuple(share(range(1, 9), ranks, 3, every))))
 
 
 def _on_few_and_four(names: list[str], few: int, four: tuple[str, ...]) -> list[Any]:
@@ -77,7 +77,7 @@ TRANSFORMERS = ["llama", "llama tied", "llama checkpointed", "gpt2", "mixtral", 
 def test_any_nested_value_passes_between_layers(name: str, ranks: int, every: bool) -> None:
     on_four = [Setting("1f1b", 5), Setting("interleaved", 3, 2), Setting("zero-bubble", 6)]
     settings = on_four if ranks == 4 else _settings(3, (1, 4))
-    _hold(name, ranks, share(settings, list(NESTED).index(name), 2, every))
+    _hold(name, ranks, share(settings, list(NESTED).index(name), 3, every))
 
 
 @pytest.mark.parametrize(("name", "ranks"), _on_few_and_four(TRANSFORMERS, 2, ("llama tied", "mixtral")))
@@ -85,7 +85,7 @@ def test_any_nested_value_passes_between_layers(name: str, ranks: int, every: bo
 def test_transformers_models(name: str, ranks: int, every: bool) -> None:
     on_four = [Setting("1f1b", 5), Setting("interleaved", 5, 2), Setting("zero-bubble", 4)]
     settings = on_four if ranks == 4 else _settings(2, (1, 3))
-    _hold(name, ranks, share(settings, list(TRANSFORMERS).index(name), 2, every))
+    _hold(name, ranks, share(settings, list(TRANSFORMERS).index(name), 3, every))
 
 
 def _row_bytes(micros: int) -> int:

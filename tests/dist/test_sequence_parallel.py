@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -115,6 +116,14 @@ def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[
     return loss.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
+@cache
+def whole_loss_and_gradients(
+    name: str, changes: tuple[tuple[str, Any], ...], kind: str, length: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return those of one process, which this process computes once for all tests."""
+    return loss_and_gradients(build(name, **dict(changes)), batch(kind, length))
+
+
 def axis_of_all(name: str = "sp") -> Any:
     """Return an axis over all ranks."""
     from windlass.comm.mesh import build_mesh
@@ -136,7 +145,7 @@ def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
     axis = axis_of_all()
     for name, changes, kind, length in cases:
         given, case = batch(kind, length), f"{name} {changes} {kind} {length}"
-        wanted_loss, expected = loss_and_gradients(build(name, **changes), dict(given))
+        wanted_loss, expected = whole_loss_and_gradients(name, tuple(changes.items()), kind, length)
         model = build(name, **changes)
         apply_sequence_parallel(model, axis, **WAYS[way])
         loss, gradients = loss_and_gradients(model, dict(given))

@@ -26,7 +26,7 @@ import pytest
 from windlass.base.errors import WindlassError
 
 LONG = "WINDLASS_FUZZ_SECONDS" in os.environ
-SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "8"))
 # A short run has the same cases each time: findings of a long run must not fail an unrelated change.
 _SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from pathlib import Path
@@ -39,6 +40,30 @@ def tokens_of(outputs: Any) -> list[list[int]]:
     return [answer.token_ids for output in outputs for answer in output.outputs]
 
 
+def generate_all(speculative: dict[str, Any] | None, cache: int) -> tuple[Any, Any, Any]:
+    """Return greedy and sampled tokens, and statistics after the greedy requests and after all."""
+    model = model_of()
+    prompts = make_prompts(8, VOCABULARY, 30, shared=18)
+    sampled = [SamplingParams(seed=n, max_tokens=16, temperature=0.7, top_p=0.9, n=1 + n % 2) for n in range(8)]
+    longest = GREEDY.replace(max_tokens=None)
+    options = {"kv_cache_tokens": cache, "max_model_len": 80, "max_tokens_per_step": 24, "max_sequences": 6}
+    with LLM(model, check_at_load=False, speculative=speculative, **options) as llm:
+        greedy = llm.generate(prompts, GREEDY)
+        after_greedy = llm.stats()
+        tokens = tokens_of(greedy), tokens_of(llm.generate(prompts, sampled))
+        greedy += llm.generate(prompts[:2], longest)
+        stats = llm.stats()
+    assert_greedy(model, greedy)
+    assert stats.kv_cache_usage == 0
+    assert (stats.num_preemptions > 0) == (cache == 112)
+    return tokens, after_greedy, stats
+
+
+@functools.cache
+def tokens_without_drafts(cache: int) -> Any:
+    return generate_all(None, cache)[0]
+
+
 PROPOSERS = ("ngram", "same", "other", "short", "own cache")
 
 
@@ -52,23 +77,8 @@ PROPOSERS = ("ngram", "same", "other", "short", "own cache")
 )
 def test_drafts_change_no_token(name: str, cache: int) -> None:
     """Covers preemption in a small cache, shared prefixes, and answers up to the maximum length."""
-    model = model_of()
-    prompts = make_prompts(8, VOCABULARY, 30, shared=18)
-    sampled = [SamplingParams(seed=n, max_tokens=16, temperature=0.7, top_p=0.9, n=1 + n % 2) for n in range(8)]
-    longest = GREEDY.replace(max_tokens=None)
-    options = {"kv_cache_tokens": cache, "max_model_len": 80, "max_tokens_per_step": 24, "max_sequences": 6}
-    found = []
-    for speculative in (None, proposer(name)):
-        with LLM(model, check_at_load=False, speculative=speculative, **options) as llm:
-            greedy = llm.generate(prompts, GREEDY)
-            after_greedy = llm.stats()
-            found.append((tokens_of(greedy), tokens_of(llm.generate(prompts, sampled))))
-            greedy += llm.generate(prompts[:2], longest)
-            stats = llm.stats()
-        assert_greedy(model, greedy)
-        assert stats.kv_cache_usage == 0
-        assert (stats.num_preemptions > 0) == (cache == 112)
-    assert found[0] == found[1]
+    tokens, after_greedy, stats = generate_all(proposer(name), cache)
+    assert tokens == tokens_without_drafts(cache)
     assert stats.draft_tokens > 0
     if name == "same":
         assert after_greedy.accepted_draft_tokens > 0.9 * after_greedy.draft_tokens

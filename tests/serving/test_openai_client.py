@@ -9,14 +9,16 @@ import struct
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.harness import server_on_thread, wait_until
 from windlass.serving.server_settings import ApiKeys
+
+if TYPE_CHECKING:  # an import takes seconds, wherever tests are collected
+    import openai
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    import openai
+
     with (
         server_on_thread(engine, api_keys=ApiKeys(["secret"])) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as client,
@@ -93,6 +97,8 @@ def test_embeddings_in_both_encodings_are_equal(client: openai.OpenAI) -> None:
 
 
 def test_models_and_adapters(client: openai.OpenAI, engine: FakeEngine) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["m", "adapter"]
     assert client.models.retrieve("adapter").id == "adapter"
     assert client.completions.create(model="adapter", prompt="a", max_tokens=1).model == "adapter"
@@ -102,6 +108,8 @@ def test_models_and_adapters(client: openai.OpenAI, engine: FakeEngine) -> None:
 
 
 def test_errors_are_the_clients_own_types(client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="temperature") as found:
         client.completions.create(model="m", prompt="a", temperature=-1)
     assert found.value.param == "temperature" and found.value.type == "invalid_request_error"

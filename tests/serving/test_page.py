@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.headless_browser import DevTools, open_page
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.harness import WAIT_SECONDS, client_of, server_on_thread
 
@@ -36,10 +34,8 @@ def test_the_page_has_no_other_files_and_its_policy_covers_its_parts() -> None:
 @pytest.mark.parametrize("mode", ["text", "chat"])
 def test_a_browser_shows_the_answer_its_speed_and_the_cache(mode: str, tmp_path: Path) -> None:
     """Needs Chromium in PATH. A picture of the page lies in the folder of the test."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    assert browser is not None, "install chromium"
     with server_on_thread(FakeEngine(step_seconds=0.01)) as address:
-        found = asyncio.run(_use_page(browser, address, mode, tmp_path))
+        found = asyncio.run(_use_page(address, mode, tmp_path))
     expected = "hello" * 12 if mode == "text" else ("<user>hello<assistant>" * 3)[:60]
     assert found["answer"] == expected[:60] and found["error"] == ""
     assert found["count"] == "60" and float(found["speed"]) > 10 and found["first"].endswith(" ms")
@@ -47,60 +43,13 @@ def test_a_browser_shows_the_answer_its_speed_and_the_cache(mode: str, tmp_path:
     assert found["problems"] == []
 
 
-async def _use_page(browser: str, address: str, mode: str, folder: Path) -> dict[str, Any]:
+async def _use_page(address: str, mode: str, folder: Path) -> dict[str, Any]:
     """Type a prompt, send it, and return the texts of the page by the ids of their elements."""
-    import aiohttp
-
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1000,800"]
-    process = subprocess.Popen(
-        [browser, *options, f"--user-data-dir={folder}/profile", "about:blank"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        port_file = folder / "profile" / "DevToolsActivePort"
-        async with asyncio.timeout(WAIT_SECONDS), aiohttp.ClientSession() as session:
-            while not port_file.exists() or len(port_file.read_text().split()) < 2:
-                await asyncio.sleep(0.05)
-            port = port_file.read_text().split()[0]
-            targets = await (await session.get(f"http://127.0.0.1:{port}/json")).json()
-            url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
-            async with session.ws_connect(url, max_msg_size=0) as socket:
-                return await _drive(_DevTools(socket), address, mode, folder)
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
+    async with open_page(f"{address}/", folder, seconds=WAIT_SECONDS) as tools:
+        return await _drive(tools, mode, folder)
 
 
-class _DevTools:
-    """Connection to a page by Chrome's DevTools protocol."""
-
-    def __init__(self, socket: Any) -> None:
-        self._socket = socket
-        self._number = 0
-        self.problems: list[Any] = []
-
-    async def call(self, method: str, **parameters: Any) -> Any:
-        self._number += 1
-        await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
-        while True:
-            message = await self._socket.receive_json()
-            if message.get("id") == self._number:
-                assert "error" not in message, message
-                return message["result"]
-            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.problems.append(message["params"])
-
-    async def value(self, expression: str) -> Any:
-        return (await self.call("Runtime.evaluate", expression=expression))["result"].get("value")
-
-
-async def _drive(tools: _DevTools, address: str, mode: str, folder: Path) -> dict[str, Any]:
-    for domain in ("Page", "Runtime", "Log"):
-        await tools.call(f"{domain}.enable")
-    await tools.call("Page.navigate", url=f"{address}/")
+async def _drive(tools: DevTools, mode: str, folder: Path) -> dict[str, Any]:
     while await tools.value("document.querySelectorAll('#model option').length") != 1:
         await asyncio.sleep(0.05)
     await tools.value(f"at('mode').value = '{mode}'; at('tokens').value = 60")
@@ -110,8 +59,7 @@ async def _drive(tools: _DevTools, address: str, mode: str, folder: Path) -> dic
     while not await tools.value("!at('send').disabled && at('count').textContent === '60'"):
         await asyncio.sleep(0.05)
     await asyncio.sleep(1.1)  # the load is shown once a second
-    picture = await tools.call("Page.captureScreenshot", format="png")
-    (folder / "page.png").write_bytes(base64.b64decode(picture["data"]))
+    await tools.save_picture(folder / "page.png")
     names = ("answer", "error", "count", "speed", "first", "usage", "cached", "load")
     found: dict[str, Any] = {name: await tools.value(f"at('{name}').textContent") for name in names}
     return {**found, "problems": tools.problems}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,40 +20,53 @@ FOREIGN |= {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 OWN = ("self", "cls", "super()")
 
 
-def defined_names(tree: ast.Module) -> set[str]:
-    """Return the private names that a file defines or assigns, on modules, classes and objects."""
-    results: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            results.add(node.name)
-        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            results.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return {name for name in results if name[0] == "_" and name[:2] != "__"}
+@dataclass
+class PrivateNames:
+    """Private names of a file: those that it defines, and its uses on objects and in imports, with their line."""
+
+    defined: set[str] = field(default_factory=set)
+    on_objects: list[tuple[int, str, str]] = field(default_factory=list)  # line, name, expression
+    imported: list[tuple[int, str]] = field(default_factory=list)
 
 
-def uses(path: Path, tree: ast.Module, others: set[str]) -> list[str]:
-    """Return the private names `others` that a file uses on an object, and those that it imports."""
-    results = []
+def is_private(name: str) -> bool:
+    return name[0] == "_" and name[:2] != "__"
+
+
+def read_names(tree: ast.Module) -> PrivateNames:
+    """Read the private names of a file: on modules, classes and objects."""
+    names = PrivateNames()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in others and ast.unparse(node.value) not in OWN:
-            results.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Attribute):
+            if not is_private(node.attr):
+                continue
+            if isinstance(node.ctx, ast.Store):
+                names.defined.add(node.attr)
+            if ast.unparse(node.value) not in OWN:
+                names.on_objects.append((node.lineno, node.attr, ast.unparse(node)))
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.defined.add(node.id)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
-            names = [alias.name for alias in node.names if alias.name[0] == "_"]
-            results += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
-    return results
+            names.imported += [(node.lineno, alias.name) for alias in node.names if alias.name[0] == "_"]
+    names.defined = {name for name in names.defined if is_private(name)}
+    return names
 
 
 def test_private_names_of_other_files_are_not_used() -> None:
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
-    defined = {path: defined_names(tree) for path, tree in trees.items()}
-    times = Counter(name for names in defined.values() for name in names)
+    files = {path: read_names(ast.parse(path.read_text("utf-8"))) for path in FILES}
+    defined = set().union(*(names.defined for names in files.values())) - FOREIGN
     results = []
-    for path, tree in trees.items():
-        others = {name for name in times if times[name] > (name in defined[path])} - defined[path] - FOREIGN
-        results += uses(path, tree, others)
+    for path, names in files.items():
+        place = path.relative_to(ROOT)
+        for line, name, expression in names.on_objects:
+            if name in defined and name not in names.defined:
+                results.append(f"{place}:{line}: {expression}")
+        results += [f"{place}:{line}: {name}" for line, name in names.imported]
     assert results == []
 
 
 def test_each_form_of_a_definition_is_found() -> None:
     tree = ast.parse("_a = 1\nclass _B:\n    _c: int = 0\n    def _d(self): self._e = self._f = 1\n    __g = 1")
-    assert defined_names(tree) == {"_a", "_B", "_c", "_d", "_e", "_f"}
+    assert read_names(tree).defined == {"_a", "_B", "_c", "_d", "_e", "_f"}

@@ -14,6 +14,7 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 # bytes: malloc maps blocks from this size on separately, as it does before it adapts the threshold
 _MMAP_FROM_BYTES = 1 << 17
 _KEPT_BLOCK_BYTES = 1 << 30
+_ADAPTED_BYTES = 1 << 25  # the largest threshold that glibc's adaptation reaches
 _malloc_keeps_memory = False
 
 
@@ -61,6 +62,19 @@ def returning_freed_memory() -> Iterator[None]:
         yield
     finally:
         restore_kept_memory()
+
+
+@contextmanager
+def loading_without_gaps() -> Iterator[None]:
+    """Apply [Note: freed memory while building] to a model that is served afterwards.
+
+    Then steps get blocks of up to 32 MiB from malloc's heap, as with glibc's own adaptation.
+    """
+    return_freed_memory()
+    try:
+        yield
+    finally:
+        _set_malloc_thresholds(_KEPT_BLOCK_BYTES if _malloc_keeps_memory else _ADAPTED_BYTES)
 
 
 def _set_malloc_thresholds(nbytes: int) -> bool:

@@ -9,9 +9,19 @@ from rich.text import Text
 
 from windlass.base.text import escape_unprintable
 
+WIDTH_WITHOUT_TERMINAL = 170
+
 
 class PrintableConsole(Console):
-    """Console that escapes control characters in all strings, including those in tables."""
+    """Console that escapes control characters in all strings, including those in tables.
+
+    Where the output is no terminal, lines are up to 170 characters wide, because nothing there cuts them.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if not self.is_terminal and self._width is None:  # given neither by the caller nor by COLUMNS
+            self.width = WIDTH_WITHOUT_TERMINAL
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Convert a string for output. All `str` values pass through this method."""

@@ -11,7 +11,7 @@ import typer
 
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
-from windlass.cli.simulate_report import draw_timeline, fit_line, goodput_line, step_table, wait_table
+from windlass.cli.simulate_report import draw_timeline, fit_line, goodput_line, step_tables, wait_table
 from windlass.config import load_config
 from windlass.plan.planned_model import SHAPES, build_from_name, build_from_shape
 from windlass.simulate.cluster import Cluster
@@ -92,7 +92,8 @@ def simulate(
         ]
         typer.echo(json.dumps(rows if len(rows) > 1 else rows[0], indent=1))
     else:
-        console.print(step_table([(one, good) for one, _, _, good in found]))
+        for table in step_tables([(one, good) for one, _, _, good in found]):
+            console.print(table)
         last, work, place, good = found[-1]
         console.print(wait_table(last))
         for line in (fit_line(work, place), *([goodput_line(good)] if good else []), *last.notes):

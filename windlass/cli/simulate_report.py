@@ -18,6 +18,7 @@ from windlass.simulate.step_workload import StepWork
 
 _COMPUTE = "compute"
 _MOST_LANES = 60
+_RANK_COLUMNS = 4
 
 
 def format_time(seconds: float) -> str:
@@ -29,27 +30,36 @@ def format_time(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} us"
 
 
-def step_table(rows: list[tuple[StepPrediction, Goodput | None]]) -> Table:
-    """Return a table with a row for each number of ranks."""
+def step_tables(predictions: list[tuple[StepPrediction, Goodput | None]]) -> list[Table]:
+    """Return tables with a column for each number of ranks, as many in one table as a terminal of 80 columns shows."""
+    return [
+        _step_table(predictions[first : first + _RANK_COLUMNS]) for first in range(0, len(predictions), _RANK_COLUMNS)
+    ]
+
+
+def _step_table(predictions: list[tuple[StepPrediction, Goodput | None]]) -> Table:
     table = Table(title="one step", title_justify="left")
-    has_goodput = any(good is not None for _, good in rows)
-    columns = ["ranks", "tokens", "step", "tokens/s", "TFLOP/s", "MFU", "compute", "waits", "longest wait"]
-    for name in columns + (["goodput"] if has_goodput else []):
-        table.add_column(name, justify="left" if name == "longest wait" else "right")
-    for one, good in rows:
+    table.add_column("ranks")
+    rows: dict[str, list[str]] = {}
+    for one, good in predictions:
+        table.add_column(f"{one.world_size:,}", justify="right")
         longest = max(one.waits, key=lambda kind: one.waits[kind], default="")
-        cells = [
-            f"{one.world_size:,}",
-            f"{one.tokens:,}",
-            format_time(one.seconds),
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.flops_per_device / 1e12:,.3g}",
-            f"{one.mfu:.1%}",
-            f"{one.compute_seconds / one.seconds:.1%}",
-            f"{sum(one.waits.values()) / one.seconds:.1%}",
-            f"{longest} ({one.waits[longest] / one.seconds:.1%})" if longest else "",
-        ]
-        table.add_row(*cells, *([f"{good.goodput:.1%}" if good else ""] if has_goodput else []))
+        cells = {
+            "tokens": f"{one.tokens:,}",
+            "time": format_time(one.seconds),
+            "tokens/s": f"{one.tokens_per_second:,.0f}",
+            "TFLOP/s of a rank": f"{one.flops_per_device / 1e12:,.3g}",
+            "MFU": f"{one.mfu:.1%}",
+            "compute": f"{one.compute_seconds / one.seconds:.1%}",
+            "waits": f"{sum(one.waits.values()) / one.seconds:.1%}",
+            "longest wait": f"{longest} {one.waits[longest] / one.seconds:.1%}" if longest else "",
+        }
+        if good is not None:
+            cells["goodput"] = f"{good.goodput:.1%}"
+        for name, cell in cells.items():
+            rows.setdefault(name, []).append(cell)
+    for name, row in rows.items():
+        table.add_row(name, *row)
     return table
 
 

@@ -16,7 +16,6 @@ from windlass.launch.launch_command import launch_from_args
 from windlass.launch.launch_flags import copy_flags, parse_flags
 from windlass.launch.launcher_backends import is_installed
 from windlass.launch.plan_from_flags import DEFAULT_MASTER_PORT, count_ranks
-from windlass.tune.autotuning_command import flags_without_autotuning, run_autotuning
 
 _FLAGS = (
     *("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank", "launcher"),
@@ -59,9 +58,7 @@ def run(args: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if args is None else args)
     given = parse_args(words)
     if given.autotuning:
-        flags = flags_without_autotuning(words[: len(words) - len(given.words)])
-        launcher = [sys.executable, "-m", "windlass.compat.deepspeed_command", *flags]
-        if code := run_autotuning(given.autotuning, launcher, given.words, count_ranks(given)):
+        if code := _tune(given, words):
             sys.exit(code)
         return
     given.give_local_rank = not given.no_local_rank
@@ -77,6 +74,15 @@ def run(args: Sequence[str] | None = None) -> None:
     code = launch_from_args(given, command_name="deepspeed")
     if code:
         sys.exit(code)
+
+
+def _tune(given: argparse.Namespace, words: list[str]) -> int:
+    # The search needs the configuration's schema, which takes longer to import than the launcher.
+    from windlass.tune.autotuning_command import flags_without_autotuning, run_autotuning
+
+    flags = flags_without_autotuning(words[: len(words) - len(given.words)])
+    launcher = [sys.executable, "-m", "windlass.compat.deepspeed_command", *flags]
+    return run_autotuning(given.autotuning, launcher, given.words, count_ranks(given))
 
 
 @exit_quietly_on_broken_pipe()

@@ -28,6 +28,7 @@ from windlass.compat.full_state_dicts import FullStateDicts
 from windlass.compat.gradient_unscaling import GradientUnscaling
 from windlass.compat.loss_scaler_view import LossScalerView, scale_of
 from windlass.compat.not_built import NotBuiltError
+from windlass.compat.optimized_linear import LoRAOptimizedLinear
 from windlass.compat.optimizer_classes import KIND_ATTRIBUTE as KIND
 from windlass.compat.optimizer_classes import optimizer_kind_of, pass_for_basic
 from windlass.compat.optimizer_group_views import (
@@ -114,7 +115,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     warn_unscaled_loss = True
     dont_change_device = False
     first_dataloader_check = False
-    optimized_linear_lora_enabled = False
     optimized_linear_base_weight_sharding = False
     save_non_zero_checkpoint = save_zero_checkpoint = True  # every rank writes its part
     # None for features that are not implemented or not in use.
@@ -439,6 +439,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         if norm is not None and math.isnan(norm):
             norm = math.inf
         return norm if norm is None or not self.zero_optimization() else torch.tensor(norm, device=self.device)
+
+    @property
+    def optimized_linear_lora_enabled(self) -> bool:
+        """True if the model has layers of `deepspeed.linear` with adapters."""
+        return any(isinstance(module, LoRAOptimizedLinear) for module in self.module.modules())
 
     @property
     def monitor(self) -> Any:

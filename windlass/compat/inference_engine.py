@@ -11,6 +11,8 @@ from torch import nn
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError
+from windlass.compress.weight_quantization import is_requested, quantize_weights
+from windlass.config.compression_section import WeightQuantization
 from windlass.config.config_refusals import find_section_refusals
 from windlass.config.config_source import read_source
 from windlass.config.inference_section import InitInference
@@ -30,6 +32,15 @@ class InferenceEngine(InferenceModel):
 
     def __init__(self, model: nn.Module, config: InitInference) -> None:
         self._config = config
+        wanted = config.quant.weight
+        section = WeightQuantization(
+            enabled=wanted.enabled,
+            quantized_initialization=wanted.quantized_initialization,
+            post_init_quant=wanted.post_init_quant,
+        )
+        if is_requested(section) and _tp_size(config) * _ep_size(config) > 1:
+            raise ConfigError("init_inference: quant.weight packs weights, which tp and ep do not shard; set both to 1")
+        quantize_weights(model, section)
         dtype, weights = _parse_dtype(config.dtype)
         options: dict[str, Any] = {"weights": weights} if weights else {}
         if "max_tokens" in config.model_fields_set and hasattr(model, "config"):

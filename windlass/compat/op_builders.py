@@ -144,6 +144,13 @@ class QuantizerBuilder(OpBuilder):
     TARGET_MODULE = "windlass.compat.group_quantizer"
 
 
+class FPQuantizerBuilder(OpBuilder):
+    """Builder of quantization to floats of few bits."""
+
+    NAME = "fp_quantizer"
+    TARGET_MODULE = "windlass.compat.fp_quantizer"
+
+
 class UtilsBuilder(OpBuilder):
     """Builder of functions that flatten tensors."""
 
@@ -178,7 +185,6 @@ _UNAVAILABLE_BUILDERS = {
         "spatial_inference",
         "diffusion models have no layers to replace: use the model itself",
     ),
-    "FPQuantizerBuilder": ("fp_quantizer", "quantisation is not built yet: use torchao"),
     "RandomLTDBuilder": ("random_ltd", "random layer-token dropping is not built: train on all tokens"),
     "EvoformerAttnBuilder": ("evoformer_attn", "use torch.nn.functional.scaled_dot_product_attention with a bias"),
     "FlashAttentionBuilder": ("flash_attn", "use torch.nn.functional.scaled_dot_product_attention"),
@@ -207,6 +213,7 @@ _AVAILABLE_BUILDERS: tuple[type[OpBuilder], ...] = (
     CPUAdagradBuilder,
     CPUAdamBuilder,
     CPULionBuilder,
+    FPQuantizerBuilder,
     FusedAdamBuilder,
     NotImplementedBuilder,
     PinMemoryBuilder,

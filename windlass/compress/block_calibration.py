@@ -17,6 +17,7 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import ModelDirectory, build_empty
 
 ReadTensor = Callable[[str], Tensor]
+_COLUMNS = 256  # of a block of a symmetric product
 
 
 class _Stopped(Exception):  # noqa: N818  ends a forward, and is no error
@@ -46,7 +47,7 @@ class InputStatistics:
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of one call. Each call's products are summed in float32, and calls in float64."""
         rows = inputs.reshape(-1, inputs.shape[-1]).float()
-        self.hessian += rows.t() @ rows
+        self.hessian += symmetric_product(rows)
         self.largest = torch.maximum(self.largest, rows.abs().amax(0))
         self.total = self.total + rows.abs().sum(0, dtype=torch.float64)
         self.rows += len(rows)
@@ -64,6 +65,17 @@ class InputStatistics:
     def mean(self) -> Tensor:
         """Mean magnitude of each feature."""
         return (self.total / max(self.rows, 1)).float()
+
+
+def symmetric_product(rows: Tensor) -> Tensor:
+    """Return `rows^T rows`, with the products of each pair of column blocks computed once."""
+    features = rows.shape[1]
+    product = rows.new_empty(features, features)
+    for start in range(0, features, _COLUMNS):
+        stop = min(start + _COLUMNS, features)
+        torch.mm(rows[:, start:stop].t(), rows[:, start:], out=product[start:stop, start:])
+        product[stop:, start:stop] = product[start:stop, stop:].t()
+    return product
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,35 @@ DAMPING = 0.01  # of the mean of the diagonal, added to it
 _BLOCK = 128  # columns whose errors reach the later columns in one product
 
 
-def gptq_codes(
-    form: WeightFormat, weight: Tensor, hessian: Tensor, *, activation_order: bool = True, damping: float = DAMPING
-) -> tuple[IntegerGrid, Tensor]:
+@dataclass(frozen=True)
+class ColumnOrder:
+    """Order in which the columns of matrices with one input are rounded, and the factor that compensates their errors.
+
+    Attributes:
+        diagonal: of the Hessian.
+        order: columns, the first ones rounded first.
+        factor: of the inverse Hessian in this order; see `inverse_factor`.
+    """
+
+    diagonal: Tensor
+    order: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, *, activation_order: bool = True, damping: float = DAMPING) -> ColumnOrder:
+        """Return the order of a sum of `x x^T` over all inputs, `[columns, columns]`.
+
+        Args:
+            activation_order: the columns with the largest inputs first.
+        """
+        diagonal = hessian.diagonal().clamp(min=0)
+        order = torch.arange(len(diagonal))
+        if activation_order:
+            order = torch.argsort(diagonal, descending=True, stable=True)
+        return cls(diagonal.to(torch.float32), order, inverse_factor(hessian[order][:, order], damping))
+
+
+def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tuple[IntegerGrid, Tensor]:
     """Return a grid and the codes of a matrix, by Frantar et al. 2022 (https://arxiv.org/abs/2210.17323).
 
     The grid is fixed before, with the searched clip, so that columns in any order keep their groups and the file needs
@@ -23,36 +51,33 @@ def gptq_codes(
 
     Args:
         weight: float32 `[rows, columns]`.
-        hessian: sum of `x x^T` over all inputs, `[columns, columns]`. A column whose inputs are all zero is rounded to
-            nearest.
-        activation_order: round the columns with the largest inputs first.
+        columns: of the layer's inputs. A column whose inputs are all zero is rounded to nearest.
 
     Returns:
         The grid, and float32 codes `[rows, columns]`.
     """
-    columns = weight.shape[1]
-    diagonal = hessian.diagonal().clamp(min=0)
-    grid = clipped_grid(form, weight, diagonal.to(torch.float32))
-    order = torch.arange(columns)
-    if activation_order:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    factor = inverse_factor(hessian[order][:, order], damping)
-    scale, zero = grid.spread(grid.scale, columns)[:, order], grid.spread(grid.zero, columns)[:, order]
-    open_weight = weight[:, order].clone()
-    codes = torch.empty_like(open_weight)
-    for start in range(0, columns, _BLOCK):
-        stop = min(start + _BLOCK, columns)
-        block, errors = open_weight[:, start:stop], weight.new_empty(len(weight), stop - start)
+    count, order, factor = weight.shape[1], columns.order, columns.factor
+    grid = clipped_grid(form, weight, columns.diagonal)
+    # transposed, so that a column is contiguous
+    scale = grid.spread(grid.scale, count).t()[order]
+    zero = grid.spread(grid.zero, count).t()[order]
+    left = weight.t()[order]
+    codes = torch.empty_like(left)
+    diagonal = factor.diagonal().tolist()
+    for start in range(0, count, _BLOCK):
+        stop = min(start + _BLOCK, count)
+        block, errors = left[start:stop], left.new_empty(stop - start, len(weight))
         for place in range(stop - start):
             column = start + place
-            here = grid.column_codes(block[:, place], scale[:, column], zero[:, column])
-            value = (here - zero[:, column]) * scale[:, column]
-            error = (block[:, place] - value) / factor[column, column]
-            block[:, place + 1 :] -= error[:, None] * factor[column, column + 1 : stop]
-            codes[:, column], errors[:, place] = here, error
-        open_weight[:, stop:] -= errors @ factor[start:stop, stop:]
-    straight = torch.empty_like(codes)
-    straight[:, order] = codes
+            here = grid.column_codes(block[place], scale[column], zero[column])
+            torch.sub(here, zero[column], out=errors[place])
+            torch.addcmul(block[place], errors[place], scale[column], value=-1, out=errors[place])
+            errors[place] /= diagonal[column]
+            block[place + 1 :].addr_(factor[column, column + 1 : stop], errors[place], alpha=-1)
+            codes[column] = here
+        left[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+    straight = torch.empty_like(weight)
+    straight[:, order] = codes.t()
     return grid, straight
 
 

@@ -16,6 +16,7 @@ from windlass.compress.integer_grid import plain_grid
 from windlass.kernels.weight_format import WeightFormat
 
 _AWQ_STEPS = 20
+_COMPARED_ROWS = 256  # of a matrix, about, by which scales are compared
 _LEAST = 1e-4  # of a scale
 
 
@@ -39,7 +40,7 @@ def activation_aware_scales(
     https://arxiv.org/abs/2306.00978).
 
     `s = mean|x| ** a`, with the `a` of 20 in [0, 1) whose rounded layers have the least output error, see [Note: layer
-    error].
+    error]. Of large matrices every so many rows are compared.
 
     Args:
         mean: mean magnitude of each input feature.
@@ -47,18 +48,20 @@ def activation_aware_scales(
         hessian: sum of `x x^T`.
 
     Returns:
-        The scales, and the output errors without and with them.
+        The scales, and the output errors of these rows without and with them.
     """
-    best = torch.ones_like(mean)
+    best, narrow = torch.ones_like(mean), hessian.float()
+    # the scales do not depend on rows, so that some of them show which are best
+    parts = [weight[:: max(len(weight) // _COMPARED_ROWS, 1)] for weight in weights]
     first = least = float("inf")
     for step in range(_AWQ_STEPS):
         scales = mean.clamp(min=_LEAST).pow(step / _AWQ_STEPS)
         scales = (scales / (scales.max() * scales.min()).sqrt()).clamp(min=_LEAST)
         error = 0.0
-        for weight, form in zip(weights, forms, strict=True):
-            scaled = weight * scales
+        for part, form in zip(parts, forms, strict=True):
+            scaled = part * scales
             grid = plain_grid(form, scaled)
-            error += output_error(grid.values(grid.codes(scaled)) / scales - weight, hessian)
+            error += output_error(grid.values(grid.codes(scaled)) / scales - part, narrow)
         if step == 0:
             first = error
         if error < least:

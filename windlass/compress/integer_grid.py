@@ -6,7 +6,7 @@ of `x x^T` over the inputs of the calibration text. Its diagonal alone is the im
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, Weigh
 
 CLIP_STEPS = 26  # candidates of the searched range, from the whole one down
 _LEAST_CLIP = 0.5
+_CACHED_NUMEL = 1 << 16  # weights that a search reads again and again
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,16 @@ def clipped_grid(
             [Note: layer error].
         stride: try every so many candidates.
     """
+    parts = [
+        _clipped_part(form, rows, importance, stride)
+        for rows in weight.split(max(_CACHED_NUMEL // max(weight.shape[1], 1), 1))
+    ]
+    scale, zero = torch.cat([one.scale for one in parts]), torch.cat([one.zero for one in parts])
+    return replace(parts[0], scale=scale, zero=zero)
+
+
+def _clipped_part(form: WeightFormat, weight: Tensor, importance: Tensor | None, stride: int) -> IntegerGrid:
+    """Return `clipped_grid` of some rows, which stay in the cache during the search."""
     ranges = _Ranges(form, weight)
     memory = torch.empty_like(ranges.groups)
     if importance is not None:

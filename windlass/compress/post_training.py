@@ -16,7 +16,7 @@ from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics, LayerGroup
-from windlass.compress.gptq import gptq_codes
+from windlass.compress.gptq import ColumnOrder, gptq_codes
 from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid, half_quadratic_grid, is_integer_format
 from windlass.compress.model_directory import ModelDirectory
@@ -98,6 +98,7 @@ class PostTraining:
     trust_remote_code: bool = False
     group: RankGroup | None = None
     results: list[LayerResult] = field(default_factory=list)
+    _ordered: tuple[InputStatistics, ColumnOrder] | None = field(init=False, default=None)
 
     def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
         done = 0
@@ -179,7 +180,7 @@ class PostTraining:
             packed = form.pack(weight)
             values = form.unpack(packed).float()
         elif self.options.method == "gptq":
-            grid, codes = gptq_codes(form, weight, statistics.hessian, activation_order=self.options.activation_order)
+            grid, codes = gptq_codes(form, weight, self._column_order(statistics))
             packed, values = grid.pack(codes), grid.values(codes)
         else:
             grid = self._grid(form, weight, statistics.hessian.diagonal().float())
@@ -190,6 +191,13 @@ class PostTraining:
         self.results.append(LayerResult(layer, form.name, error / scale if scale else 0.0))
         linear.weight = nn.Parameter(values.float(), requires_grad=False)
         return packed
+
+    def _column_order(self, statistics: InputStatistics) -> ColumnOrder:
+        """Return the order of columns for an input, which is computed once for all layers with it."""
+        if self._ordered is None or self._ordered[0] is not statistics:
+            order = ColumnOrder.of(statistics.hessian, activation_order=self.options.activation_order)
+            self._ordered = statistics, order
+        return self._ordered[1]
 
     def _round_alone(self, layer: str, weight: Tensor, form: WeightFormat) -> PackedWeight:
         """Pack a layer without its inputs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from windlass.config.config_section import ConfigSection, Count, Float, Int, Names, Positive
-from windlass.config.key_status import accepted, honoured, refused
+from windlass.config.key_status import accepted, honoured
 
 
 class LayerReduction(ConfigSection):
@@ -209,22 +209,33 @@ class CompressionTraining(ConfigSection):
     """Masks of channels of convolutions."""
 
 
+class ModuleQuantization(ConfigSection):
+    """Format of the packed weights of some modules."""
+
+    num_bits: Literal[2, 3, 4, 6, 8] | None = honoured(None)
+    """Bits of a weight; 4 and 8 in DeepSpeed. Without it nothing is packed."""
+    group_size: Positive = honoured(64)
+    """Successive weights with one scale."""
+    group_dim: Literal[0, 1] = honoured(1)
+    """Dimension along which they follow one another: 0, output features, or 1, input features."""
+    symmetric: bool = honoured(False)
+    """False: integers between minimum and maximum of a group, as in DeepSpeed. True: windlass's `int` formats, around
+    zero, which native kernels multiply."""
+
+
 class WeightQuantization(ConfigSection):
-    """Quantized weights for inference."""
+    """Packed, frozen weights of linear layers and embeddings."""
 
-    refusal = "not yet built: quantized weights; delete the section"
-
-    enabled: bool = refused(True, "")
-    num_bits: Positive = refused(8, "")
-    q_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
-    q_groups: Positive = refused(1, "")
-    quantized_initialization: dict[str, Any] = refused(dict, "")
-    post_init_quant: dict[str, Any] = refused(dict, "")
-
-    def requested_key(self) -> str | None:
-        if self.enabled and self.quantized_initialization:
-            return "quantized_initialization"
-        return "post_init_quant" if self.enabled and self.post_init_quant else None
+    enabled: bool = honoured(True)
+    """False: the keys below have no effect."""
+    num_bits: Positive = accepted(8, "DeepSpeed reads it nowhere; the keys of the two sections below do it")
+    q_type: Literal["symmetric", "asymmetric"] = accepted("symmetric", "as `num_bits`")
+    q_groups: Positive = accepted(1, "as `num_bits`")
+    quantized_initialization: ModuleQuantization = honoured(ModuleQuantization)
+    """Of all linear layers and embeddings, packed while `zero.Init` or `windlass.from_pretrained` builds the model, the
+    rest in `initialize`."""
+    post_init_quant: dict[str, ModuleQuantization] = honoured(dict)
+    """Of the modules whose names contain a key, packed in `initialize` and `init_inference`."""
 
 
 class Eigenvalue(ConfigSection):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from windlass.config.compression_section import ModuleQuantization
 from windlass.config.config_section import ConfigSection, Count, Int, Positive
 from windlass.config.key_status import accepted, honoured, refused
 
@@ -63,8 +64,10 @@ class ActivationQuant(ConfigSection):
 class WeightQuant(ActivationQuant):
     """Quantized weights of an inference engine."""
 
-    quantized_initialization: dict[str, Any] = refused(dict, _QUANT)
-    post_init_quant: dict[str, Any] = refused(dict, _QUANT)
+    quantized_initialization: ModuleQuantization = honoured(ModuleQuantization)
+    """Format of all linear layers and embeddings; see `weight_quantization` of the training configuration."""
+    post_init_quant: dict[str, ModuleQuantization] = honoured(dict)
+    """Format of the modules whose names contain a key."""
 
 
 class QkvQuant(ConfigSection):
@@ -77,7 +80,8 @@ class InferenceQuant(ConfigSection):
     """Quantization of an inference engine."""
 
     activation: ActivationQuant = accepted(ActivationQuant, "see its keys")
-    weight: WeightQuant = accepted(WeightQuant, "see its keys")
+    weight: WeightQuant = honoured(WeightQuant)
+    """Quantized weights."""
     qkv: QkvQuant = accepted(QkvQuant, "see its keys")
 
 
@@ -117,7 +121,8 @@ class InitInference(ConfigSection):
     moe: bool | InferenceMoe = honoured(InferenceMoe)
     """Experts; true or false: sharded or not."""
     keep_module_on_host: bool = refused(False, "the module is computed where it is; move it before, or delete the key")
-    quant: InferenceQuant = accepted(InferenceQuant, "see its keys")
+    quant: InferenceQuant = honoured(InferenceQuant)
+    """Quantization."""
     checkpoint: str | dict[str, Any] | None = refused(None, _CHECKPOINT)
     base_dir: str = refused("", _CHECKPOINT)
     set_empty_params: bool = refused(False, "parameters without values cannot be served; load the model first")

@@ -186,7 +186,8 @@ class Config(ConfigSection):
     compile: CompileConfig = refused(CompileConfig, "")
     hybrid_engine: HybridEngine = honoured(HybridEngine)
     """Generation during training."""
-    weight_quantization: WeightQuantization = refused(WeightQuantization, "")
+    weight_quantization: WeightQuantization = honoured(WeightQuantization)
+    """Packed, frozen weights."""
     compression_training: CompressionTraining = refused(CompressionTraining, "")
     distillation: DistillationConfig = honoured(DistillationConfig, windlass_only=True)
     """Training against the outputs of a teacher."""

@@ -12,6 +12,7 @@ from torch import nn
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
+from windlass.base.malloc_thresholds import loading_without_gaps
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.lora import LoraAdapters
@@ -91,7 +92,8 @@ def make_rank_engine(
     """
     if ranks is None and options.num_ranks > 1:
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
-    with nullcontext() if ranks is None else ranks.guard():
+    loading = nullcontext() if isinstance(model, nn.Module) else loading_without_gaps()
+    with nullcontext() if ranks is None else ranks.guard(), loading:
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 
 

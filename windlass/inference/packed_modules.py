@@ -19,7 +19,7 @@ from windlass.base.log import logger
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.mapped_bytes import drop_pages
+from windlass.kernels.mapped_bytes import drop_pages, find_pages
 from windlass.kernels.packed_gemm import (
     PackedPanels,
     can_quantize_inputs,
@@ -27,6 +27,7 @@ from windlass.kernels.packed_gemm import (
     pack_panels,
     pack_weight,
     packed_linear,
+    panel_rows,
 )
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.panel_memory import share_parameters
@@ -34,6 +35,7 @@ from windlass.kernels.weight_format import WeightFormat, get_weight_format
 from windlass.parallel.placement import get_placement, has_placement, set_placement
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
+_ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(eq=False)
@@ -92,17 +94,35 @@ def _bind_later(group: LinearGroup, place: int) -> Callable[[torch.Tensor], torc
     return later
 
 
+@dataclass(eq=False)
+class PanelTable:
+    """Embedding that shares its weight with a packed layer, and looks up the rows of the panels."""
+
+    module: nn.Module
+    panels: torch.Tensor
+    dtype: torch.dtype
+    features: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of token ids."""
+        return panel_rows(self.panels, input, self.dtype, self.features)
+
+
 class PackedModules:
     """Packed weights of all linear layers of a model.
 
     Args:
         groups: all layers that are replaced.
         permanent: the layers stay replaced. Otherwise the model is as it was outside of `active`.
+        tables: embeddings that look up rows of a packed weight.
     """
 
-    def __init__(self, groups: Sequence[LinearGroup], *, permanent: bool = False) -> None:
+    def __init__(
+        self, groups: Sequence[LinearGroup], *, permanent: bool = False, tables: Sequence[PanelTable] = ()
+    ) -> None:
         self.groups, self._permanent = list(groups), permanent
         self._forwards = [pair for group in self.groups for pair in zip(group.modules, group.forwards(), strict=True)]
+        self._forwards += [(table.module, table.forward) for table in tables]
         if permanent:
             self._replace()
         logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
@@ -161,17 +181,38 @@ def pack_modules(
             replaced.
     """
     groups = []
+    tables: list[PanelTable] = []
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.free_panels()  # of an earlier forward, so that the probe keeps none
-    for modules in find_groups(model, probe):
-        groups.append(pack_group(modules, weight_format, activations))
+    found = find_groups(model, probe)
+    for parameter in model.parameters():
+        drop_pages(parameter)  # that the probe has read
+    for modules in found:
+        group = pack_group(modules, weight_format, activations)
+        groups.append(group)
         if frees_weights:
+            tables += _share_panels(model, group)
             free_weights(modules)
-    packed = PackedModules(groups, permanent=frees_weights)
+    packed = PackedModules(groups, permanent=frees_weights, tables=tables)
     if frees_weights:
         share_parameters(model.parameters())
     return packed
+
+
+def _share_panels(model: nn.Module, group: LinearGroup) -> list[PanelTable]:
+    """Let embeddings that share the mapped weight of a layer look up its panels, and free their weight.
+
+    The rows of a mapped file that are looked up would be in memory beside the panels, sixteen pages for each.
+    """
+    weight, panels = group.modules[0]._parameters.get("weight"), group.panels.row_panels()
+    if len(group.modules) > 1 or panels is None or weight is None or find_pages(weight) is None:
+        return []
+    users = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is weight]
+    if weight.dtype != _ROW_DTYPES[group.panels.format.name] or any(one.max_norm is not None for one in users):
+        return []
+    free_weights(users)
+    return [PanelTable(module, panels, weight.dtype, group.panels.in_features) for module in users]
 
 
 def free_weights(modules: Sequence[nn.Module]) -> None:
@@ -200,7 +241,8 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         weights = [_matrix(module) for module in modules]
         form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-        panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations))
+        pages = find_pages(modules[0].get_parameter("weight")) if len(modules) == 1 else None
+        panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations), pages=pages)
         for module in modules:
             drop_pages(module.get_parameter("weight"))  # of a head that shares the embedding
     return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)

@@ -119,6 +119,15 @@ class CodedWeightFormat:
         columns = int(packed["weight_shape"][1])
         return self._rows(self._row_tensors(packed), torch.float32, columns)
 
+    def unpack_rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Return some rows of the matrix in float32.
+
+        Args:
+            index: int64 `[rows]`.
+        """
+        rows = [tensor[index] for tensor in self._row_tensors(packed)]
+        return self._rows(rows, torch.float32, int(packed["weight_shape"][1]))
+
     def linear(
         self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
     ) -> torch.Tensor:

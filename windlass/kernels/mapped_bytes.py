@@ -34,29 +34,35 @@ class MappedBytes:
         self._memory = weakref.ref(memory)
         self.address, self._pages = address, -(-len(memory) // _PAGE)
 
-    def drop(self) -> bool:
+    def drop(self, begin: int = 0, end: int | None = None) -> bool:
         """Drop the pages from this process, unless one was written to, or the system does not report it. Return True if
-        they were dropped."""
-        memory = self._memory()
-        if memory is None or self._is_written():
+        they were dropped.
+
+        Args:
+            begin, end: range of the tensor's bytes whose pages are dropped; by default all.
+        """
+        memory, skipped = self._memory(), self.address % _PAGE
+        first = (skipped + begin) // _PAGE
+        last = self._pages if end is None else min(-(-(skipped + end) // _PAGE), self._pages)
+        if memory is None or last <= first or self._is_written(first, last):
             return False
-        memory.madvise(mmap.MADV_DONTNEED)
+        memory.madvise(mmap.MADV_DONTNEED, first * _PAGE, min(last * _PAGE, len(memory)) - first * _PAGE)
         return True
 
-    def _is_written(self) -> bool:
+    def _is_written(self, first: int, last: int) -> bool:
         try:
             file = os.open("/proc/self/pagemap", os.O_RDONLY)
         except OSError:
             return True
         try:
-            found = os.pread(file, 8 * self._pages, 8 * (self.address // _PAGE))
+            found = os.pread(file, 8 * (last - first), 8 * (self.address // _PAGE + first))
         except OSError:
             return True
         finally:
             os.close(file)
         flags = np.frombuffer(found, dtype=np.uint64)
         held = (flags & (_PRESENT | _SWAPPED)) != 0
-        return len(flags) != self._pages or bool((held & ((flags & _OF_FILE) == 0)).any())
+        return len(flags) != last - first or bool((held & ((flags & _OF_FILE) == 0)).any())
 
 
 def set_pages(tensor: torch.Tensor, pages: MappedBytes) -> None:
@@ -64,10 +70,16 @@ def set_pages(tensor: torch.Tensor, pages: MappedBytes) -> None:
     tensor.__dict__[_PAGES] = pages
 
 
+def find_pages(tensor: torch.Tensor) -> MappedBytes | None:
+    """Return the mapping of a parameter, if it is still the range of a file that it was loaded from."""
+    pages = tensor.__dict__.get(_PAGES)
+    return pages if isinstance(pages, MappedBytes) and pages.address == tensor.data_ptr() else None
+
+
 def drop_pages(tensor: torch.Tensor) -> None:
     """Drop the pages of a parameter, if it is still the range of a file that it was loaded from."""
-    pages = tensor.__dict__.get(_PAGES)
-    if isinstance(pages, MappedBytes) and pages.address == tensor.data_ptr():
+    pages = find_pages(tensor)
+    if pages is not None:
         pages.drop()
 
 

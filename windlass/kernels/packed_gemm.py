@@ -22,8 +22,10 @@ import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
 from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.grouped_formats import GroupedWeightFormat
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.low_bit_panels import LowBitFormat, LowBitPanels, has_native_codes
+from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.packed_tensors import check_matrix
 from windlass.kernels.panel_memory import take_panels
 from windlass.kernels.reference.quantized_input import quantize_groups
@@ -33,6 +35,8 @@ from windlass.kernels.weight_format import PackedWeight as FormatTensors
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 # Weight formats that native code multiplies. Others take the format's own product.
 _PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
+_PANEL = 16  # outputs
+_PART_BYTES = 4 << 20  # of a mapped weight that are in memory beside the panels
 
 
 class PackedPanels:
@@ -45,7 +49,12 @@ class PackedPanels:
     """
 
     def __init__(
-        self, weight_format: WeightFormat, tensors: FormatTensors, path: InferencePath, quantize_inputs: bool
+        self,
+        weight_format: WeightFormat,
+        tensors: FormatTensors,
+        path: InferencePath,
+        quantize_inputs: bool,
+        pages: MappedBytes | None = None,
     ) -> None:
         if quantize_inputs and not can_quantize_inputs(weight_format):
             raise WeightFormatError(
@@ -64,7 +73,7 @@ class PackedPanels:
             assert isinstance(weight_format, LowBitFormat)
             self._low_bit = LowBitPanels(weight_format, tensors, self.out_features, self.in_features)
         else:
-            self._tensors = self._pack(tensors) if native else tensors
+            self._tensors = self._pack(tensors, pages) if native else tensors
 
     @property
     def path(self) -> str:
@@ -83,15 +92,35 @@ class PackedPanels:
         """The packed tensors by name: panels and scales, or those of the format where it multiplies itself."""
         return self._tensors
 
-    def _pack(self, tensors: FormatTensors) -> FormatTensors:
-        """Return the tensors with the weight in panels; see [Note: panels]."""
+    def row_panels(self) -> torch.Tensor | None:
+        """Return the panels of a weight in floats as int32 `[panels, steps, 16]`, from which `panel_rows` reads rows;
+        None where other code multiplies it."""
+        if self._path.module is None or self.format.name not in ("fp32", "bf16"):
+            return None
+        return self._tensors["panels"].view(torch.int32).view(-(-self.out_features // _PANEL), -1, _PANEL)
+
+    def _pack(self, tensors: FormatTensors, pages: MappedBytes | None) -> FormatTensors:
+        """Return the tensors with the weight in panels; see [Note: panels].
+
+        Args:
+            pages: mapping of the weight, of which each part is dropped when it is packed.
+        """
         module = self._path.module
         assert module is not None
         code, weight = _PANEL_CODES[self.format.name], tensors["weight"].contiguous()
 
+        rows, columns = weight.shape
+        row_bytes = columns * weight.itemsize
+        part = rows if pages is None else max(_PART_BYTES // (_PANEL * row_bytes), 1) * _PANEL
+
         def fill(panels: torch.Tensor) -> None:
             source, threads = tensor_address("weight", weight), torch.get_num_threads()
-            module.pack(code, source, *weight.shape, panels.data_ptr(), threads)
+            for first in range(0, rows, part):
+                count = min(part, rows - first)
+                target = panels.data_ptr() + (module.panel_bytes(code, first, columns) if first else 0)
+                module.pack(code, source + first * row_bytes, count, columns, target, threads)
+                if pages is not None:
+                    pages.drop(first * row_bytes, (first + count) * row_bytes)
 
         panels = take_panels(module.panel_bytes(code, *weight.shape), fill)
         packed = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight"}
@@ -234,7 +263,7 @@ def join_packed(weight_format: WeightFormat, parts: Sequence[FormatTensors]) -> 
     """Return the packed matrix whose rows are those of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    if isinstance(weight_format, CodedWeightFormat):
+    if isinstance(weight_format, CodedWeightFormat | GroupedWeightFormat):
         return weight_format.join(parts)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -245,6 +274,7 @@ def pack_weight(
     *,
     quantize_inputs: bool = False,
     path: str | None = None,
+    pages: MappedBytes | None = None,
 ) -> PackedPanels:
     """Pack the weight of a linear layer. The result holds no reference to `weight`.
 
@@ -254,6 +284,7 @@ def pack_weight(
         format: a weight format or its registered name: "fp32", "bf16", "int8", ...
         quantize_inputs: round inputs to int8, of int8 weights only; see [Note: int8 inputs].
         path: one of `list_inference_paths()` in place of the active one.
+        pages: mapping of `weight`, whose pages are dropped as far as they are packed; see [Note: dropped pages].
 
     Raises:
         WeightFormatError: the format does not exist, or the weight does not fit it.
@@ -263,11 +294,27 @@ def pack_weight(
     found = get_inference_path(path)
     casts = isinstance(chosen, CastWeightFormat) and chosen.name in _PANEL_CODES and chosen.dtype == weight.dtype
     if casts and found.module is not None:
-        check_matrix(weight, chosen.name)
+        if pages is None:
+            check_matrix(weight, chosen.name)
+        else:
+            for rows in weight.split(max(_PART_BYTES // weight[:1].nbytes, 1)):
+                check_matrix(rows, chosen.name)
+                pages.drop()
         tensors: FormatTensors = {"weight": weight.detach()}  # panels are a copy already
     else:
         tensors = chosen.pack(weight)
-    return PackedPanels(chosen, tensors, found, quantize_inputs)
+    return PackedPanels(chosen, tensors, found, quantize_inputs, pages if casts else None)
+
+
+def panel_rows(panels: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, features: int) -> torch.Tensor:
+    """Return rows of a packed weight, `[..., features]`.
+
+    Args:
+        panels: of `PackedPanels.row_panels`.
+        index: int64 `[...]`.
+        dtype: of the weight.
+    """
+    return panels[index // _PANEL, :, index % _PANEL].view(dtype)[..., :features]
 
 
 def pack_panels(

@@ -1,4 +1,4 @@
-"""Linear layer whose weight is packed in a weight format and frozen."""
+"""Modules whose matrix is packed in a weight format and frozen: a linear layer, and a table of embeddings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from windlass.base.errors import WeightFormatError
 from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.panel_cache import PanelCache
-from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
+from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format, unpack_rows
 
 
-class PackedLinear(nn.Module):
-    """Drop-in for `nn.Linear` with a packed, frozen weight.
+class PackedMatrix(nn.Module):
+    """Packed, frozen matrix `[rows, columns]`.
 
     [Note: packed parameters] Each packed tensor is a frozen uint8 parameter of its bytes, `<format>_<tensor>`, with the
     last dimension times the bytes of an element: `int8_weight` `[out, in]` and `int8_weight_scale` `[out, 4]`. Casts of
@@ -23,7 +23,127 @@ class PackedLinear(nn.Module):
     weights nor scales are ever rounded. ZeRO shards them like any parameters, independent of the format; all packed
     tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of another format
     does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as elements. The
-    memory is undefined until `pack`, `set_packed` or `load_state_dict`.
+    memory is undefined until `pack`, `set_packed` or `load_state_dict`, which packs a plain `weight`.
+
+    Args:
+        weight_format: a weight format, or its registered name.
+
+    Raises:
+        WeightFormatError: the format does not exist.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, weight_format: WeightFormat | str, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.format = get_weight_format(weight_format) if isinstance(weight_format, str) else weight_format
+        self._sizes = rows, columns
+        self._form = self.format.file_form(rows, columns)
+        self._panels = PanelCache()
+        for name, form in self._form.items():
+            shape = (*form.shape[:-1], form.shape[-1] * form.dtype.itemsize)
+            memory = torch.empty(shape, dtype=torch.uint8, device=device)
+            self.register_parameter(self._parameter_name(name), nn.Parameter(memory, requires_grad=False))
+
+    def pack(self, weight: torch.Tensor) -> None:
+        """Replace the packed weight by that of `weight` `[rows, columns]`."""
+        if tuple(weight.shape) != self._sizes:
+            raise WeightFormatError(
+                f"a weight of shape {tuple(weight.shape)} does not fit a {type(self).__name__} of "
+                f"{self._sizes[0]} rows and {self._sizes[1]} columns; pass one of shape {self._sizes}"
+            )
+        self.set_packed(self.format.pack(weight))
+
+    def set_packed(
+        self, packed: Mapping[str, torch.Tensor], mapped: Mapping[str, tuple[torch.Tensor, MappedBytes]] | None = None
+    ) -> None:
+        """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer.
+
+        Args:
+            mapped: bytes in a file of some of them, and their mappings, which are used and not copied; see [Note:
+                dropped pages].
+        """
+        expected = {name: (form.dtype, form.shape) for name, form in self._form.items()}
+        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
+        if given != expected:
+            raise WeightFormatError(
+                f"packed tensors {given} do not fit a layer of format {self.format.name!r}, which has {expected}; pass "
+                "the tensors that the format packed"
+            )
+        with torch.no_grad():
+            for name, tensor in packed.items():
+                stored = self.get_parameter(self._parameter_name(name))
+                if mapped is None or name not in mapped:
+                    stored.copy_(tensor.reshape(-1).contiguous().view(torch.uint8).view(stored.shape))
+                    continue
+                content, pages = mapped[name]
+                parameter = nn.Parameter(content.view(stored.shape), requires_grad=False)
+                self.register_parameter(self._parameter_name(name), parameter)
+                self._panels.pages[content.data_ptr()] = pages
+
+    def packed(self) -> PackedWeight:
+        """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
+        of small ones that are not aligned in a shared buffer."""
+        return {name: self._typed(name, form.dtype) for name, form in self._form.items()}
+
+    def share(self, other: PackedMatrix) -> None:
+        """Use the packed tensors of another module of the same sizes and format."""
+        for name in self._form:
+            stored = self._parameter_name(name)
+            self.register_parameter(stored, other.get_parameter(stored))
+
+    def free_panels(self) -> None:
+        """Free the panels that products of this module have kept; the next ones make them again."""
+        self._panels.clear()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight `[rows, columns]` in the format's own precision."""
+        return self.format.unpack(self.packed())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The unpacked weight, computed at every access; changes of it are lost."""
+        return self.unpack()
+
+    def _parameter_name(self, name: str) -> str:
+        return f"{self.format.name}_{name}"
+
+    def _stored(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[self._parameter_name(name)]
+        assert parameter is not None
+        return parameter.detach()
+
+    def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes of a packed tensor as the format's dtype."""
+        stored = self._stored(name)
+        if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
+            stored = stored.clone()
+        return stored.view(dtype)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Pack a plain `weight`. Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would
+        convert its values."""
+        stored = {name: prefix + self._parameter_name(name) for name in self._form}
+        plain = prefix + "weight"
+        if plain in state_dict and not any(key in state_dict for key in stored.values()):
+            weight = state_dict.pop(plain)
+            if tuple(weight.shape) != self._sizes:
+                raise WeightFormatError(f"{plain!r} has shape {tuple(weight.shape)}, and the layer {self._sizes}")
+            for name, tensor in self.format.pack(weight).items():
+                target = self.get_parameter(self._parameter_name(name))
+                state_dict[stored[name]] = tensor.reshape(-1).contiguous().view(torch.uint8).view(target.shape)
+        for key in stored.values():
+            value = state_dict.get(key)
+            if value is not None and value.dtype != torch.uint8:
+                raise WeightFormatError(
+                    f"{key!r} is {value.dtype}, not the bytes (torch.uint8) of a weight packed as "
+                    f"{self.format.name!r}; load the plain weight by the name {plain!r}"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PackedLinear(PackedMatrix):
+    """Drop-in for `nn.Linear` with a packed, frozen weight; see [Note: packed parameters].
 
     float32 and bfloat16 inputs on the CPU are multiplied by native kernels, which never unpack the weight: see [Note:
     kept panels]. The backward unpacks a block of rows at a time.
@@ -56,15 +176,8 @@ class PackedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(out_features, in_features, weight_format, device)
         self.in_features, self.out_features = in_features, out_features
-        self.format = get_weight_format(weight_format) if isinstance(weight_format, str) else weight_format
-        self._form = self.format.file_form(out_features, in_features)
-        self._panels = PanelCache()
-        for name, form in self._form.items():
-            shape = (*form.shape[:-1], form.shape[-1] * form.dtype.itemsize)
-            memory = torch.empty(shape, dtype=torch.uint8, device=device)
-            self.register_parameter(self._parameter_name(name), nn.Parameter(memory, requires_grad=False))
         if bias:
             self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
         else:
@@ -104,60 +217,6 @@ class PackedLinear(nn.Module):
             linear.bias = nn.Parameter(self.bias.detach().to(weight.dtype, copy=True))
         return linear.train(self.training)
 
-    def pack(self, weight: torch.Tensor) -> None:
-        """Replace the packed weight by that of `weight` `[out_features, in_features]`."""
-        if tuple(weight.shape) != (self.out_features, self.in_features):
-            raise WeightFormatError(
-                f"a weight of shape {tuple(weight.shape)} does not fit a layer of {self.out_features} output and "
-                f"{self.in_features} input features; pass one of shape {(self.out_features, self.in_features)}"
-            )
-        self.set_packed(self.format.pack(weight))
-
-    def set_packed(
-        self, packed: Mapping[str, torch.Tensor], mapped: Mapping[str, tuple[torch.Tensor, MappedBytes]] | None = None
-    ) -> None:
-        """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer.
-
-        Args:
-            mapped: bytes in a file of some of them, and their mappings, which are used and not copied; see [Note:
-                dropped pages].
-        """
-        expected = {name: (form.dtype, form.shape) for name, form in self._form.items()}
-        given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
-        if given != expected:
-            raise WeightFormatError(
-                f"packed tensors {given} do not fit a layer of format {self.format.name!r}, which has {expected}; pass "
-                "the tensors that the format packed"
-            )
-        with torch.no_grad():
-            for name, tensor in packed.items():
-                stored = self.get_parameter(self._parameter_name(name))
-                if mapped is None or name not in mapped:
-                    stored.copy_(tensor.reshape(-1).contiguous().view(torch.uint8).view(stored.shape))
-                    continue
-                content, pages = mapped[name]
-                parameter = nn.Parameter(content.view(stored.shape), requires_grad=False)
-                self.register_parameter(self._parameter_name(name), parameter)
-                self._panels.pages[content.data_ptr()] = pages
-
-    def packed(self) -> PackedWeight:
-        """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
-        of small ones that are not aligned in a shared buffer."""
-        return {name: self._typed(name, form.dtype) for name, form in self._form.items()}
-
-    def free_panels(self) -> None:
-        """Free the panels that products of this module have kept; the next ones make them again."""
-        self._panels.clear()
-
-    def unpack(self) -> torch.Tensor:
-        """Return the weight `[out_features, in_features]` in the format's own precision."""
-        return self.format.unpack(self.packed())
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The unpacked weight, computed at every access; changes of it are lost."""
-        return self.unpack()
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
@@ -174,32 +233,36 @@ class PackedLinear(nn.Module):
             f"weight_format={self.format.name!r}"
         )
 
-    def _parameter_name(self, name: str) -> str:
-        return f"{self.format.name}_{name}"
 
-    def _stored(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[self._parameter_name(name)]
-        assert parameter is not None
-        return parameter.detach()
+class PackedEmbedding(PackedMatrix):
+    """Drop-in for `nn.Embedding` with a packed, frozen table; see [Note: packed parameters].
 
-    def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a packed tensor as the format's dtype."""
-        stored = self._stored(name)
-        if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
-            stored = stored.clone()
-        return stored.view(dtype)
+    The forward unpacks the rows that are looked up.
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would convert its values."""
-        for name in self._form:
-            key = prefix + self._parameter_name(name)
-            value = state_dict.get(key)
-            if value is not None and value.dtype != torch.uint8:
-                raise WeightFormatError(
-                    f"{key!r} is {value.dtype}, not the bytes (torch.uint8) of a weight packed as "
-                    f"{self.format.name!r}; load a plain weight into an nn.Linear and use PackedLinear.from_linear"
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    Args:
+        dtype: of the outputs; None: torch's default. Casts of the module change it.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        weight_format: WeightFormat | str = "int8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, weight_format, device)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.register_buffer("_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = unpack_rows(self.format, self.packed(), input.reshape(-1))
+        return rows.to(self.get_buffer("_like").dtype).view(*input.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """Return the arguments, for `repr`."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, weight_format={self.format.name!r}"
 
 
 def pack_linear_layers(

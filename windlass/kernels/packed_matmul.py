@@ -33,6 +33,7 @@ def packed_matmul(
     unpack_rows: UnpackRows,
     packed: Sequence[torch.Tensor],
     product: Product | None = None,
+    shared: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Return `input @ weight.T + bias` in the dtype of `input`, where `weight` is unpacked from `packed`.
 
@@ -46,8 +47,9 @@ def packed_matmul(
         unpack_rows: `[rows, in_features]` in a dtype, from the same rows of all packed tensors.
         packed: tensors whose first dimension is `out_features`, without gradients.
         product: computes the result of the forward instead, from its own form of the weight.
+        shared: tensors that follow the rows in each call of `unpack_rows`, whole.
     """
-    result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, product, *packed)
+    result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, product, len(packed), *packed, *shared)
     return result
 
 
@@ -59,45 +61,51 @@ class _PackedMatmul(torch.autograd.Function):
         bias: torch.Tensor | None,
         unpack_rows: UnpackRows,
         product: Product | None,
-        *packed: torch.Tensor,
+        count: int,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(*packed)
-        ctx.unpack_rows, ctx.product, ctx.has_bias = unpack_rows, product, bias is not None
+        ctx.save_for_backward(*tensors)
+        ctx.unpack_rows, ctx.product, ctx.count, ctx.has_bias = unpack_rows, product, count, bias is not None
+        packed, shared = tensors[:count], tensors[count:]
         if product is not None:
             with native_product(2 * input.numel() * packed[0].shape[0]):
                 return product(input, bias)
         blocks = list(_blocks(packed, input.shape[-1]))
         if len(blocks) == 1:
-            return F.linear(input, unpack_rows(list(packed), input.dtype), bias)
+            return F.linear(input, unpack_rows([*packed, *shared], input.dtype), bias)
         out = input.new_empty((*input.shape[:-1], packed[0].shape[0]))
         for start, stop in blocks:
-            weight = unpack_rows([tensor[start:stop] for tensor in packed], input.dtype)
+            weight = unpack_rows([*(tensor[start:stop] for tensor in packed), *shared], input.dtype)
             out[..., start:stop] = F.linear(input, weight, None if bias is None else bias[start:stop])
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        packed = ctx.saved_tensors
+        tensors = ctx.saved_tensors
+        packed, shared = tensors[: ctx.count], tensors[ctx.count :]
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(grad, ctx.unpack_rows, packed)
+            grad_input = _grad_input(grad, ctx.unpack_rows, packed, shared)
             if ctx.product is not None:
                 ctx.product.end_backward()
         if ctx.has_bias and ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_input, grad_bias, None, None, *[None] * len(packed)
+        return grad_input, grad_bias, None, None, None, *[None] * len(tensors)
 
 
-def _grad_input(grad: torch.Tensor, unpack_rows: UnpackRows, packed: Sequence[torch.Tensor]) -> torch.Tensor:
-    columns = unpack_rows([tensor[:0] for tensor in packed], grad.dtype).shape[1]
+def _grad_input(
+    grad: torch.Tensor, unpack_rows: UnpackRows, packed: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    columns = unpack_rows([*(tensor[:0] for tensor in packed), *shared], grad.dtype).shape[1]
     blocks = list(_blocks(packed, columns))
     if len(blocks) == 1:
-        return grad @ unpack_rows(list(packed), grad.dtype)
+        return grad @ unpack_rows([*packed, *shared], grad.dtype)
     wide = torch.promote_types(grad.dtype, torch.float32)  # 16-bit products of many blocks are added in float32
     total = torch.zeros((*grad.shape[:-1], columns), dtype=wide, device=grad.device)
     for start, stop in blocks:
-        total += grad[..., start:stop] @ unpack_rows([tensor[start:stop] for tensor in packed], grad.dtype)
+        weight = unpack_rows([*(tensor[start:stop] for tensor in packed), *shared], grad.dtype)
+        total += grad[..., start:stop] @ weight
     return total.to(grad.dtype)
 
 

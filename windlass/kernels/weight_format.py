@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from windlass.base.errors import WeightFormatError
-from windlass.kernels.coded_formats import Float8WeightFormat, make_coded_formats
+from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, make_coded_formats
+from windlass.kernels.grouped_formats import GroupedWeightFormat
 from windlass.kernels.packed_matmul import Product, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm as PackedTensorForm
 from windlass.kernels.packed_tensors import PackedWeight as PackedWeight
@@ -167,6 +168,17 @@ def bits_per_weight(weight_format: WeightFormat, out_features: int, in_features:
     """Return the bits that a format takes for each element of a matrix, scales included; 0 for an empty matrix."""
     nbytes = sum(form.nbytes for form in weight_format.file_form(out_features, in_features).values())
     return 8 * nbytes / (out_features * in_features) if out_features * in_features else 0.0
+
+
+def unpack_rows(weight_format: WeightFormat, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+    """Return some rows of a packed matrix in the format's own precision.
+
+    Args:
+        index: int64 `[rows]`.
+    """
+    if isinstance(weight_format, CodedWeightFormat | GroupedWeightFormat):
+        return weight_format.unpack_rows(packed, index)
+    return weight_format.unpack({name: tensor[index] for name, tensor in packed.items()})
 
 
 register_weight_format(CastWeightFormat("fp32", torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from tests.headless_browser import open_page
 from windlass.base.errors import ConfigError, DataError
 from windlass.base.log import logger
 from windlass.cli.main import app
@@ -111,6 +113,34 @@ def test_two_runs_lie_side_by_side_and_differences_are_marked(tmp_path: Path) ->
     assert "<tr><th>seed</th><td>1</td><td>1</td></tr>" in text
     loss = text[text.index("<svg") : text.index("</svg>") + 6]
     assert loss.count("<polyline") == 2 and "A: a" in loss and "B: b" in loss
+
+
+@pytest.mark.peer
+def test_a_browser_shows_the_report_of_two_runs(tmp_path: Path) -> None:
+    """Needs Chromium in PATH. A picture of the page lies in the folder of the test."""
+    write_record(tmp_path / "a" / "run.jsonl", zero_optimization={"stage": 2}, note=HOSTILE)
+    write_record(tmp_path / "b" / "run.jsonl", steps=9, zero_optimization={"stage": 3}, note=HOSTILE)
+    page_of(str(tmp_path / "a"), "--against", str(tmp_path / "b"), folder=tmp_path)
+    found = asyncio.run(_measure_report(tmp_path / "page.html", tmp_path))
+    assert found["problems"] == []
+    assert len(found["charts"]) == 6 and all(width > 200 and height > 50 for width, height in found["charts"])
+    assert found["curves"] == 10 and found["overflow"] <= 0  # two curves in each line chart, no horizontal scrolling
+    assert found["requests"] == 0 and "<img src=x onerror=alert(1)>" in found["text"] and "out/step6" in found["text"]
+
+
+async def _measure_report(page: Path, folder: Path) -> dict[str, Any]:
+    sizes = "[...document.querySelectorAll('svg')].map(one => [one.clientWidth, one.clientHeight])"
+    curves = "[...document.querySelectorAll('polyline')].filter(one => one.getTotalLength() > 50).length"
+    async with open_page(page.as_uri(), folder) as tools:
+        await tools.save_picture(folder / "report.png", whole=True)
+        return {
+            "charts": await tools.value(sizes),
+            "curves": await tools.value(curves),
+            "overflow": await tools.value("document.documentElement.scrollWidth - window.innerWidth"),
+            "requests": await tools.value("performance.getEntriesByType('resource').length"),
+            "text": await tools.value("document.body.innerText"),
+            "problems": tools.problems,
+        }
 
 
 def test_curves_of_windlass_train_come_from_its_own_files(tmp_path: Path) -> None:

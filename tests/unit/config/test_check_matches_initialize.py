@@ -124,7 +124,8 @@ def test_optimizer_and_schedule(optimizer: dict[str, Any], scheduler: dict[str, 
 
 
 OF_THE_MODEL = {"parallel.expert_bias_update_rate"}
-"""Keys that only the model can refuse."""
+"""Keys that only the model can refuse, as all of some sections."""
+OF_THE_MODEL_SECTIONS = ("distillation.", "quantize_training.", "compression_training.", "weight_quantization.")
 KEYS = {
     row.path: row.type
     for row in config_keys()
@@ -133,7 +134,7 @@ KEYS = {
     and not any(mark in row.path for mark in '<["')
     and row.type != "section"
     and row.path not in OF_THE_MODEL
-    and not row.path.startswith(("distillation.", "quantize_training."))  # these too
+    and not row.path.startswith(OF_THE_MODEL_SECTIONS)
 }
 
 

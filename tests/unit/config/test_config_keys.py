@@ -48,7 +48,12 @@ def test_every_key_has_a_status_and_a_reason() -> None:
         assert row.reason or row.status is KeyStatus.HONOURED, key
 
 
-DICTS = ("quantize_training.", "zero_optimization.zeropp_loco_param.")
+DICTS = (
+    "quantize_training.",
+    "zero_optimization.zeropp_loco_param.",
+    "weight_quantization.",
+    "quant.weight.",
+)
 
 
 def test_every_row_is_a_key_or_has_a_reason() -> None:
@@ -116,10 +121,8 @@ def refused_fields() -> list[ConfigKey]:
 
 def test_unsupported_switch_is_refused_by_name_if_on() -> None:
     switches = [row.path for row in refused_fields() if row.path.endswith(".enabled") and row.path.count(".") == 1]
-    assert len(switches) > 6
+    assert len(switches) > 5
     for path in switches:
-        if path == "weight_quantization.enabled":
-            continue  # on by default: only the dictionaries beside it request a feature
         assert [refusal.path for refusal in load_config(at(path, True)).refusals()] == [path]
         assert load_config(at(path, False)).refusals() == []
 
@@ -130,7 +133,7 @@ def test_disabled_section_is_not_checked() -> None:
         other = {"true or false": True, "string": "x"}.get(row.type)
         if "." in key or not key or other is None or key == "enabled":
             continue
-        if find_key(TRAINING_CONFIG, f"{section}.enabled") and section != "weight_quantization":
+        if find_key(TRAINING_CONFIG, f"{section}.enabled"):
             assert not any(
                 r.path.startswith(section) for r in load_config({section: {"enabled": False, key: other}}).refusals()
             )
@@ -146,7 +149,6 @@ ASKS: list[tuple[str, Any]] = [
     ("compile.deepcompile", True),
     ("compile.passes", ["z3"]),
     ("sparse_attention.mode", "fixed"),
-    ("weight_quantization.post_init_quant", {"x": {}}),
     ("inference.tensor_parallel", {"tp_size": 2}),
     ("aio.use_gds", True),
     ("bf16.check_overflow", True),

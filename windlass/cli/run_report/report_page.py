@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from windlass.cli.run_report.run_data import CURVES, RunData, flat_config
-from windlass.cli.run_report.svg_charts import COLOURS, bar_chart, format_number, line_chart
+from windlass.cli.run_report.svg_charts import COLOURS, bar_chart, format_number, line_chart, with_unit
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #20262c; max-width: 1240px; margin: 24px auto; padding: 0 16px; }
@@ -95,7 +95,8 @@ def _short_name(run: RunData, number: int) -> str:
 
 def _last_values(runs: Sequence[RunData], names: Sequence[str]) -> str:
     tables = [
-        {f"{name}, {CURVES[name]}": format_number(curve[-1][1]) for name, curve in run.curves.items()} for run in runs
+        {with_unit(name, CURVES[name]): format_number(curve[-1][1]) for name, curve in run.curves.items()}
+        for run in runs
     ]
     return _comparison(tables, names)
 

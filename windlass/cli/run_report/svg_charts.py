@@ -31,7 +31,7 @@ def line_chart(title: str, unit: str, curves: Mapping[str, Points]) -> str:
         across = _LEFT + (x - first) / span * plot_width
         return f"{across:.1f},{_TOP + (high - y) / (high - low) * plot_height:.1f}"
 
-    parts = [f'<text x="{_LEFT}" y="16" class="title">{escape(title)}, {escape(unit)}</text>']
+    parts = [f'<text x="{_LEFT}" y="16" class="title">{escape(with_unit(title, unit))}</text>']
     for tick in ticks:
         _, down = place(first, tick).split(",")
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down}" y2="{down}" class="grid"/>')
@@ -55,6 +55,11 @@ def line_chart(title: str, unit: str, curves: Mapping[str, Points]) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
+def with_unit(name: str, unit: str) -> str:
+    """Return a name with its unit, or the name alone if it ends in the unit's words."""
+    return name if name.endswith(unit) and len(unit) > 1 else f"{name}, {unit}"
+
+
 def bar_chart(title: str, unit: str, bars: Mapping[str, Mapping[str, float]]) -> str:
     """Return stacked horizontal bars.
 
@@ -66,7 +71,7 @@ def bar_chart(title: str, unit: str, bars: Mapping[str, Mapping[str, float]]) ->
         return ""
     names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
     height = _TOP + 28 * len(bars) + 24
-    drawn = [f'<text x="0" y="16" class="title">{escape(title)}, {escape(unit)}</text>']
+    drawn = [f'<text x="0" y="16" class="title">{escape(with_unit(title, unit))}</text>']
     for row, (bar, parts) in enumerate(bars.items()):
         across, down = float(_LEFT), _TOP + 28 * row
         drawn.append(f'<text x="{_LEFT - 6}" y="{down + 14}" class="y">{escape(bar)}</text>')

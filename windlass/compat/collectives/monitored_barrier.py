@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,6 @@ from windlass.base.errors import CommunicationError
 from windlass.compat.collectives.backend_capabilities import group_or_world, warn_unless_member
 from windlass.compat.collectives.timed_calls import timed_op
 
-_barrier_counts: Counter[str] = Counter()  # barriers so far by group; equal on its ranks, since a barrier is collective
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -41,21 +39,22 @@ def monitored_barrier(
         return
     ranks = dist.get_process_group_ranks(group_or_world(group))
     patience = timeout or _DEFAULT_TIMEOUT
-    name = f"windlass monitored {','.join(map(str, ranks))}"
-    _barrier_counts[name] += 1
-    # A new prefix for each barrier: keys of an earlier one must not count.
-    store = PrefixStore(f"{name} {_barrier_counts[name]}", _get_default_store())
-    if dist.get_rank() != ranks[0]:
-        store.set(str(dist.get_rank()), "")
+    name, rank = f"windlass monitored {','.join(map(str, ranks))}", dist.get_rank()
+    # A new prefix for each barrier: keys of an earlier one must not count. Each rank counts its barriers in the store,
+    # so that a rank which missed one has the same count again once the process group is created anew.
+    count = _get_default_store().add(f"{name} of {rank}", 1)
+    store = PrefixStore(f"{name} {count}", _get_default_store())
+    if rank != ranks[0]:
+        store.set(str(rank), "")
         # The first rank may wait its timeout for several ranks before it publishes the result.
         _wait_for_result(store, ranks[0], patience * (len(ranks) if wait_all_ranks else 2))
         return
     missing = []
-    for rank in ranks[1:]:
+    for other in ranks[1:]:
         try:
-            store.wait([str(rank)], patience)
+            store.wait([str(other)], patience)
         except RuntimeError:  # the store raises different subclasses for different failures
-            missing.append(rank)
+            missing.append(other)
             if not wait_all_ranks:
                 break
     store.set("verdict", ",".join(map(str, missing)))

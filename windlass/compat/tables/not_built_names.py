@@ -18,7 +18,6 @@ _LTD = "random layer-token dropping is not built; train on all tokens"
 _CURRICULUM = "batches of varying size are not built yet; use a torch batch sampler and pass the loader's batches"
 _DOMINO = "Domino is not built; train with ZeRO, whose collectives overlap the computation"
 _DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch.compile"
-_LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
 _TUNING = "a search is a command here: windlass tune, or --autotuning of the launcher"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
 _INSIDE = "this is internal to DeepSpeed's optimizers, which are not built; use safe_get_full_* and the engine"
@@ -108,11 +107,6 @@ TABLE: dict[str, StandInEntry] = {
         "compile.passes.offload_adam_states.offload_adam_states_for_init "
         "compile.passes.sp_compile.prepare_autosp_inputs compile.passes.prefetch.schedule_prefetch "
         "compile.passes.selective_gather.selective_gather compile.backend.make_backend compile.init_z3.init_z3",
-    ),
-    **_refused_names(
-        _LINEAR,
-        "linear.OptimizedLinear linear.LoRAConfig linear.QuantizationConfig linear.Init linear.LoRAOptimizedLinear "
-        "linear.QuantizedParameter linear.QuantizedLinear",
     ),
     **_refused_names(
         _TUNING, "autotuning.Autotuner autotuning.autotuner.Autotuner autotuning.config.DeepSpeedAutotuningConfig"

@@ -31,6 +31,8 @@ _BUILDERS = (
     "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder "
     "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
 )
+_FLOATS = "runs on every device, in torch; codes and scales are windlass's own bytes"
+_BASE = "the frozen base is a layer of its own, `base`, which zero_optimization.stage 3 shards over all ranks"
 _BUILDER = "nothing is compiled at run time: load() returns precompiled code, or raises and names an alternative"
 _WRITERS = "windlass.compat.file_writers"
 
@@ -82,6 +84,38 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.ops.transformer.DeepSpeedTransformerLayer": _LAYER,
     "deepspeed.ops.transformer.DeepSpeedTransformerConfig": _LAYER,
     "deepspeed.ops.transformer.inference.DeepSpeedTransformerInference": _LAYER,
+    **{
+        f"deepspeed.ops.fp_quantizer.{name}": differs(f"windlass.compat.fp_quantizer:{target}", _FLOATS)
+        for name, target in {
+            "FP_Quantize": "FP_Quantize",
+            "Quantizer": "FloatQuantizer",
+            "matmul_fp8": "matmul_fp8",
+            "quantize.FP_Quantize": "FP_Quantize",
+            "quantize.Quantizer": "FloatQuantizer",
+        }.items()
+    },
+    **{
+        f"deepspeed.linear.{name}": differs(f"windlass.compat.optimized_linear:{target}", note)
+        for name, target, note in (
+            ("OptimizedLinear", "OptimizedLinear", _BASE),
+            ("LoRAOptimizedLinear", "LoRAOptimizedLinear", _BASE),
+            ("QuantizedLinear", "QuantizedLinear", _FLOATS),
+            ("QuantizedParameter", "QuantizedParameter", _FLOATS),
+            ("LoRAConfig", "LoRAConfig", "base_weight_sharding has no effect of its own; offload is refused"),
+            ("Init", "OptimizedLinearInit", _BASE),
+            ("init_lora", "init_lora", "adapters exist from the start; frozen parameters and adapters are set"),
+        )
+    },
+    "deepspeed.linear.QuantizationConfig": works("windlass.compat.optimized_linear:QuantizationConfig"),
+    "deepspeed.inference.quantization.quantization._init_group_wise_weight_quantization": works(
+        "windlass.compat.module_quantization:init_group_wise_weight_quantization"
+    ),
+    "deepspeed.inference.quantization.layers.QuantizedLinear": differs(
+        "windlass.kernels.packed_linear:PackedLinear", "made by the function above; the weight is packed bytes"
+    ),
+    "deepspeed.inference.quantization.layers.QuantizedEmbedding": differs(
+        "windlass.kernels.packed_linear:PackedEmbedding", "made by the function above; the weight is packed bytes"
+    ),
     "deepspeed.io.PyFileWriter": works(f"{_WRITERS}:PyFileWriter"),
     "deepspeed.io.MockFileWriter": works(f"{_WRITERS}:MockFileWriter"),
     "deepspeed.io.FastFileWriterConfig": works(f"{_WRITERS}:FastFileWriterConfig"),

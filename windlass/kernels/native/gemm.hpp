@@ -619,27 +619,22 @@ void multiply(const GemmJob& job, const RowBlock* blocks, std::int64_t first, st
               std::int64_t begin, std::int64_t end) {
     const RowBlock* from = blocks + first;
     const std::int64_t count = last - first;
+    if (job.codes_inputs) return multiply_blocks<CodedStep>(job, from, count, packed, begin, end);
+#if defined(__AVX512BF16__)
+    if (uses_dot(job)) return multiply_blocks<DotBf16Step>(job, from, count, packed, begin, end);
+#endif
+#if defined(WINDLASS_WIDE_INFERENCE)
+    windlass::WINDLASS_WIDE_INFERENCE.multiply(job, blocks, first, last, packed, begin, end);
+#else
     switch (job.code) {
         case PanelCode::fp32:
-            multiply_blocks<PlainStep>(job, from, count, packed, begin, end);
-            break;
+            return multiply_blocks<PlainStep>(job, from, count, packed, begin, end);
         case PanelCode::bf16:
-#if defined(__AVX512BF16__)
-            if (uses_dot(job)) {
-                multiply_blocks<DotBf16Step>(job, from, count, packed, begin, end);
-                break;
-            }
-#endif
-            multiply_blocks<WideBf16Step>(job, from, count, packed, begin, end);
-            break;
+            return multiply_blocks<WideBf16Step>(job, from, count, packed, begin, end);
         case PanelCode::int8:
-            if (job.codes_inputs) {
-                multiply_blocks<CodedStep>(job, from, count, packed, begin, end);
-                break;
-            }
-            multiply_blocks<WideInt8Step>(job, from, count, packed, begin, end);
-            break;
+            return multiply_blocks<WideInt8Step>(job, from, count, packed, begin, end);
     }
+#endif
 }
 
 // Reads 64 bytes at a time, as the products do, and combines all words.

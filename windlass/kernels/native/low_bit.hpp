@@ -36,6 +36,13 @@ constexpr std::int64_t kNarrowRows = 2, kPairRows = 0, kNarrowFloatRows = 2;
 
 constexpr int kPairBlock = 8, kPairPanels = 2;  // rows of a block of a pair, and panels
 
+// Float inputs have no dot products: a set with those calls the set without, WINDLASS_WIDE_LOWBIT, which has the same code.
+#if defined(WINDLASS_WIDE_LOWBIT)
+constexpr bool kHasFloats = false;
+#else
+constexpr bool kHasFloats = true;
+#endif
+
 // Lines of all panels of a tile that are requested ahead of their use, into the second-level cache; and units after which
 // they are used once they are requested again, into the first.
 constexpr std::int64_t kLinesAhead = 256, kNearUnits = 4;
@@ -553,7 +560,7 @@ void multiply_low_block(const LowBitJob& job, const RowBlock& block, const char*
                 done = true;
             }
         }
-        if constexpr (kRows <= kNarrowFloatRows) {
+        if constexpr (kHasFloats && kRows <= kNarrowFloatRows) {
             if constexpr (has_table<kCodes>()) {
                 if (!done && job.zeros == nullptr) {
                     multiply_float_tile<kCodes, kRows, kPanels, true>(job, place, input, tile);
@@ -811,10 +818,27 @@ std::int64_t low_bit_tile_bytes(const LowBitJob& job, std::int64_t blocks, std::
     return is_narrow(job) || is_pair(job) ? 0 : 4 * blocks * kLowTile<kSlicedPanels> * ((panels + kSlicedPanels - 1) / kSlicedPanels);
 }
 
+void multiply_floats(const LowBitJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last,
+                     const char* packed, std::int64_t begin, std::int64_t end, char* tiles) {
+#if defined(WINDLASS_WIDE_LOWBIT)
+    windlass::WINDLASS_WIDE_LOWBIT.multiply(job, blocks, first, last, packed, begin, end, tiles);
+#else
+    multiply_low_slices<true, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end,
+                                             reinterpret_cast<float*>(tiles));
+#endif
+}
+
 void low_bit_multiply(const LowBitJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last,
                       const char* packed, std::int64_t begin, std::int64_t end, char* tiles) {
+    if (!kHasFloats && !job.codes_inputs) {
+        return multiply_floats(job, blocks, first, last, packed, begin, end, tiles);
+    }
     if (is_narrow(job)) {
-        with_codes(job.codes, [&](auto codes) { multiply_low_rows<codes>(job, blocks[first], packed, begin, end); });
+        with_codes(job.codes, [&](auto codes) {
+            if constexpr (kHasFloats || codes != Codes::float8) {
+                multiply_low_rows<codes>(job, blocks[first], packed, begin, end);
+            }
+        });
         return;
     }
     if constexpr (kPairRows > 0) {
@@ -827,11 +851,11 @@ void low_bit_multiply(const LowBitJob& job, const RowBlock* blocks, std::int64_t
             return;
         }
     }
-    auto* room = reinterpret_cast<float*>(tiles);
     if (job.codes_inputs) {
-        multiply_low_slices<false, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end, room);
+        multiply_low_slices<false, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end,
+                                                  reinterpret_cast<float*>(tiles));
     } else {
-        multiply_low_slices<true, kSlicedPanels>(job, blocks + first, last - first, packed, begin, end, room);
+        multiply_floats(job, blocks, first, last, packed, begin, end, tiles);
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -20,11 +21,12 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.malloc_thresholds import restore_kept_memory, return_freed_memory
 from windlass.comm.bootstrap import init_distributed
 from windlass.comm.rank_group import RankGroup
+from windlass.compress.weight_quantization import initial_format, pack_fitting, pack_linear_children
 from windlass.config import Config, load_config
 from windlass.zero.core.sharded_parameter import mark_sharded, mark_unsharded
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.deferred import DeferredTensor
-from windlass.zero.sharded_init.from_pretrained_patch import FromPretrainedPatch
+from windlass.zero.sharded_init.from_pretrained_patch import MODULE, FromPretrainedPatch
 from windlass.zero.sharded_init.init_registry import InitRegistry
 from windlass.zero.sharded_init.init_tier import init_tier
 from windlass.zero.sharded_init.initial_shard import ShardedInit
@@ -50,14 +52,17 @@ class Init:
         remote_device: Tier of the shards until `initialize`. "none": the device of this rank; "cpu": host memory;
             "nvme": a file in `offload_param.nvme_path`. None: `offload_param.device` of the configuration.
         pin_memory: Pin shards in host memory, if there is an accelerator.
-        config_dict_or_path, config: Configuration that `initialize` will get. Only `offload_param` is used.
+        config_dict_or_path, config: Configuration that `initialize` will get. `offload_param` is used, and
+            `weight_quantization.quantized_initialization`; see [Note: packed from the start].
         enabled: If False, the context does nothing.
         dtype: Dtype to which floating-point parameters are cast at the end of the context, like `model.to(dtype)`.
             None: they keep the dtype that the model gave them. With bf16 or fp16 training, the master weights then
             start from the values in that dtype.
-        mem_efficient_linear, tensor_overrides: Accepted and ignored. mpu, zero_param_parallel_group,
-            zero_quantized_weights, zero_quantized_nontrainable_weights,
-        sequence_data_parallel_group, param_swapper: Not implemented. Values other than the default are refused.
+        mem_efficient_linear, tensor_overrides: Accepted and ignored.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: As in `zero_optimization` of the configuration,
+            which must have the same; the gathers of the construction are exact.
+        mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: Not implemented. Values other than
+            the default are refused.
 
     Raises:
         ConfigError: an argument is invalid or not implemented.
@@ -90,8 +95,6 @@ class Init:
         unbuilt = {
             "mpu": mpu,
             "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
             "sequence_data_parallel_group": sequence_data_parallel_group,
             "param_swapper": param_swapper,
         }
@@ -104,6 +107,16 @@ class Init:
             return
         given = config_dict_or_path if config_dict_or_path is not None else config
         known = load_config(given) if given is not None and not isinstance(given, Config) else given
+        quantized = {
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        }
+        for name, value in quantized.items():
+            if value and not (known is not None and getattr(known.zero_optimization, name)):
+                raise ConfigError(
+                    f"zero.Init({name}=True), but the configuration does not set zero_optimization.{name}, by which "
+                    "the engine quantizes its gathers; set it in the configuration of Init and of initialize"
+                )
         init_distributed()
         self.group = _group(data_parallel_group)
         self._dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -113,6 +126,8 @@ class Init:
         self._modules: dict[int, ReferenceType[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
         self._replacement = FromPretrainedPatch(computes=self.group.index == 0)
+        loads_later = _is_built_by_transformers()
+        self._weight_format = None if known is None or loads_later else initial_format(known.weight_quantization)
         if module is not None:
             with self:
                 (_active or self)._module_registered(module, "", module)
@@ -180,6 +195,7 @@ class Init:
 
         The end of the context does this itself.
         """
+        self._pack_remaining()
         modules = self._shard_now()
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         if self._dtype is not None:
@@ -231,11 +247,25 @@ class Init:
         """Register the parameters of a module that was constructed outside, or copied: no hook was called for them."""
         if not self._here() or child is None:
             return
+        if self._weight_format is not None and module is not child:
+            self._see(module)
+            pack_linear_children(child, self._weight_format)
         for inner in child.modules():
             self._see(inner)
             for own, parameter in inner._parameters.items():
                 if parameter is not None and self._site is not None:
                     self._site.register(parameter, _label(inner, own))
+
+    def _pack_remaining(self) -> None:
+        """Pack the embeddings and the layers of the outermost modules. Collective."""
+        if self._weight_format is None:
+            return
+        form, self._weight_format = self._weight_format, None
+        modules = [module for reference in self._modules.values() if (module := reference()) is not None]
+        inner = {id(child) for module in modules for child in module.children()}
+        for module in modules:
+            if id(module) not in inner:
+                pack_fitting(module, form)
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
         """Return a parameter for a deferred tensor, e.g. of a file. Its full value never exists."""
@@ -247,6 +277,16 @@ class Init:
             self._site.assign(created, label, promise.shard(self.group), nothing)
         created.__dict__.update(_marks(promise))
         return created
+
+
+def _is_built_by_transformers() -> bool:
+    """Return True inside `from_pretrained` of transformers, which loads plain weights after the context ends."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "from_pretrained" and frame.f_globals.get("__name__") == MODULE:
+            return True
+    return False
 
 
 def active_init() -> Init | None:

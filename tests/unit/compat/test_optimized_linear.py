@@ -1,0 +1,123 @@
+"""Tests of `deepspeed.linear` and `deepspeed.ops.fp_quantizer` against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.compat.fp_quantizer import FP_Quantize, matmul_fp8
+from windlass.compat.op_builders import FPQuantizerBuilder
+from windlass.compat.optimized_linear import (
+    LoRAConfig,
+    LoRAOptimizedLinear,
+    OptimizedLinear,
+    OptimizedLinearInit,
+    QuantizationConfig,
+    QuantizedLinear,
+    QuantizedParameter,
+    init_lora,
+)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(4, 0.16), (6, 0.07), (8, 0.035), (12, 0.017)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_values_come_back_up_to_half_a_step(bits: int, error: float, apart: bool) -> None:
+    torch.manual_seed(0)
+    quantizer, values = FP_Quantize(group_size=64), torch.randn(6, 128, dtype=torch.bfloat16)
+    found = quantizer.quantize(values, q_bits=bits, return_meta_tensor=apart)
+    packed, scale = found if apart else (found, None)
+    assert packed.dtype == torch.uint8 and packed.numel() == values.numel() * bits // 8 + (0 if apart else 48)
+    back = quantizer.dequantize(packed, q_bits=bits, scale=scale)
+    assert back.dtype == values.dtype and back.shape == values.shape
+    groups = values.float().view(-1, 64)
+    assert ((back.float().view(-1, 64) - groups).norm() / groups.norm()) < error
+    rows = quantizer.selective_dequantize(packed, torch.tensor([4, 1]), q_bits=bits, scale=scale)
+    assert torch.equal(rows, back[[4, 1]])
+    assert torch.equal(quantizer.get_scales(), groups.abs().amax(1) / {4: 6, 6: 28, 8: 480, 12: 496}[bits])
+
+
+def test_the_op_is_that_of_the_class() -> None:
+    op, values = FPQuantizerBuilder().load(), torch.randn(100)
+    packed = op.quantize(None, values, 32, False, 6, 2)
+    assert torch.equal(packed, FP_Quantize(group_size=32).quantize(values, q_bits=6))
+    out = op.dequantize(torch.empty(100), packed, 32, 2, 3)
+    assert (out - values).abs().max() < values.abs().max() / 8
+    quantizer = FP_Quantize(QuantizationConfig(group_size=32))
+    weight = torch.randn(32, 16)
+    codes, scale = quantizer.quantize(weight, return_meta_tensor=True)
+    x = torch.randn(3, 32)
+    assert torch.equal(matmul_fp8(x, codes, scale, 32, quantizer), x @ quantizer.dequantize(codes, scale=scale))
+    with pytest.raises(ModelError, match="q_bits is 5"):
+        quantizer.quantize(weight, q_bits=5)
+
+
+@pytest.mark.parametrize("quantization", [None, QuantizationConfig(group_size=32), QuantizationConfig(6, 2, 48)])
+def test_adapters_train_as_beside_a_plain_layer(quantization: QuantizationConfig | None) -> None:
+    torch.manual_seed(0)
+    layer = OptimizedLinear(32, 24, True, LoRAConfig(lora_r=4, lora_alpha=6), quantization, dtype=torch.float32)
+    assert isinstance(layer, LoRAOptimizedLinear) and layer.lora_scaling_factor == 1.5
+    base = nn.Linear(32, 24)
+    layer.load_state_dict(base.state_dict())  # plain, without adapters
+    if quantization is None:
+        assert torch.equal(layer.weight, base.weight)
+    else:
+        form = quantization.weight_format()
+        assert torch.equal(layer.weight, form.unpack(form.pack(base.weight)))
+    assert {name for name, p in layer.named_parameters() if p.requires_grad} == {
+        "lora_weight_1.weight",
+        "lora_weight_2.weight",
+    }
+    x, down, up = torch.randn(5, 32), layer.lora_weight_1.weight.detach().clone(), torch.zeros(24, 4)
+    assert torch.equal(layer(x), F.linear(x, layer.weight, base.bias))
+    down.requires_grad_()
+    up.requires_grad_()
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1), torch.optim.SGD([down, up], 0.1)]
+    for _ in range(3):
+        found = layer(x)
+        expected = F.linear(x, layer.weight, base.bias) + 1.5 * (x @ down.T @ up.T)
+        torch.testing.assert_close(found, expected)
+        (found.square().sum() + expected.square().sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(layer.lora_weight_2.weight, up)
+    twin = copy.deepcopy(layer)
+    twin.load_state_dict(layer.state_dict())
+    assert torch.equal(twin(x), layer(x))
+
+
+def test_kinds_of_layers() -> None:
+    assert type(OptimizedLinear(8, 4)) is nn.Linear and OptimizedLinear(8, 4).weight.dtype == torch.bfloat16
+    packed = OptimizedLinear(64, 32, quantization_config=QuantizationConfig(group_size=64), dtype=torch.float32)
+    assert isinstance(packed, QuantizedLinear)
+    assert sum(p.nbytes for p in packed.parameters()) < 0.3 * 4 * 64 * 32
+    with pytest.raises(ConfigError, match="lora_config is {'r': 4}; pass a LoRAConfig"):
+        OptimizedLinear(8, 4, lora_config={"r": 4})
+    with pytest.raises(ConfigError, match="offload_param"):
+        OptimizedLinear(8, 4, lora_config=LoRAConfig(offload=True))
+
+
+def test_layers_made_in_the_context_have_adapters() -> None:
+    with OptimizedLinearInit(LoRAConfig(lora_r=2), QuantizationConfig(group_size=32)):
+        model = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    assert nn.Linear.__module__ == "torch.nn.modules.linear" and type(nn.Linear(2, 2)) is nn.Linear
+    assert all(isinstance(model[place], LoRAOptimizedLinear) for place in (0, 2))
+    init_lora(model)
+    assert sum(p.requires_grad for p in model.parameters()) == 4
+    assert model(torch.randn(3, 32)).shape == (3, 4)
+
+
+def test_a_parameter_of_packed_bytes() -> None:
+    values = torch.randn(4, 8, 16, dtype=torch.bfloat16)
+    packed = QuantizedParameter(values, quantization_config=QuantizationConfig(group_size=32))
+    assert packed.dtype == torch.uint8 and not packed.requires_grad
+    back = packed.dequantized()
+    assert back.shape == values.shape and back.dtype == values.dtype
+    assert (back - values).abs().max() < values.abs().max() / 16
+    with pytest.raises(ModelError, match="requires_grad is True"):
+        QuantizedParameter(values, requires_grad=True)

@@ -1,0 +1,22 @@
+"""Function of `deepspeed.inference.quantization`, which packs modules of a model before an engine is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from windlass.compress.weight_quantization import quantize_weights
+from windlass.config import load_config
+from windlass.zero import GatheredParameters
+
+
+def init_group_wise_weight_quantization(model: nn.Module, ds_config: Any) -> nn.Module:
+    """Pack the modules that `weight_quantization.post_init_quant` of a configuration names, in place. Collective for a
+    sharded model.
+
+    Raises:
+        ConfigError: a key matches no module, or a format does not fit.
+    """
+    quantize_weights(model, load_config(ds_config).weight_quantization, gather=GatheredParameters)
+    return model
