@@ -1,10 +1,10 @@
 """Order of trials: from the best estimate, one key at a time, as far as measured times fall.
 
 [Note: search of configurations] The first trials are the user's own configuration, which also gives the facts that the
-estimate needs, and the best candidates by the estimate until one fits. Each key is then changed alone, starting at the
-best measured configuration, the nearest values first, and a direction is left once it is slower. A full round without a
-gain ends the walk. What is left of the budget goes to the best estimates that were not tried. So a wrong estimate costs
-trials, not the result, and a search that is stopped has its best so far.
+estimate needs, and the best candidate by the estimate. Each key is then changed alone, starting at the best measured
+configuration, the nearest values first, and a direction is left once it is slower. A full round without a gain ends the
+walk. What is left of the budget goes to the best estimates that were not tried. So a wrong estimate costs trials, not
+the result, and a search that is stopped has its best so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from windlass.tune.search_space import (
 )
 from windlass.tune.trial_record import TrialRecord, TrialStatus
 
-_FIRST_TRIES = 4  # of the best estimates, before the candidate that needs least memory
 _CLEARLY = 0.02  # a relative difference below this is noise, and no reason to leave a direction
 
 
@@ -84,13 +83,8 @@ def walk(
         early_stopping: Number of trials without a gain after which the search ends, once the walk is over.
     """
     allowed = set(ranked)
-    tries = _FIRST_TRIES
-    for candidate in ranked:  # until one runs; those that were discarded by their prediction cost nothing
-        if not tries or state.is_spent() or (record := state.records.get(candidate) or measure(candidate)).counts:
-            break
-        tries -= record.status is not TrialStatus.DISCARDED
     smallest = min(ranked, key=memory_order)
-    for candidate in [smallest, *ranked] if state.best() is None else []:
+    for candidate in [ranked[0], smallest, *ranked[1:]]:  # until one runs
         if state.is_spent() or (state.records.get(candidate) or measure(candidate)).counts:
             break
     improved = True

@@ -33,7 +33,6 @@ from windlass.tune.trial_process import TrialEnd, run_trial
 from windlass.tune.trial_record import TrialRecord, TrialStatus
 
 _MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
-_CALIBRATED_MARGIN = 1.06  # the same, once two trials have shown how far predictions are off
 _OVER = 1.03  # a measured peak above the limit by less than this says nothing about other candidates
 _SLOW = 1.3  # a trial ends early once two steps took this many times the best median
 _CLOSE = 0.05  # trials within this of the best are run again
@@ -186,10 +185,8 @@ class TuningRun:
     def _discarded(self, candidate: Candidate) -> TrialRecord | None:
         """Return the record of a candidate that need not be run; None: it is to be run."""
         predicted, limit = self._predicted(candidate), self._limit()
-        margin, factor = self._calibration()
-        if predicted is not None and limit is not None and predicted * factor > margin * limit:
-            measured = f" (peaks were {factor:.2f} times their predictions)" if factor != 1 else ""
-            reason = f"predicted {_mib(predicted)}{measured}, limit {_mib(limit)}"
+        if predicted is not None and limit is not None and predicted > _MARGIN * limit:
+            reason = f"predicted {_mib(predicted)}, limit {_mib(limit)}"
         elif candidate.get(CHECKPOINTING) and self.forecast is not None and not self.forecast.can_checkpoint:
             reason = "the model has no switch for activation checkpointing"
         elif (smaller := self._smaller_failure(candidate)) is not None:
@@ -197,22 +194,6 @@ class TuningRun:
         else:
             return None
         return TrialRecord(candidate, TrialStatus.DISCARDED, error=reason)
-
-    def _calibration(self) -> tuple[float, float]:
-        """Return the margin of a prediction, and the median of measured peaks over their predictions.
-
-        The median does not count before there are two trials, nor if nothing fits and by it nothing else would.
-        """
-        records, limit = self.state.records, self._limit()
-        pairs = [(_need(one), one.predicted_bytes) for one in records.values() if one.measured]
-        ratios = [need / predicted for need, predicted in pairs if need and predicted]
-        if len(ratios) < 2 or limit is None:
-            return _MARGIN, 1.0
-        factor = statistics.median(ratios)
-        left = [self._predicted(one) or 0 for one in self.candidates if one not in records]
-        if self.state.best() is None and all(factor * nbytes > _CALIBRATED_MARGIN * limit for nbytes in left):
-            return _MARGIN, 1.0
-        return _CALIBRATED_MARGIN, factor
 
     def _with_estimates(self, record: TrialRecord) -> TrialRecord:
         estimate = self._ranking.seconds(record.candidate) if self._ranking is not None else None

@@ -11,7 +11,7 @@ import pytest
 
 from windlass.config.batch_sizes import ACCUMULATION, MICRO, TRAIN
 from windlass.tune.optuna_sampler import sample_with_optuna
-from windlass.tune.search import SearchState, memory_order, search_in_rounds, try_in_order, walk
+from windlass.tune.search import SearchState, search_in_rounds, try_in_order, walk
 from windlass.tune.search_space import STAGE, Candidate, SearchLimits, SearchSpace, build_space
 from windlass.tune.trial_record import TrialRecord, TrialStatus
 from windlass.tune.tuning_run import default_budget
@@ -159,14 +159,6 @@ def test_candidates_that_do_not_fit_are_walked_around(space: SearchSpace, candid
     state = search(space, candidates, costs, budget=40)
     best = state.best()
     assert best is not None and best.step_s <= 1.05 * min(costs.values())
-
-
-def test_the_best_estimates_are_tried_before_the_smallest(space: SearchSpace, candidates: list[Candidate]) -> None:
-    costs = costs_of(candidates, 5)
-    ranked = sorted(candidates, key=costs.__getitem__)
-    for too_large, first in ((2, ranked[:3]), (5, [*ranked[:4], min(ranked, key=memory_order)])):
-        given = {**costs, **dict.fromkeys(ranked[:too_large], float("inf"))}
-        assert list(search(space, ranked, given, budget=9).records)[: len(first)] == first
 
 
 def test_a_search_where_nothing_fits_ends_at_its_budget(space: SearchSpace, candidates: list[Candidate]) -> None:

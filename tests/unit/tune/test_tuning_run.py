@@ -144,15 +144,6 @@ measured(0.1)
     assert set(descendants(os.getpid())) <= set(before)
 
 
-def test_predictions_are_corrected_by_measured_peaks(tmp_path: Path) -> None:
-    """Programs take twice what is predicted: after two trials no micro-batch of 8 is run, whose prediction fits."""
-    body = "measured(0.1 / micro, host=200 * 2**20 * micro)"
-    outcome = tuning(tmp_path, body, memory=850 << 20, trials=12).run()
-    assert outcome.best is not None and outcome.best.candidate.get(MICRO) == 4
-    assert any("peaks were 2.00 times their predictions" in record.error for record in outcome.records)
-    assert list(statuses(outcome).values()).count(TrialStatus.OVER) <= 1
-
-
 class RayModule:
     """Stand-in for the part of Ray's API that is used; a trial runs in this process when `fit` is called."""
 
