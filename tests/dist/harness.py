@@ -309,6 +309,8 @@ class Pool:
         self.close()
         context = get_context("forkserver")
         with _quiet_environment():
+            for server in _servers:  # both import at once; the first fork waits for its server's imports
+                server.ensure_running()
             for index in range(self.size):
                 ours, theirs = context.Pipe()
                 log = Path(self._folder.name) / f"worker-{index}-{self._count}.log"

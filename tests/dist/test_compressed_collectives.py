@@ -206,7 +206,11 @@ def all_cases(transport: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(("ranks", "transport"), WORLDS)
+# Four ranks are in the two tests below.
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [pytest.param(*world, marks=pytest.mark.slow) if world[0] == 4 else world for world in WORLDS],
+)
 def test_collectives_equal_their_explicit_computation(ranks: int, transport: str) -> None:
     expected = len(CODECS) * len(SHAPES) * len(DTYPES)
     assert run_ranks(all_cases, ranks, transport, transport=transport, timeout=120.0) == [expected] * ranks

@@ -78,6 +78,7 @@ def test_loaded_models_pack_their_shards(tmp_path: Path, weights: str | None, to
     assert_greedy(model, first, tolerance)
 
 
+@pytest.mark.slow  # the next test has this axis beside another
 def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:
     assert_same(run_ranks(generate_everywhere, 2, ["mixtral"], {"ep": 2}, {}), ["mixtral"])
 

@@ -1,11 +1,12 @@
 """Tests of a parameter of 2^31 + 1 elements: no count, offset or length has 32 bits.
 
-Run the slow ones alone: they need 9 GB of memory and 14 GB of disk.
+Run the slow ones alone: they need 9 GB of memory and 14 GB of disk, and the one that trains 18 GiB and 16 GiB.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from windlass.comm.ordered_sum import sum_of_squares
 from windlass.kernels import keyed_sum
 from windlass.kernels.kernel_dispatch import apply_updates
 from windlass.kernels.update_tensors import UpdateTensors
-from windlass.storage import DiskTier
+from windlass.storage import DiskTier, free_memory
 from windlass.zero.core.unit_layout import layout_of
 
 NUMEL = (1 << 31) + 1
@@ -131,3 +132,69 @@ def test_checkpoint_export_and_torch_file_reach_the_last_element(tmp_path: Path)
     write_torch_file(tmp_path / "large.pt", {"before": torch.ones(3), "large": large, "after": torch.ones(3)})
     back = torch.load(tmp_path / "large.pt", mmap=True, weights_only=True)
     assert back["large"][SPOTS].tolist() == expected and back["after"].tolist() == [1.0] * 3
+
+
+class Trained(nn.Module):
+    """Model with one trained parameter of `NUMEL` elements, of which the loss uses a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16))
+        with torch.no_grad():
+            self.large[SPOTS] = first_values()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.large[SPOTS].float()).sum(-1).mean()
+
+
+def first_values() -> torch.Tensor:
+    return torch.arange(1.0, len(SPOTS) + 1).bfloat16()
+
+
+def slopes(step: int) -> torch.Tensor:
+    """Return the gradient of the used elements, other in each step, and equal in bf16."""
+    return torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0]) / (1 + 3 * step)
+
+
+ADAMW = {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.1}
+STEPS = 2
+ROOM = 18 << 30, 16 << 30  # bytes of memory and disk: three states in bf16 on disk; values, gradients and buffers here
+
+
+def trained(folder: str) -> tuple[list[float], int]:
+    """Train with states on disk. Return the used elements, and the number of elements that are not 0."""
+    import windlass
+
+    disk = {"device": "nvme", "nvme_path": folder, "buffer_count": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": {"stage": 1, "sub_group_size": 100_000_000, "offload_optimizer": disk},
+    }
+    engine = windlass.initialize(model=Trained(), config=config)[0]
+    for step in range(STEPS):
+        engine.backward(engine(slopes(step)[None]))
+        engine.step()
+    large = engine.module.large.detach()
+    result = large[SPOTS].tolist(), sum(int(part.count_nonzero()) for part in large.split(1 << 26))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.slow
+def test_steps_reach_the_last_element_and_no_other(tmp_path: Path) -> None:
+    memory, disk = free_memory() or 0, shutil.disk_usage(tmp_path).free
+    if memory < ROOM[0] or disk < ROOM[1]:
+        room = f"{ROOM[0] >> 30} GiB of memory and {ROOM[1] >> 30} GiB at {tmp_path}"
+        pytest.skip(f"a trained parameter of {NUMEL:,} elements needs {room}; free are {memory >> 30} and {disk >> 30}")
+    parameter = nn.Parameter(first_values().float())
+    optimizer = torch.optim.AdamW([parameter], **ADAMW)
+    for step in range(STEPS):
+        parameter.grad = slopes(step).bfloat16().float()
+        optimizer.step()
+    ((found, changed),) = run_ranks(trained, 1, str(tmp_path / "disk"), timeout=1800.0)
+    assert changed == len(SPOTS)
+    torch.testing.assert_close(torch.tensor(found), parameter.detach(), rtol=2.0**-7, atol=0.0)
+    assert (torch.tensor(found) - first_values()).abs().min() > 0.05  # bf16 steps by 0.03 there

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.import_graph import ImportGraph
-from tools.select_tests import is_test, repository_files, select_tests
+from tools.select_tests import CACHE, is_test, repository_files, select_tests
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,8 +92,8 @@ def reached_tests(graph: ImportGraph, changed: str) -> set[str]:
 
 
 def test_selection_in_this_repository(subtests: pytest.Subtests) -> None:
-    """One test, because reading all files takes seconds."""
-    graph = ImportGraph(ROOT, repository_files(ROOT))
+    """One test, because reading all files takes seconds. Those that are unchanged since the last run are not read."""
+    graph = ImportGraph(ROOT, repository_files(ROOT), CACHE)
     with subtests.test("every test reaches itself and its harness"):
         every_test_reaches_itself_and_its_harness(graph)
     with subtests.test("errors reach nearly every test"):
