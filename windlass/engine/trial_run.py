@@ -12,7 +12,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,9 @@ class TrialObserver(InitializeObserver):
         self._peak.start(held=sum(p.numel() * p.element_size() for p in model.parameters()))
         if self.job.forecast and dist.get_rank() == 0:
             module, _, name = self.job.forecast.partition(":")
-            make: Any = getattr(importlib.import_module(module), name)
-            self._forecast = make(self.job.forecast_order, self._raw, model, dist.get_world_size(), self._peak.base)
+            with self._peak.leaving_out():
+                make: Any = getattr(importlib.import_module(module), name)
+                self._forecast = make(self.job.forecast_order, self._raw, model, dist.get_world_size(), self._peak.base)
 
     def after_initialize(self, engine: Engine) -> None:
         """Measure the steps of the engine from now on."""
@@ -123,7 +125,8 @@ class TrialSteps(EngineObserver):
             first = next((t for t in iterate_tensors((args, kwargs)) if t.dim()), None)
             self._fed = list(first.shape) if first is not None else []
             if self._forecast is not None:
-                self._forecast(self._engine.progress.batch.micro, args, kwargs)
+                with self._peak.leaving_out():
+                    self._forecast(self._engine.progress.batch.micro, args, kwargs)
         self._forward_started = self._now()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -208,7 +211,8 @@ class HostMemoryPeak:
     """
 
     def __init__(self) -> None:
-        self.base = self.bytes = 0
+        self.base = self.bytes = self._left_out = 0
+        self._sampling = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -226,6 +230,15 @@ class HostMemoryPeak:
             self._thread.join()
             self._thread = None
 
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Context whose memory, also what it leaves behind, does not belong to the program."""
+        with self._sampling:
+            before = proportional_bytes() or 0
+            yield
+            self._left_out += max(0, (proportional_bytes() or 0) - before)
+
     def _sample(self) -> None:
         while not self._over.wait(_SAMPLING_S):
-            self.bytes = max(self.bytes, proportional_bytes() or 0)
+            with self._sampling:
+                self.bytes = max(self.bytes, (proportional_bytes() or 0) - self._left_out)
