@@ -54,10 +54,10 @@ def sample_with_optuna(
             return
         trial = study.ask()
         choice = {one.key: trial.suggest_categorical(one.key, list(one.choices)) for one in space.dimensions}
-        candidate = space.complete(choice)
+        proposed = space.complete(choice)
         record = None
-        if candidate is not None and candidate in allowed:
-            record = state.records.get(candidate) or measure(candidate)
+        if proposed is not None and proposed in allowed:
+            record = state.records.get(proposed) or measure(proposed)
         if record is not None and record.counts:
             study.tell(trial, record.score(state.metric))
         else:
