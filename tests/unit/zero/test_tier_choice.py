@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
@@ -76,6 +76,9 @@ def counted(of: list[UnitBytes], tiers: list[UnitTiers], given: FixedBytes) -> d
 
 @settings(max_examples=40, deadline=None)
 @given(units(), all_rates, memories, fixed, traffic)
+@example(  # a unit that cannot move stands before one that does
+    [UnitBytes(2, can_move=False), UnitBytes(2)], RATES, TierMemory(0, None, 2), FixedBytes(), StepTraffic()
+)
 def test_a_choice_fits_and_is_not_slower_than_any_uniform_setting_that_fits(
     of: list[UnitBytes], rates: TierRates, memory: TierMemory, given: FixedBytes, passes: StepTraffic
 ) -> None:

@@ -166,7 +166,8 @@ def step_seconds(
     groups = _Groups(units, most=len(units))
 
     def bound(which: str, *of: Tier) -> int:
-        return sum(getattr(one, which) in of for one in tiers)
+        # Units that cannot move stand between the others with the tier DEVICE.
+        return max((number + 1 for number, one in enumerate(tiers) if getattr(one, which) in of), default=0)
 
     on_disk = all(one.gradient is Tier.NVME for one in tiers if one.state is Tier.NVME) and bound("state", Tier.NVME)
     far = (Tier.NVME, Tier.HOST)
