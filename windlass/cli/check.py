@@ -192,7 +192,7 @@ def resolved_rows(config: Config) -> list[tuple[str, str]]:
         ("stage", f"{zero.stage}"),
         ("precision", str(config.dtype_table())),
         (
-            "homes",
+            "tiers",
             "chosen at start-up for each unit"
             if config.offload is not None
             else f"parameters {_describe_tier(zero.offload_param)}, "

@@ -86,6 +86,8 @@ def plan_tiers(
     disk, staging = settings.tiers.disk, settings.tiers.staging
     rates = measure_tier_rates(device, disk)
     memory = free_memory_of_rank(section, device)
+    if mesh.world.index == 0:
+        _warn_of_ineffective_limits(section, memory)
     found: list[tuple[TierRates, TierMemory]] = mesh.world.all_gather_object((rates, memory))
     rates = reduce(TierRates.slowest, (one for one, _ in found))
     memory = reduce(TierMemory.smallest, (one for _, one in found))
@@ -168,6 +170,14 @@ def with_placement(settings: ZeroSettings, units: tuple[UnitTiers, ...], max_liv
 def farthest(tiers: Iterable[Tier]) -> Tier:
     """Return the farthest tier from the device."""
     return max(tiers, key=_ORDER.index, default=Tier.DEVICE)
+
+
+def _warn_of_ineffective_limits(section: AutoOffload, memory: TierMemory) -> None:
+    if section.device_memory is not None and memory.host is None:
+        logger.warning(
+            f"offload.device_memory = {section.device_memory:,} bytes has no effect: the device is a CPU, whose memory "
+            "is host memory; limit offload.host_memory"
+        )
 
 
 def free_memory_of_rank(section: AutoOffload, device: torch.device) -> TierMemory:
