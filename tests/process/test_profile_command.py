@@ -27,7 +27,9 @@ def test_a_script_is_profiled_on_two_ranks(tmp_path: Path, capfd: pytest.Capture
     )
     out = tmp_path / "trace.json.gz"
     options = ["--config", str(tmp_path / "ds.json"), "--nproc", "2", "--steps", "2", "--out", str(out), "--json"]
-    main(["profile", str(tmp_path / "train.py"), *options, "--", "100"])
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", str(tmp_path / "train.py"), *options, "--", "100"])
+    assert ended.value.code == 0
     found = json.loads(capfd.readouterr().out)
     assert found["steps"] == 2 and [one["rank"] for one in found["ranks"]] == [0, 1]
     assert out.stat().st_size > 0
