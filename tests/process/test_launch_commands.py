@@ -170,7 +170,7 @@ dist.init_process_group("gloo")
 ranks = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(ranks)
 dist.destroy_process_group()
-print(os.environ["RANK"], os.environ["LOCAL_RANK"], ranks.item())
+print(f"{os.environ['RANK']} {os.environ['LOCAL_RANK']} {ranks.item()}")  # in one write, so that the line stays one
 """
 
 
