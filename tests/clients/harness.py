@@ -1,4 +1,4 @@
-"""Runs unmodified clients that are installed somewhere else, plainly and with with windlass as DeepSpeed.
+"""Runs unmodified clients that are installed somewhere else, plainly, and with windlass as DeepSpeed.
 
 A client NAME is found by two variables: WINDLASS_CLIENT_NAME, a checkout of its repository, and
 WINDLASS_CLIENT_NAME_PYTHON, the interpreter of a virtual environment with its requirements. One over this project's is

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from windlass.base.errors import ModelError
 from windlass.compat.aio_handle import aio_handle, aio_read, aio_write
+from windlass.compat.fp_quantizer import MANTISSA_BITS
 from windlass.compat.not_built import NotBuiltError
 from windlass.kernels import get_active_kernel_path
+from windlass.kernels.grouped_formats import MinifloatWeightFormat
 
 
 class OpBuilder:
@@ -149,6 +152,22 @@ class FPQuantizerBuilder(OpBuilder):
 
     NAME = "fp_quantizer"
     TARGET_MODULE = "windlass.compat.fp_quantizer"
+
+    @staticmethod
+    def get_default_quant_dtype() -> torch.dtype:
+        """Return the dtype of packed codes."""
+        return torch.uint8
+
+    @staticmethod
+    def get_quant_range(q_bits: int | None = None) -> float:
+        """Return the largest float of `q_bits` bits: 28 of 6, 480 of 8.
+
+        Raises:
+            ModelError: `q_bits` is not 4, 6, 8 or 12.
+        """
+        if q_bits not in MANTISSA_BITS:
+            raise ModelError(f"get_quant_range: q_bits is {q_bits!r}; pass 4, 6, 8 or 12")
+        return float(MinifloatWeightFormat(q_bits, MANTISSA_BITS[q_bits], 1).largest)
 
 
 class UtilsBuilder(OpBuilder):

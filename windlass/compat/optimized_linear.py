@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -10,8 +14,10 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.compat.strict_mode import is_strict
 from windlass.kernels.grouped_formats import MinifloatWeightFormat
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.zero import GatheredParameters
 
 
 @dataclass
@@ -63,39 +69,80 @@ class QuantizationConfig:
         return MinifloatWeightFormat(self.q_bits, self.mantissa_bits, self.group_size)
 
 
+class QuantizedParameterError(ModelError, ValueError):
+    """The arguments of a `QuantizedParameter` contradict each other."""
+
+
+@dataclass(frozen=True)
+class PackedBytes:
+    """Facts that the packed bytes of a `QuantizedParameter` do not tell.
+
+    Attributes:
+        scale: scales of the groups.
+        sizes: shape of the tensor before.
+        dtype: its dtype.
+    """
+
+    scale: torch.Tensor
+    sizes: torch.Size
+    dtype: torch.dtype
+
+
 class QuantizedParameter(nn.Parameter):
-    """Frozen parameter of the packed bytes of a tensor; `dequantized()` returns its values."""
+    """Frozen parameter of the packed bytes of a tensor; `dequantized()` returns its values.
+
+    `QuantizedParameter(p.data, **p.__dict__)` is a copy.
+
+    Raises:
+        QuantizedParameterError: `requires_grad` is True, or `quantizer` is given and is not of another parameter.
+    """
 
     quantization_config: QuantizationConfig
-    _scale: torch.Tensor
-    _sizes: torch.Size
-    _wide_dtype: torch.dtype
+    quantizer: PackedBytes
 
     def __new__(
         cls,
         data: torch.Tensor,
         requires_grad: bool = False,
         quantization_config: QuantizationConfig | None = None,
-        quantizer: Any = None,
+        quantizer: PackedBytes | None = None,
     ) -> QuantizedParameter:
         if requires_grad:
-            raise ModelError("QuantizedParameter: requires_grad is True, but packed bytes are not trained; pass False")
+            raise QuantizedParameterError(
+                "QuantizedParameter: requires_grad is True, but packed bytes are not trained; pass False"
+            )
         config = quantization_config or QuantizationConfig()
-        packed = config.weight_format().pack(data.reshape(1, -1) if data.dim() != 2 else data)
-        made: QuantizedParameter = torch.Tensor._make_subclass(cls, packed["weight_packed"], False)
-        made.quantization_config, made._scale = config, packed["weight_scale"]
-        made._sizes, made._wide_dtype = data.shape, data.dtype
+        if quantizer is None:
+            packed = config.weight_format().pack(data.reshape(1, -1) if data.dim() != 2 else data)
+            data, quantizer = packed["weight_packed"], PackedBytes(packed["weight_scale"], data.shape, data.dtype)
+        elif not isinstance(quantizer, PackedBytes):
+            raise QuantizedParameterError(
+                f"QuantizedParameter: quantizer is a {type(quantizer).__name__}; leave it out, or pass that of another "
+                "QuantizedParameter"
+            )
+        made: QuantizedParameter = torch.Tensor._make_subclass(cls, data, False)
+        made.quantization_config, made.quantizer = config, quantizer
         return made
 
     def dequantized(self) -> torch.Tensor:
         """Return the values, in shape and dtype of the tensor before."""
-        sizes = self._sizes if len(self._sizes) == 2 else (1, self._sizes.numel())
+        known = self.quantizer
+        sizes = known.sizes if len(known.sizes) == 2 else (1, known.sizes.numel())
         packed = {
             "weight_packed": self.detach().as_subclass(torch.Tensor),
-            "weight_scale": self._scale,
+            "weight_scale": known.scale.to(self.device),
             "weight_shape": torch.tensor(sizes),
         }
-        return self.quantization_config.weight_format().unpack(packed).view(self._sizes).to(self._wide_dtype)
+        return self.quantization_config.weight_format().unpack(packed).view(known.sizes).to(known.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
+        known = replace(self.quantizer, scale=self.quantizer.scale.clone())
+        made = type(self)(self.data.clone(), False, replace(self.quantization_config), known)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (self.data, False, self.quantization_config, self.quantizer)
 
 
 class QuantizedLinear(PackedLinear):
@@ -109,7 +156,7 @@ class QuantizedLinear(PackedLinear):
         quantization_config: QuantizationConfig | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: Any = None,
-        linear_cls: type[nn.Linear] = nn.Linear,
+        linear_cls: Callable[..., nn.Linear] = nn.Linear,
     ) -> None:
         form = (quantization_config or QuantizationConfig()).weight_format()
         wide = linear_cls(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
@@ -124,6 +171,9 @@ class LoRAOptimizedLinear(nn.Module):
     """Frozen linear layer with low-rank adapters: `base(x) + lora_alpha / lora_r * lora_weight_2(lora_weight_1(x))`.
 
     A state with a plain `weight` is loaded into the base.
+
+    Args:
+        base: the frozen layer, instead of a new one.
     """
 
     def __init__(
@@ -136,6 +186,7 @@ class LoRAOptimizedLinear(nn.Module):
         device: Any = None,
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: type[nn.Linear] = nn.Linear,
+        base: nn.Module | None = None,
     ) -> None:
         super().__init__()
         lora = lora_config or LoRAConfig()
@@ -146,10 +197,9 @@ class LoRAOptimizedLinear(nn.Module):
             )
         self.input_dim, self.output_dim, self.bias, self.lora_config = input_dim, output_dim, bias, lora
         self.lora_scaling_factor = lora.lora_alpha / lora.lora_r
-        base: nn.Module
-        if quantization_config is not None:
+        if base is None and quantization_config is not None:
             base = QuantizedLinear(input_dim, output_dim, bias, quantization_config, dtype, device, linear_cls)
-        else:
+        elif base is None:
             base = linear_cls(input_dim, output_dim, bias=bias, dtype=dtype, device=device)
         self.base = base.requires_grad_(False)
         self.lora_weight_1 = linear_cls(input_dim, lora.lora_r, bias=False, dtype=dtype, device=device)
@@ -160,7 +210,8 @@ class LoRAOptimizedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The base weight; unpacked, if it is packed."""
-        found: torch.Tensor = self.base.weight
+        found = self.base.weight
+        assert isinstance(found, torch.Tensor)
         return found
 
     def forward(self, input_tensor: torch.Tensor) -> torch.Tensor:
@@ -207,15 +258,20 @@ class OptimizedLinear(nn.Module):
 
 
 class OptimizedLinearInit:
-    """Context in which `torch.nn.Linear(...)` makes an `OptimizedLinear`, in torch's default dtype."""
+    """Context in which `torch.nn.Linear(...)` makes an `OptimizedLinear`, in torch's default dtype.
+
+    A model that transformers' `from_pretrained` or `from_config` returns has such layers instead of its own, with
+    the values that were loaded; with adapters, all of its other parameters are frozen.
+    """
 
     def __init__(self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None) -> None:
         self._lora = None if lora_config is None else replace(lora_config)
-        self._quantization, self._before = quant_config, nn.Linear
+        self._quantization = quant_config
+        self._undo = ExitStack()
 
     def __enter__(self) -> OptimizedLinearInit:
         plain, lora, quantization = nn.Linear, self._lora, self._quantization
-        self._before = plain
+        standard = torch.bfloat16 if is_strict() else None  # DeepSpeed's layers are bf16 whatever torch's default is
 
         class OptimizedLinearWrapper(plain):  # type: ignore[misc, valid-type]
             """`nn.Linear` inside the context."""
@@ -223,16 +279,72 @@ class OptimizedLinearInit:
             def __new__(  # type: ignore[misc]
                 cls, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
             ) -> nn.Module:
-                wanted = dtype or torch.get_default_dtype()
+                wanted = dtype or standard or torch.get_default_dtype()
                 return OptimizedLinear(in_features, out_features, bias, lora, quantization, device, wanted, plain)
 
-        nn.Linear = OptimizedLinearWrapper  # type: ignore[misc, assignment]
+        self._undo.enter_context(_temporary_attribute(nn, "Linear", OptimizedLinearWrapper))
+        if find_spec("transformers") is not None:
+            from transformers import PreTrainedModel
+
+            for name in ("from_pretrained", "_from_config"):
+                changed = classmethod(partial(self._load_and_adapt, vars(PreTrainedModel)[name].__func__, plain))
+                self._undo.enter_context(_temporary_attribute(PreTrainedModel, name, changed))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        nn.Linear = self._before  # type: ignore[misc]
+        self._undo.close()
+
+    def _load_and_adapt(
+        self, load: Callable[..., Any], plain: type[nn.Linear], cls: type[nn.Module], *args: Any, **kwargs: Any
+    ) -> Any:
+        # The loader finds parameters by the names of plain layers.
+        with _temporary_attribute(nn, "Linear", plain):
+            found = load(cls, *args, **kwargs)
+        model: nn.Module = found[0] if isinstance(found, tuple) else found
+        adapt_linear_layers(model, self._lora, self._quantization, plain)
+        if self._lora is not None:
+            init_lora(model)
+        return found
+
+
+def adapt_linear_layers(
+    model: nn.Module,
+    lora_config: LoRAConfig | None,
+    quantization_config: QuantizationConfig | None,
+    linear_cls: type[nn.Linear] = nn.Linear,
+) -> None:
+    """Replace the layers of class `linear_cls` of a model by optimized ones with their values, in place. Collective for
+    a model that is sharded."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, linear in list(model.named_modules(remove_duplicate=False)):
+        if type(linear) is not linear_cls:
+            continue
+        if linear not in made:
+            made[linear] = _optimized(linear, lora_config, quantization_config).train(linear.training)
+        model.set_submodule(name, made[linear])
+
+
+def _optimized(linear: nn.Linear, lora: LoRAConfig | None, quantization: QuantizationConfig | None) -> nn.Module:
+    sizes, weight = (linear.in_features, linear.out_features, linear.bias is not None), linear.weight
+    base: nn.Module = linear
+    if quantization is not None:
+        with GatheredParameters(list(linear.parameters())):
+            base = QuantizedLinear(*sizes, quantization, weight.dtype, weight.device, lambda *_, **__: linear)
+    if lora is None:
+        return base
+    return LoRAOptimizedLinear(*sizes, lora, None, weight.device, weight.dtype, type(linear), base)
+
+
+@contextmanager
+def _temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def init_lora(model: nn.Module) -> None:

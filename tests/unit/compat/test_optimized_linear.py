@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compat.fp_quantizer import FP_Quantize, matmul_fp8
@@ -112,6 +116,36 @@ def test_layers_made_in_the_context_have_adapters() -> None:
     assert model(torch.randn(3, 32)).shape == (3, 4)
 
 
+def test_in_strict_mode_layers_made_in_the_context_are_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_DEEPSPEED_STRICT", "1")
+    with OptimizedLinearInit(LoRAConfig(lora_r=2)):
+        layer = nn.Linear(4, 4)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("packed", [None, QuantizationConfig(group_size=32)], ids=["plain", "packed"])
+def test_pretrained_values_are_those_of_the_bases(
+    tmp_path: Path, packed: QuantizationConfig | None, tied: bool
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=tied, **sizes)).eval()
+    plain.save_pretrained(tmp_path)
+    with OptimizedLinearInit(LoRAConfig(lora_r=2), packed):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        again, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    ids = torch.arange(12).view(1, 12)
+    expected = plain(ids).logits
+    assert (model(ids).logits - expected).abs().max() <= (0.05 if packed else 0) * expected.abs().max()
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits) and not report["missing_keys"]
+    assert type(model.lm_head) is type(model.model.layers[0].mlp.up_proj) is LoRAOptimizedLinear
+    assert {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad} == {
+        "lora_weight_1",
+        "lora_weight_2",
+    }
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head) is nn.Linear  # outside of the context
+
+
 def test_a_parameter_of_packed_bytes() -> None:
     values = torch.randn(4, 8, 16, dtype=torch.bfloat16)
     packed = QuantizedParameter(values, quantization_config=QuantizationConfig(group_size=32))
@@ -119,5 +153,31 @@ def test_a_parameter_of_packed_bytes() -> None:
     back = packed.dequantized()
     assert back.shape == values.shape and back.dtype == values.dtype
     assert (back - values).abs().max() < values.abs().max() / 16
-    with pytest.raises(ModelError, match="requires_grad is True"):
+    with pytest.raises(ValueError, match="requires_grad is True"):
         QuantizedParameter(values, requires_grad=True)
+    with pytest.raises(ModelError, match="quantizer is a int"):
+        QuantizedParameter(values, quantizer=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda parameter: QuantizedParameter(parameter.data, **parameter.__dict__),
+        copy.deepcopy,
+        lambda parameter: pickle.loads(pickle.dumps(parameter)),
+    ],
+    ids=["attributes", "deepcopy", "pickle"],
+)
+def test_a_copy_of_packed_bytes_is_not_packed_again(copied: Callable[[QuantizedParameter], QuantizedParameter]) -> None:
+    packed = QuantizedParameter(torch.randn(8, 32), quantization_config=QuantizationConfig(q_bits=6, group_size=32))
+    made = copied(packed)
+    assert type(made) is QuantizedParameter and made is not packed
+    assert torch.equal(made.data, packed.data) and torch.equal(made.dequantized(), packed.dequantized())
+    assert made.quantization_config == packed.quantization_config
+
+
+def test_the_builder_tells_its_floats() -> None:
+    assert FPQuantizerBuilder.get_default_quant_dtype() is torch.uint8
+    assert [FPQuantizerBuilder.get_quant_range(bits) for bits in (6, 8)] == [28, 480]
+    with pytest.raises(ModelError, match="q_bits is 5"):
+        FPQuantizerBuilder.get_quant_range(5)

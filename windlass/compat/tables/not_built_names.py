@@ -12,6 +12,8 @@ _RAGGED = "batches are scheduled by the engine, not by the script; use windlass.
 _INJECT = "the model's layers are not replaced but sharded in place; set tensor_parallel.autotp_size"
 _LAYER = "windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model"
 _COMPRESSION = "init_compression replaces layers itself and engines run their schedules; use init_compression"
+_SHARDED = "compression does not run with sharded matrices; compress the whole model"
+_NORMS = "batch norms keep their class; channel_pruning masks their channels, and redundancy_clean cuts them"
 _SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
 _DATA = "the data pipeline of DeepSpeed is not built yet; use windlass.data, or a torch DataLoader"
 _LTD = "random layer-token dropping is not built; train on all tokens"
@@ -51,8 +53,13 @@ TABLE: dict[str, StandInEntry] = {
         _COMPRESSION,
         "compression.scheduler.compression_scheduler "
         "compression.helper.module_replacement compression.helper.compression_preparation "
-        "compression.helper.fix_compression compression.basic_layer.LinearLayer_Compress",
+        "compression.helper.fix_compression",
     ),
+    **_refused_names(
+        _SHARDED,
+        "compression.basic_layer.ColumnParallelLinear_Compress compression.basic_layer.RowParallelLinear_Compress",
+    ),
+    **_refused_names(_NORMS, "compression.basic_layer.BNLayer_Compress"),
     **_refused_names(
         _SPARSE,
         " ".join(
@@ -109,7 +116,9 @@ TABLE: dict[str, StandInEntry] = {
         "compile.passes.selective_gather.selective_gather compile.backend.make_backend compile.init_z3.init_z3",
     ),
     **_refused_names(
-        _TUNING, "autotuning.Autotuner autotuning.autotuner.Autotuner autotuning.config.DeepSpeedAutotuningConfig"
+        _TUNING,
+        "autotuning.Autotuner autotuning.autotuner.Autotuner autotuning.config.DeepSpeedAutotuningConfig "
+        "autotuning.scheduler.ResourceManager",
     ),
     **_refused_names(_STATES, "datastates.config.DeepSpeedDataStatesConfig datastates.DeepSpeedDataStatesConfig"),
     **_refused_names(

@@ -33,6 +33,7 @@ _BUILDERS = (
 )
 _FLOATS = "runs on every device, in torch; codes and scales are windlass's own bytes"
 _BASE = "the frozen base is a layer of its own, `base`, which zero_optimization.stage 3 shards over all ranks"
+_ADAPTERS = "adapters exist from the start; frozen parameters and adapters are set"
 _BUILDER = "nothing is compiled at run time: load() returns precompiled code, or raises and names an alternative"
 _WRITERS = "windlass.compat.file_writers"
 
@@ -95,18 +96,20 @@ TABLE: dict[str, StandInEntry] = {
         }.items()
     },
     **{
-        f"deepspeed.linear.{name}": differs(f"windlass.compat.optimized_linear:{target}", note)
-        for name, target, note in (
-            ("OptimizedLinear", "OptimizedLinear", _BASE),
-            ("LoRAOptimizedLinear", "LoRAOptimizedLinear", _BASE),
-            ("QuantizedLinear", "QuantizedLinear", _FLOATS),
-            ("QuantizedParameter", "QuantizedParameter", _FLOATS),
-            ("LoRAConfig", "LoRAConfig", "base_weight_sharding has no effect of its own; offload is refused"),
-            ("Init", "OptimizedLinearInit", _BASE),
-            ("init_lora", "init_lora", "adapters exist from the start; frozen parameters and adapters are set"),
+        f"deepspeed.linear.{prefix}{name}": differs(f"windlass.compat.optimized_linear:{target}", note)
+        for module, name, target, note in (
+            ("optimized_linear", "OptimizedLinear", "OptimizedLinear", _BASE),
+            ("optimized_linear", "LoRAOptimizedLinear", "LoRAOptimizedLinear", _BASE),
+            ("quantization", "QuantizedLinear", "QuantizedLinear", _FLOATS),
+            ("quantization", "QuantizedParameter", "QuantizedParameter", _FLOATS),
+            ("config", "LoRAConfig", "LoRAConfig", "base_weight_sharding has no effect of its own; offload is refused"),
+            ("context_manager", "Init", "OptimizedLinearInit", _BASE),
+            ("context_manager", "init_lora", "init_lora", _ADAPTERS),
         )
+        for prefix in ("", f"{module}.")
     },
     "deepspeed.linear.QuantizationConfig": works("windlass.compat.optimized_linear:QuantizationConfig"),
+    "deepspeed.linear.config.QuantizationConfig": works("windlass.compat.optimized_linear:QuantizationConfig"),
     "deepspeed.inference.quantization.quantization._init_group_wise_weight_quantization": works(
         "windlass.compat.module_quantization:init_group_wise_weight_quantization"
     ),

@@ -57,6 +57,7 @@ _OPTIMIZER_NAMES = (
     "MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
     "ZERO_ONE_ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS TENSOR_CORE_ALIGN_SIZE TORCH_ADAM_PARAM MAX_GRAD_NORM"
 )
+_PREPARED = "for isinstance: init_compression makes such a layer from the model's own"
 _SEE = differs(f"{_MOVING}:see_memory_usage", "one line in windlass's format")
 
 _UTILS: dict[str, StandInEntry] = {
@@ -173,6 +174,15 @@ _ROOT: dict[str, StandInEntry] = {
         "init_compression student_initialization",
     ),
     "deepspeed.compression.compress.redundancy_clean": works("windlass.compress.redundancy_clean:redundancy_clean"),
+    **_rows_for("deepspeed.autotuning.utils", "windlass.compat.nested_keys", "get_val_by_key set_val_by_key"),
+    **{
+        f"deepspeed.compression.basic_layer.{name}": differs(f"windlass.compress.compressed_layers:{target}", _PREPARED)
+        for name, target in (
+            ("LinearLayer_Compress", "CompressedLinear"),
+            ("Conv2dLayer_Compress", "CompressedConv2d"),
+            ("Embedding_Compress", "CompressedEmbedding"),
+        )
+    },
     **_rows_for(
         "deepspeed.compression.helper",
         "windlass.compat.attribute_paths",
