@@ -70,6 +70,11 @@ def test_ranks_that_differ_in_smaller_groups(name: str, transport: str, sections
     hold(name, recipe, [Setting(stage=3, transport=transport, zero=sections)], LATE)
 
 
+def test_replicas_of_shards_reduce_in_orders_of_their_own() -> None:
+    recipe = Recipe(ranks=4, accumulation=2, steps=2)
+    hold("uneven", recipe, [Setting(stage=3, transport="shm", zero=(("mics_shard_size", 2),))], LATE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["towers_reentrant", "uneven"])
 def test_ranks_that_differ_in_smaller_groups_on_disk(name: str, transport: str, tmp_path: Any) -> None:

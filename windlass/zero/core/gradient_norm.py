@@ -26,7 +26,8 @@ class StepStatus:
         unreduced: For each trainable unit, True if any rank holds unreduced gradients of it.
         flags: Sums over ranks of the additional flags.
         uneven: True if the data ranks ran different numbers of backwards.
-        diverged: True if they reduced and dropped gradients in different orders, see [Note: dropped gradients].
+        diverged: True if ranks that shard the same gradients reduced and dropped them in different orders, see
+            [Note: dropped gradients].
     """
 
     norm: float
@@ -130,15 +131,18 @@ def reduce_step_status(
             )
     device = vector.device
     vector.fit(slots)
+    # Ranks of different replicas (MiCS) reduce in orders of their own.
+    replicas, replica = (mesh.dense.replicate.size, mesh.dense.replicate.index) if policy.state else (1, 0)
     # float64, so that counts and squares of hashes are exact.
-    facts = torch.zeros(vector.size + 4, dtype=torch.float64)
+    facts = torch.zeros(vector.size + 2 + 2 * replicas, dtype=torch.float64)
     for number, (slot, pending) in enumerate(zip(slots, gradients.unreduced(), strict=True)):
         facts[number] = float(pending)
         for index in slot.used:
             facts[vector.of[number] + index] = 1.0
     backwards, events = gradients.backward_count, gradients.history_hash
     # Sum and sum of squares show in one reduction if all ranks have the same value (see `_values_differ`).
-    facts[vector.size :] = torch.tensor([backwards, backwards**2, events, events**2], dtype=torch.float64)
+    facts[vector.size : vector.size + 2] = torch.tensor([backwards, backwards**2], dtype=torch.float64)
+    facts[vector.size + 2 :].view(replicas, 2)[replica] = torch.tensor([events, events**2], dtype=torch.float64)
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
     reduced = torch.cat([total.reshape(1), torch.tensor(flags, dtype=torch.float64, device=device), facts.to(device)])
@@ -152,14 +156,17 @@ def reduce_step_status(
         for slot, start in zip(slots, vector.of, strict=True)
     ]
     unreduced = [value > 0 for value in unit_values[: len(slots)]]
-    ranks, (made, of_made, history, of_history) = mesh.dense.data.size, unit_values[vector.size :]
+    ranks, (made, of_made, *histories) = mesh.dense.data.size, unit_values[vector.size :]
     return StepStatus(
         norm,
         used,
         unreduced,
         values[1 : 1 + len(flags)],
         uneven=_values_differ(made, of_made, ranks),
-        diverged=_values_differ(history, of_history, ranks),
+        diverged=any(
+            _values_differ(history, of_history, ranks // replicas)
+            for history, of_history in zip(histories[::2], histories[1::2], strict=True)
+        ),
     )
 
 

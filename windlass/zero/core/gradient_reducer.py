@@ -10,8 +10,9 @@ of the same parameter.
 [Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a step. A
 gradient that is not reduced yet is dropped at once. A reduced gradient is zeroed in this rank's shard at its next use:
 before another reduction adds to it, or when it is read. A unit whose gradients were all dropped has no gradient any
-more. Every rank zeroes its own shard, so all ranks must drop the same gradients, between the same reductions. At the
-agreement before a step, ranks compare a hash of the order of these events, which costs no extra message.
+more. Every rank zeroes its own shard, so all ranks that shard a gradient must drop the same gradients, between the same
+reductions. At the agreement before a step, they compare a hash of the order of these events, which costs no extra
+message. Replicas (MiCS) reduce and drop by themselves, each before its sums are added to those of the others.
 """
 
 from __future__ import annotations
@@ -457,7 +458,7 @@ class GradientReducer:
         slot.write(values)
 
     def _update_history(self, slot: GradientSlot, event: int) -> None:
-        """Add an event to the history that all data ranks share.
+        """Add an event to the history that all ranks of the unit's group share.
 
         Events of experts are left out, because not all ranks reduce the same experts.
         """
