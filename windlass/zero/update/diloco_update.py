@@ -99,7 +99,11 @@ class DiLoCoUpdate(OneBitAdamUpdate):
             self._move_transfers(step, options)
         else:
             due = (
-                [self._changed(one.unit, one.flat, options) for one in messages if _is_due(step, one.unit, group)]
+                [
+                    self._changed(one.unit, one.flat, options)
+                    for one in messages
+                    if outer_step_due(step, one.unit, group)
+                ]
                 for messages in moved
             )
             for messages in self._phase.exchange(due):
@@ -142,8 +146,9 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         All ranks do the same in the same step, so that transfers between two ranks keep their order.
         """
         group, overlap = self.optimizer.param_groups[0], self._overlap
-        units = {chunk.unit.index: chunk.unit for chunk in self.chunks}
-        due = [units[index] for index in sorted(units, reverse=True) if _is_due(step - overlap, units[index], group)]
+        by_index = {chunk.unit.index: chunk.unit for chunk in self.chunks}
+        units = [by_index[index] for index in sorted(by_index, reverse=True)]
+        due = [unit for unit in units if outer_step_due(step - overlap, unit, group)]
         if step > overlap and due:
             if pending := self._pending.pop(step - overlap, None):
                 pending.finish()
@@ -152,7 +157,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                     self._late_outer_step(segment, options)
         if pending := self._pending.get(step - overlap // 2) if overlap > 1 else None:
             pending.answer()
-        sent = [units[index] for index in sorted(units, reverse=True) if _is_due(step, units[index], group)]
+        sent = [unit for unit in units if outer_step_due(step, unit, group)]
         if sent:
             self._pending[step] = self._phase.start_exchange(
                 [self._changed(unit, self._phase.state(IN_FLIGHT, unit), options) for unit in batch]
@@ -209,7 +214,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         self._master(segment).sub_(move, alpha=given["outer_lr"])
 
 
-def _is_due(step: int, unit: Unit, group: dict[str, Any]) -> bool:
+def outer_step_due(step: int, unit: Unit, group: dict[str, Any]) -> bool:
     """Return True if a unit takes an outer step after step `step`.
 
     A parameter that several pipeline stages hold has another number on each, and takes its outer steps with part 0.
