@@ -164,13 +164,15 @@ def test_nested_launcher_starts_no_ranks(
 
 
 MEETS = """
-import os
+import os, sys
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 ranks = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(ranks)
 dist.destroy_process_group()
-print(f"{os.environ['RANK']} {os.environ['LOCAL_RANK']} {ranks.item()}")  # in one write, so that the line stays one
+# In one write, so that the lines of ranks that share a pipe stay whole: print() writes the line's end by itself if
+# PYTHONUNBUFFERED is set.
+sys.stdout.write(f"{os.environ['RANK']} {os.environ['LOCAL_RANK']} {ranks.item()}\\n")
 """
 
 
