@@ -15,7 +15,7 @@ from windlass.simulate.cluster import Cluster
 from windlass.simulate.collective_cost import CollectiveCosts, RankPattern
 from windlass.simulate.event_loop import EventLoop, LinkKey, SimulatedTask
 from windlass.simulate.layer_work import Segment
-from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock, build_chunk, rank_sizes
+from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock, build_chunks, rank_sizes
 from windlass.simulate.step_lanes import RankLanes
 from windlass.simulate.step_workload import StepWork
 from windlass.simulate.zero_lanes import ZeroLanes
@@ -32,9 +32,8 @@ class StageTasks:
         self.work, self.stage, grid = work, stage, work.grid
         costs = tasks.costs
         self.lanes = RankLanes(grid.rank(pp=stage), costs, tasks.loop, tasks.rates, coarse=tasks.coarse)
-        numbers = range(stage, work.chunks, grid.pp)
-        self.chunks = [build_chunk(work, costs.cluster.device, number) for number in numbers]
-        self.zero = ZeroLanes(work, self.lanes, self.chunks)
+        self.chunks, units = build_chunks(work, costs.cluster.device, stage)
+        self.zero = ZeroLanes(work, self.lanes, self.chunks, units)
         self._sizes = rank_sizes(work)
         degree = work.volumes.ulysses_degree or grid.sp
         self._heads = RankPattern(("sp",), block=degree)
@@ -54,6 +53,7 @@ class StageTasks:
 
     def forward(self, chunk: ModelChunk) -> SimulatedTask | None:
         """Add the forward of a chunk for one micro-batch."""
+        self.zero.begin_forward()
         for block in chunk.blocks:
             self.zero.use(chunk, block, backward=False)
             self._run(block, block.forward, backward=False)
@@ -85,7 +85,7 @@ class StageTasks:
                 self.zero.end_block_backward(block, is_last_micro=is_last_micro)
             self.zero.release(block)
         if part is not ActionKind.BACKWARD_INPUT:
-            self.zero.end_chunk_backward(chunk, is_last_micro=is_last_micro)
+            self.zero.end_chunk_backward()
         if self.work.volumes.tp_sequence_norms and chunk is self.chunks[0] and part is not ActionKind.BACKWARD_WEIGHT:
             self._over_tp("all_gather", self.activation_bytes, "gradient of the input")
         return self.lanes.flush()
@@ -99,7 +99,9 @@ class StageTasks:
                 continue
             self._before(segment, block, backward=backward)
             self._compute(name, segment, block, backward=backward)
-            self._after(segment, block, backward=backward)
+            # A recomputation ends with the last tensor that the backward needs, before this reduce-scatter.
+            ends_before = segments is block.again and segment.name == "feed-forward"
+            self._after(segment, block, backward=backward, scatters=not ends_before)
 
     def _compute(self, name: str, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
         """Compute a segment, in parts if the all-reduce behind it overlaps with it."""
@@ -132,7 +134,7 @@ class StageTasks:
             if segment.name in gathers:
                 self._over_tp("all_gather", self.activation_bytes, block.name)
 
-    def _after(self, segment: Segment, block: SimulatedBlock, *, backward: bool) -> None:
+    def _after(self, segment: Segment, block: SimulatedBlock, *, backward: bool, scatters: bool) -> None:
         if segment.name == "attention":
             if self._passed is not None:
                 self.lanes.flush()
@@ -144,7 +146,8 @@ class StageTasks:
         ends = ("feed-forward", "attention inputs") if backward else ("attention output", "feed-forward")
         if segment.name in ends:
             if self.work.volumes.tp_sequence_norms:
-                self._over_tp("reduce_scatter", self.activation_bytes, block.name)
+                if scatters:
+                    self._over_tp("reduce_scatter", self.activation_bytes, block.name)
             elif backward or self.work.tp_chunks == 1:
                 self._over_tp("all_reduce", self.activation_bytes, block.name)
         if segment.name == "feed-forward inputs" and backward and self.work.shape.top_k:
@@ -285,11 +288,11 @@ class StepTasks:
 
     def _add_micro_batches(self, stage: StageTasks) -> None:
         micros = self.work.volumes.micro_batches
+        for backward in (False, True):
+            stage.zero.record(stage.chunks[0], backward=backward)
         for micro in range(micros):
-            stage.zero.begin_forward()
             stage.forward(stage.chunks[0])
             stage.backward(stage.chunks[0], part=ActionKind.BACKWARD, is_last_micro=micro == micros - 1)
-            stage.zero.end_backward()
 
     def _add_pipeline(self) -> None:
         work = self.work
@@ -300,6 +303,9 @@ class StepTasks:
             {c.number: sum(a.stage == c.number and a.kind in _WEIGHTS for a in order) for c in stage.chunks}
             for stage, order in zip(self.stages, schedule, strict=True)
         ]
+        for stage, order in zip(self.stages, schedule, strict=True):
+            for action in order:
+                stage.zero.record(stage.chunk_of(action.stage), backward=action.kind is not ActionKind.FORWARD)
         done: dict[Action, SimulatedTask | None] = {}
         at = [0] * pp
         moved = True

@@ -11,11 +11,14 @@ from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_shape import MeshShape
 from windlass.config import Config
-from windlass.parallel.comm_volumes import StepWorkload, count_local_layers
+from windlass.config.pipeline_section import PipelineConfig
+from windlass.parallel.comm_volumes import StepWorkload
 from windlass.parallel.model_shape import ModelShape, from_transformers
+from windlass.parallel.pipeline.layer_partition import partition_layers
 from windlass.parallel.pipeline.pipeline_schedules import ScheduleName
 from windlass.plan.planned_layout import optimizer_state_bytes
 from windlass.simulate.layer_work import ITEMSIZE, ComputeStyle
+from windlass.zero.core.unit_partition import UnitRules
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,10 @@ class StepWork:
             (0: the parameters themselves), and of optimizer states.
         schedule: Order of a pipeline.
         tp_chunks: Parts in which the output of a row-parallel layer is all-reduced.
-        persistence_threshold, prefetch_numel, max_live_numel, max_reuse_distance: Settings of stage 3.
+        layer_bounds: Chunk `c` of a pipeline has the layers `[layer_bounds[c], layer_bounds[c + 1])`.
+        unit_rules: Rules for the partition into units.
+        node_size: Ranks of a node for the codecs of ZeRO++; 0: those of a host.
+        prefetch_numel, max_live_numel, max_reuse_distance: Settings of stage 3.
         overlaps_reduction: Reductions run during the backward.
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
     """
@@ -72,12 +78,14 @@ class StepWork:
     length: int
     volumes: StepWorkload
     style: ComputeStyle
+    layer_bounds: tuple[int, ...]
     accumulation_bytes: int = 4
     master_bytes: int = 4
     state_bytes: int = 8
     schedule: ScheduleName = "1f1b"
     tp_chunks: int = 1
-    persistence_threshold: int = 100_000
+    unit_rules: UnitRules = UnitRules()
+    node_size: int = 0
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
@@ -93,7 +101,13 @@ class StepWork:
 
     def chunk_layers(self, chunk: int) -> int:
         """Return the number of layers of one model chunk of a pipeline."""
-        return count_local_layers(self.shape.layers, self.chunks, chunk)
+        return self.layer_bounds[chunk + 1] - self.layer_bounds[chunk]
+
+    @property
+    def sharding_stage(self) -> int:
+        """ZeRO stage by which the engine shards: 0 on one rank, unless slots are offloaded."""
+        offloads = (self.offloading.states, self.offloading.parameters) != ("none", "none")
+        return self.volumes.zero_stage if offloads or self.grid.data > self.grid.dp_replicate else 0
 
     @property
     def chunks(self) -> int:
@@ -163,12 +177,19 @@ def describe_step(
         length=length,
         volumes=volumes,
         style=style,
+        layer_bounds=tuple(_layer_bounds(shape, grid, pipeline)),
         accumulation_bytes=ITEMSIZE[dtypes.accumulation_dtype],
         master_bytes=ITEMSIZE[dtypes.master_dtype] if dtypes.master_dtype != dtypes.param_dtype else 0,
         state_bytes=optimizer_state_bytes(config, state),
         schedule=pipeline.schedule,
         tp_chunks=config.tp_overlap_chunks,
-        persistence_threshold=zero.stage3_param_persistence_threshold,
+        unit_rules=UnitRules(
+            persistence_threshold=zero.stage3_param_persistence_threshold,
+            max_persistent_numel=zero.stage3_model_persistence_threshold,
+            merge_below=zero.unit_merge_threshold,
+            split_above=max(zero.stage3_max_live_parameters, 1 << 20),
+        ),
+        node_size=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0,
         prefetch_numel=zero.stage3_prefetch_bucket_size,
         max_live_numel=zero.stage3_max_live_parameters,
         max_reuse_distance=zero.stage3_max_reuse_distance,
@@ -199,6 +220,19 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
             "sizes as a windlass.parallel.model_shape.ModelShape, or with --shape hidden=4096,layers=32,..."
         )
     return from_transformers(plain)
+
+
+def _layer_bounds(shape: ModelShape, grid: MeshShape, pipeline: PipelineConfig) -> list[int]:
+    """Return the first layer of each chunk of a pipeline, and the number of layers, as the engine partitions them."""
+    chunks = grid.pp * pipeline.resolved_virtual_stages
+    if chunks == 1:
+        return [0, shape.layers]
+    weights = [1.0] * shape.layers  # equal layers take equal times, and have one class
+    if pipeline.partition_method == "parameters":
+        weights = [float(shape.layer_numel)] * shape.layers
+        weights[0] += shape.embedding_numel
+        weights[-1] += shape.embedding_numel + shape.hidden
+    return partition_layers(weights, chunks)
 
 
 def _default_ulysses(shape: ModelShape, grid: MeshShape) -> int:

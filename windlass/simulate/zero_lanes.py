@@ -6,6 +6,7 @@ a run ([Note: planned memory] does the same for memory).
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,8 @@ from windlass.comm.codec import get_codec
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
 from windlass.simulate.collective_cost import RankPattern
 from windlass.simulate.event_loop import SimulatedTask
-from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock, SimulatedUnit
+from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock
+from windlass.simulate.rank_units import SimulatedUnit
 from windlass.simulate.step_lanes import RankLanes
 from windlass.simulate.step_workload import StepWork
 from windlass.zero.core.prefetcher import Prefetcher
@@ -30,27 +32,27 @@ class ZeroLanes:
 
     Args:
         chunks: Model chunks of the rank.
+        units: Units of the rank in model order.
     """
 
-    def __init__(self, work: StepWork, lanes: RankLanes, chunks: list[ModelChunk]) -> None:
-        self._work, self._lanes, self._chunks = work, lanes, chunks
+    def __init__(self, work: StepWork, lanes: RankLanes, chunks: list[ModelChunk], units: list[SimulatedUnit]) -> None:
+        self._work, self._lanes, self._chunks, self._units = work, lanes, chunks, units
         self._cluster = lanes.costs.cluster
-        self._stage = work.volumes.zero_stage
+        self._stage = work.sharding_stage
         replicas = work.grid.dp_replicate > 1 and self._stage > 0
         self._patterns = {
             expert: RankPattern(tuple(axis for axis in axes if not (replicas and axis == "dp_replicate")))
             for expert, axes in ((False, DATA_AXES), (True, EXPERT_DATA_AXES))
         }
         self._reduced: dict[SimulatedUnit, SimulatedTask | None] = {}
-        self._units = [unit for chunk in chunks for unit in chunk.units]
         self._once = work.grid.pp > 1 and work.volumes.unshards_once
         is_local = work.grid.world <= self._cluster.host.devices
         on_cpu = self._cluster.host.host_link is None
-        self._shares_memory = on_cpu and is_local and work.transport in ("auto", "shm") and not work.codecs.weights
+        self._shares_memory = on_cpu and is_local and work.transport in ("auto", "shm")
+        self._shares_memory = self._shares_memory and not (work.codecs.weights or work.codecs.gradients)
         self._algorithm = "pairwise" if on_cpu else "auto"
         self._prefetcher = Prefetcher(work.prefetch_numel, work.max_live_numel, work.max_reuse_distance, 0)
-        if self._stage == 3 and not work.grid.pp > 1:
-            self._record_trace()
+        self._had_backward = False
         has_disk = self._cluster.host.disk_read and self._cluster.host.disk_write
         if "nvme" in (work.offloading.states, work.offloading.parameters, work.offloading.activations) and not has_disk:
             raise ConfigError(
@@ -64,42 +66,41 @@ class ZeroLanes:
 
     def shard_numel(self, unit: SimulatedUnit) -> int:
         """Return the elements of a unit whose states this rank has."""
-        return -(-unit.numel // self.size(unit)) if self._stage else unit.numel
+        return unit.padded // self.size(unit) if self._stage else unit.padded
 
     # Unsharded parameters.
 
-    def _record_trace(self) -> None:
-        """Run one forward and backward without tasks, so that the prefetcher knows the order."""
-        blocks = [block for chunk in self._chunks for block in chunk.blocks]
-        self._prefetcher.begin_forward(had_backward=False)
-        for block in [*blocks, *reversed(blocks)]:
-            for unit in block.units:
-                self._prefetcher.record_use(cast(Any, unit))
-        self.end_backward()
+    def record(self, chunk: ModelChunk, *, backward: bool) -> None:
+        """Record a forward or backward of the step before, from which the prefetcher predicts."""
+        if not backward:
+            self.begin_forward()
+        for block in (reversed(chunk.blocks) if backward else chunk.blocks) if self._reshards else ():
+            self._record_use(block)
+        self._had_backward = self._had_backward or backward
+
+    def _record_use(self, block: SimulatedBlock) -> None:
+        for unit in _sharded(block):
+            self._prefetcher.record_use(cast(Any, unit))
+
+    @property
+    def _reshards(self) -> bool:
+        """True if parameters are resharded after each use."""
+        return self._stage == 3 and not self._once
 
     def begin_forward(self) -> None:
-        """Begin the forward of a micro-batch."""
-        if self._stage == 3 and not self._work.grid.pp > 1:
-            self._prefetcher.begin_forward(had_backward=True)
-            for unit in self._units:
-                unit.shard_state = ShardState.SHARDED
-
-    def end_backward(self) -> None:
-        """Reshard everything at the end of a micro-batch's backward."""
-        for unit in self._units:
-            unit.backwards = 0
-            if self._stage == 3 and not self._once:
-                unit.shard_state, unit.gathered = ShardState.SHARDED, None
+        """Begin the forward of a chunk for one micro-batch."""
+        if self._reshards:
+            self._prefetcher.begin_forward(had_backward=self._had_backward)
+            self._had_backward = False
 
     def use(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> None:
         """Unshard the units of a block, gather the next ones, and let the computation wait for the first."""
         if self._stage < 3:
             return
-        pipelined = self._work.grid.pp > 1
         self._lanes.flush()
-        for unit in block.units:
-            if not pipelined:
-                self._prefetcher.record_use(cast(Any, unit))
+        if self._reshards:
+            self._record_use(block)
+        for unit in _sharded(block):
             if unit.shard_state is ShardState.SHARDED:
                 self._gather(unit, backward=backward)
             self._lanes.block_on(unit.gathered)
@@ -109,22 +110,23 @@ class ZeroLanes:
     def _ahead(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> list[SimulatedUnit]:
         if self._shares_memory:
             return []
-        if self._work.grid.pp == 1:
-            return [cast(SimulatedUnit, one) for one in self._prefetcher.units_to_prefetch(self._live_numel())]
         order = list(reversed(chunk.blocks)) if backward else chunk.blocks
-        after = order[order.index(block) + 1 : order.index(block) + 2]
-        return [unit for one in after for unit in one.units if unit.shard_state is ShardState.SHARDED]
+        after = order[order.index(block) + 1 :]
+        if self._reshards:
+            # Each phase has its own agreed order, so a forward gathers nothing for the backward.
+            here = {unit for one in after for unit in _sharded(one)}
+            predicted = self._prefetcher.units_to_prefetch(self._live_numel())
+            return list(takewhile(here.__contains__, (cast(SimulatedUnit, one) for one in predicted)))
+        return [unit for one in after[:1] for unit in _sharded(one) if unit.shard_state is ShardState.SHARDED]
 
     def release(self, block: SimulatedBlock) -> None:
         """Reshard the units of a block, unless they are used again soon."""
-        if self._stage < 3 or self._once:
-            return
-        for unit in block.units:
-            if self._work.grid.pp > 1 or not self._prefetcher.is_reused_soon(cast(Any, unit), self._live_numel()):
+        for unit in _sharded(block) if self._reshards else ():
+            if not self._prefetcher.is_reused_soon(cast(Any, unit), self._live_numel()):
                 unit.shard_state, unit.gathered = ShardState.SHARDED, None
 
     def _live_numel(self) -> int:
-        return sum(u.numel for u in self._units if u.shard_state is not ShardState.SHARDED and not u.persistent)
+        return sum(u.numel for u in self._units if u.reshards and u.shard_state is not ShardState.SHARDED)
 
     def _gather(self, unit: SimulatedUnit, *, backward: bool) -> None:
         unit.shard_state = ShardState.UNSHARDED
@@ -156,16 +158,13 @@ class ZeroLanes:
         if near:
             pattern = RankPattern(pattern.axes, block=near)
         n = self._lanes.costs.size(pattern)
-        shard = unit.numel // n * itemsize
-        if self._work.codecs.weights and not near:
-            dtype = _DTYPES[itemsize]
-            shard = get_codec(self._work.codecs.weights).encoded_size(unit.numel // n, dtype)
-            received = (n - 1) * shard
-        else:
-            received = (n - 1) * unit.numel // n * itemsize
+        shard = unit.padded // n * itemsize
+        # The secondary shard has rounded values already, and parameters that stay unsharded are exact.
+        if self._work.codecs.weights and unit.reshards and not near:
+            shard = get_codec(self._work.codecs.weights).encoded_size(unit.padded // n, _DTYPES[itemsize])
         return self._lanes.collective(
-            "data", "all_gather", n * shard, pattern, label=unit.name, after=after, counted={"gather": received},
-            algorithm=self._algorithm, stream=_STREAM,
+            "data", "all_gather", n * shard, pattern, label=unit.name, after=after,
+            counted={"gather": (n - 1) * shard}, algorithm=self._algorithm, stream=_STREAM,
         )  # fmt: skip
 
     # Gradients.
@@ -175,20 +174,32 @@ class ZeroLanes:
         computed = self._lanes.flush()
         for unit in block.units:
             unit.backwards += 1
-            if unit.backwards == unit.uses:
-                unit.backwards = 0
-                self._reduce_when_due(unit, computed, is_last_micro=is_last_micro)
+            unit.last_backwards += is_last_micro
+            if self._often:
+                if unit.backwards == unit.uses:
+                    self._reduce_now(unit, computed)
+            elif unit.last_backwards == unit.uses:
+                self._reduce_now(unit, computed)
 
-    def end_chunk_backward(self, chunk: ModelChunk, *, is_last_micro: bool) -> None:
-        """Reduce the small parameters, whose gradients are complete once the whole backward is."""
-        if chunk.persistent is not None:
-            self._reduce_when_due(chunk.persistent, self._lanes.flush(), is_last_micro=is_last_micro)
+    def end_chunk_backward(self) -> None:
+        """End a backward: reduce gradients of units whose other blocks are in other chunks, and reshard everything."""
+        for unit in self._units:
+            if self._often and unit.backwards:
+                self._reduce_now(unit, self._lanes.flush())
+            if self._reshards:
+                unit.shard_state, unit.gathered = ShardState.SHARDED, None
+        self._had_backward = True
 
-    def _reduce_when_due(self, unit: SimulatedUnit, after: SimulatedTask | None, *, is_last_micro: bool) -> None:
-        if is_last_micro or (self._stage >= 2 and not self._once):
-            self._reduced[unit] = self._reduce(unit, after)
-            if not self._work.overlaps_reduction:
-                self._lanes.block_on(self._reduced[unit])
+    @property
+    def _often(self) -> bool:
+        """True if each micro-batch reduces its gradients."""
+        return self._stage >= 2 and not self._once
+
+    def _reduce_now(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
+        unit.backwards = unit.last_backwards = 0
+        self._reduced[unit] = self._reduce(unit, after)
+        if not self._work.overlaps_reduction:
+            self._lanes.block_on(self._reduced[unit])
 
     def _reduce(self, unit: SimulatedUnit, after: SimulatedTask | None) -> SimulatedTask | None:
         pattern, itemsize = self._patterns[unit.is_expert], self._work.volumes.gradient_bytes
@@ -196,9 +207,9 @@ class ZeroLanes:
         if self._work.codecs.gradients and n > 1:
             task = self._reduce_encoded(unit, pattern, after)
         else:
-            received = (n - 1) * unit.numel // n * itemsize
+            received = (n - 1) * unit.padded // n * itemsize
             task = self._lanes.collective(
-                "data", "reduce_scatter", unit.numel * itemsize, pattern, label=unit.name, after=[after],
+                "data", "reduce_scatter", unit.padded * itemsize, pattern, label=unit.name, after=[after],
                 counted={"reduce": received}, algorithm=self._algorithm, stream=_STREAM,
             )  # fmt: skip
         task = task or after
@@ -219,9 +230,9 @@ class ZeroLanes:
     ) -> SimulatedTask | None:
         """Reduce in two all-to-alls of encoded parts: inside nodes, then across (Wang et al. 2023)."""
         codecs, n = self._work.codecs, self._lanes.costs.size(pattern)
-        local = self._cluster.host.devices // self._work.grid.tp or 1
-        node = local if 1 < local < n and n % local == 0 else n
-        shard = unit.numel // n
+        node = self._work.node_size or min(self._cluster.host.devices, self._work.grid.world)
+        node = node if n % node == 0 else n
+        shard = unit.padded // n
         inside = _aligned(get_codec(codecs.gradients).encoded_size(shard, torch.float32)) * (n // node)
         across = _aligned(get_codec(codecs.gradients_across).encoded_size(shard, torch.float32))
         near, far = RankPattern(pattern.axes, block=node), RankPattern(pattern.axes, stride=node)
@@ -241,15 +252,9 @@ class ZeroLanes:
         """Reduce among replicas, agree on the norm, update the states, and gather what stays unsharded."""
         lanes, stage = self._lanes, self._stage
         computed = lanes.flush()
-        for unit in self._units if stage and self._work.grid.dp_replicate > 1 else ():
-            part = self.shard_numel(unit) * self._work.volumes.gradient_bytes
-            replicas = self._work.grid.dp_replicate
-            self._reduced[unit] = lanes.collective(
-                "data", "all_reduce", part, RankPattern(("dp_replicate",)), label=f"replicas of {unit.name}",
-                after=[self._reduced.get(unit), computed],
-                counted={"replicate": 2 * (part * (replicas - 1) // replicas)}, stream=_STREAM,
-            )  # fmt: skip
-        reduced = [task for task in [*self._reduced.values(), self._sum_norms(computed)] if task is not None]
+        for unit in self._units:
+            self._sum_copies(unit, computed)
+        reduced = [task for task in self._reduced.values() if task is not None]
         if stage == 0:
             reduced += [task for unit in self._units if (task := self._gather_gradients(unit)) is not None]
         for task in reduced:
@@ -265,18 +270,20 @@ class ZeroLanes:
             self._update_unit(unit, agreed or computed)
         lanes.flush()
 
-    def _sum_norms(self, after: SimulatedTask | None) -> SimulatedTask | None:
-        """Sum the gradients of layer norms along tp, if each rank computes them for a part of the sequence."""
-        work, tp = self._work, self._work.grid.tp
-        if not work.volumes.tp_sequence_norms or tp == 1:
-            return None
-        layers = sum(block.kind == "layer" for chunk in self._chunks for block in chunk.blocks)
-        shards = self._lanes.costs.size(self._patterns[False]) if self._stage else 1
-        part = -(-layers * 2 * work.shape.hidden // shards) * work.volumes.gradient_bytes
-        return self._lanes.collective(
-            "data", "all_reduce", part, RankPattern(("tp",)), label="gradients of norms", after=[after],
-            counted={"replicate": 2 * (part * (tp - 1) // tp)}, stream=_STREAM,
-        )  # fmt: skip
+    def _sum_copies(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
+        """Sum a unit's reduced gradient over its replicas, ranks with other parts of it, and the other end."""
+        grid = self._work.grid
+        part = unit.padded // self.size(unit) * self._work.accumulation_bytes
+        patterns = [RankPattern(("dp_replicate",))] if self._stage else []
+        patterns += [RankPattern(("tp",))] if unit.sums_over_tp else []
+        patterns += [RankPattern(("pp",), stride=grid.pp - 1)] if unit.is_on_both_ends else []
+        for pattern in patterns:
+            ranks = self._lanes.costs.size(pattern)
+            self._reduced[unit] = self._lanes.collective(
+                "data", "all_reduce", part, pattern, label=f"copies of {unit.name}",
+                after=[self._reduced.get(unit), after],
+                counted={"replicate": 2 * part * (ranks - 1) // ranks}, stream=_STREAM,
+            ) or self._reduced.get(unit)  # fmt: skip
 
     @property
     def _device_rate(self) -> float:
@@ -287,9 +294,9 @@ class ZeroLanes:
             return None
         n, itemsize = self.size(unit), self._work.accumulation_bytes
         return self._lanes.collective(
-            "data", "all_gather", unit.numel * itemsize, self._patterns[unit.is_expert],
+            "data", "all_gather", unit.padded * itemsize, self._patterns[unit.is_expert],
             label=f"gradients of {unit.name}", after=[self._reduced.get(unit)],
-            counted={"gather": (n - 1) * unit.numel // n * itemsize}, algorithm=self._algorithm, stream=_STREAM,
+            counted={"gather": (n - 1) * unit.padded // n * itemsize}, algorithm=self._algorithm, stream=_STREAM,
         )  # fmt: skip
 
     def _update_unit(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
@@ -305,7 +312,7 @@ class ZeroLanes:
         task = lanes.flush() if away < 1 else after
         if away:
             task = self._update_away(unit, away * numel, touched, None if offloading.delayed else after)
-        if self._stage in (1, 2) or (self._stage == 3 and unit.persistent):
+        if self._stage in (1, 2) or (self._stage == 3 and not unit.reshards):
             self._all_gather(unit, [task, lanes.last])
 
     def _update_away(
@@ -335,6 +342,11 @@ class ZeroLanes:
             rate = host.disk_write / host.devices
             task = lanes.transfer("disk write", rate, nbytes, f"write {unit.name}", "disk", [task])
         return task
+
+
+def _sharded(block: SimulatedBlock) -> list[SimulatedUnit]:
+    """Return the units of a block that are resharded between two uses."""
+    return [unit for unit in block.units if unit.reshards]
 
 
 def _aligned(nbytes: int) -> int:

@@ -19,7 +19,7 @@ from windlass.parallel.model_shape import ModelShape, from_transformers
 from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
-from windlass.simulate.model_blocks import build_chunk, global_model_flops
+from windlass.simulate.model_blocks import build_chunks, global_model_flops
 from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
 from windlass.simulate.predict_step import predict_step
 from windlass.simulate.step_tasks import StepTasks
@@ -74,7 +74,7 @@ AXIS_CASES = [
     (4, {"pp": 2}, 3, {}),
     (4, {"pp": 2}, 3, {"unshard_per": "micro-batch"}),
     (4, {"pp": 2, "ep": 2}, 1, {}),
-    (64, {"pp": 2, "tp": 2, "sp": 2, "ep": 2}, 2, {}),
+    (16, {"pp": 2, "tp": 2, "sp": 2, "ep": 2}, 2, {}),
 ]
 
 
@@ -128,8 +128,8 @@ def test_one_device_takes_the_sum_of_its_operations(checkpointing: str) -> None:
     found = predict_step(DENSE, settings, lonely, length=LENGTH, checkpointing=checkpointing)
     work = describe_step(DENSE, settings, 1, LENGTH, checkpointing=checkpointing)
     total = 0.0
-    chunk = build_chunk(work, lonely.device, 0)
-    for block in chunk.blocks:
+    chunks, _ = build_chunks(work, lonely.device, 0)
+    for block in chunks[0].blocks:
         segments = [*block.forward, *block.backward, *block.again]
         total += MICRO * sum(op.seconds(lonely.device) for segment in segments for op in segment.operations)
     rate = lonely.device.memory_rate * lonely.device.memory_efficiency

@@ -129,7 +129,8 @@ class CollectiveScheduler:
         self._pending_begin: _PendingBegin | None = None  # announced start of the phase; replies outstanding
         self._interrupted_kind = ""  # kind of the phase that a sync point closed and that may resume
         self._recorded: list[int] = []  # collectives of the open phase so far
-        self._previous: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._previous: dict[tuple[str, int], _RecordedPhase] = {}
+        self._begun_unsharded: frozenset[int] = frozenset()  # units that were unsharded at the open phase's beginning
         self._counts: Counter[str] = Counter()
         self._gathered_for_peers: deque[Unit] = deque()
 
@@ -161,8 +162,11 @@ class CollectiveScheduler:
         # Evaluations may have thousands of similar forwards: all but the first share one list.
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
-        known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), ()))
-        expected, what = self._without_unsharded(known), f"the start of a {kind}"
+        known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), _NOTHING))
+        self._begun_unsharded = frozenset(
+            unit.index for unit in self._units if unit.frees_memory and unit.shard_state is not ShardState.SHARDED
+        )
+        expected, what = known.without_first_gathers(self._begun_unsharded), f"the start of a {kind}"
         self._phase = (kind, number)
         # The shift keeps the hash within the range of a signed 64-bit integer on the board.
         local = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self._callbacks.has_local_failure())]
@@ -196,7 +200,8 @@ class CollectiveScheduler:
         self._reshard_gathered_for_peers(0)
         kind, _ = self._phase
         # Also stored as the latest list of its kind, for phases that have no list of their own yet.
-        self._previous[self._phase] = self._previous[kind, _LATEST] = tuple(self._recorded)
+        recorded = _RecordedPhase(tuple(self._recorded), self._begun_unsharded)
+        self._previous[self._phase] = self._previous[kind, _LATEST] = recorded
         self._phase, self._recorded = None, []
 
     def sync(self, point: SyncPoint, *, experts_only: bool = False) -> None:
@@ -346,20 +351,6 @@ class CollectiveScheduler:
         if self._phase is not None:
             self._recorded.append(code)
 
-    def _without_unsharded(self, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the list of the previous step without gathers of units that are unsharded now."""
-        here = {unit.index for unit in self._units if unit.frees_memory and unit.shard_state is not ShardState.SHARDED}
-        if not here:
-            return known
-        missing = []
-        for code in known:
-            unit = _unit_of(code)
-            if unit is not None and unit in here:
-                here.discard(unit)
-            else:
-                missing.append(code)
-        return tuple(missing)
-
     def _position_of(self, unit: Unit) -> int | None:
         for at in range(self._position, len(self._agreed)):
             if _unit_of(self._agreed[at]) == unit.index:
@@ -472,6 +463,37 @@ class CollectiveScheduler:
                 lists = self._board.exchange(padded, "the sequences of peers") if longest else [[] for _ in posts]
             expected = merge_sequences(tuple(tuple(one[: post[2]]) for one, post in zip(lists, posts, strict=True)))
         self._agreed, self._position = hoist_gathers(expected) if self._hoist_gathers else expected, 0
+
+
+@dataclass(frozen=True)
+class _RecordedPhase:
+    """Collectives of a phase.
+
+    Attributes:
+        codes: Codes of the collectives, in order.
+        begun_unsharded: Units that were unsharded when the phase began.
+    """
+
+    codes: tuple[int, ...] = ()
+    begun_unsharded: frozenset[int] = frozenset()
+
+    def without_first_gathers(self, unsharded: frozenset[int]) -> tuple[int, ...]:
+        """Return the codes for a phase that begins with these units unsharded, which saves their first gathers.
+
+        A gather of a unit that was unsharded at the beginning of this phase too is a later one, and stays.
+        """
+        saved = set(unsharded - self.begun_unsharded)
+        found = []
+        for code in self.codes:
+            unit = _unit_of(code)
+            if unit is not None and unit in saved:
+                saved.discard(unit)
+            else:
+                found.append(code)
+        return tuple(found)
+
+
+_NOTHING = _RecordedPhase()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""Units of one rank of a model that is known by its sizes alone.
+
+[Note: skeleton] A tree of modules on the meta device has the parameters of one rank in the order of transformers' Llama
+and Mixtral, each with its placement. The engine's own rules make units of it, so that padding, merged neighbours and
+parameters that are never resharded are those of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from windlass.parallel.placement import Placement, set_placement
+from windlass.simulate.layer_work import LayerSizes
+from windlass.simulate.step_workload import StepWork
+from windlass.storage.slot import Tier
+from windlass.zero.core.unit import ShardState
+from windlass.zero.core.unit_layout import UnitLayout
+from windlass.zero.core.unit_partition import UnitPlan, plan_units
+
+if TYPE_CHECKING:
+    from windlass.simulate.event_loop import SimulatedTask
+
+EMBEDDING, NORM, HEAD = "embedding", "norm", "head"
+"""Names of the blocks that are no layer."""
+
+
+@dataclass(eq=False)
+class SimulatedUnit:
+    """Unit without memory. The engine's prefetcher reads `numel`, `shard_state` and `tier`.
+
+    Attributes:
+        numel: Elements of its parameters on this rank before ZeRO shards them.
+        padded: Elements of its buffer.
+        is_expert: Its parameters are experts, which fewer ranks share.
+        reshards: Each rank has only its shard between two uses.
+        sums_over_tp: Each rank along tp computes a part of its gradient.
+        is_on_both_ends: The first and the last pipeline stage have it.
+        gathered: The task that gathers it, while it is unsharded.
+        uses: Blocks that use it.
+        backwards, last_backwards: Blocks whose backward is done: of the running micro-batch, and of the last one.
+    """
+
+    name: str
+    numel: int
+    padded: int
+    is_expert: bool = False
+    reshards: bool = False
+    sums_over_tp: bool = False
+    is_on_both_ends: bool = False
+    tier: Tier = Tier.DEVICE
+    shard_state: ShardState = ShardState.SHARDED
+    gathered: SimulatedTask | None = None
+    uses: int = 0
+    backwards: int = 0
+    last_backwards: int = 0
+
+
+class RankUnits:
+    """Units of a rank of one pipeline stage, and the blocks that use them.
+
+    Attributes:
+        units: Units in model order.
+        of_block: Units of each block: `embedding`, `layer 0` and the following ones, `norm`, and `head`.
+        layer_numel: Elements of one layer on this rank.
+    """
+
+    def __init__(self, work: StepWork, sizes: LayerSizes, stage: int) -> None:
+        self._work, self._sizes = work, sizes
+        chunks = range(stage, work.chunks, work.grid.pp)
+        model, layers = self._build(chunks)
+        self.layer_numel = sum(parameter.numel() for parameter in layers[0].parameters())
+        self.units: list[SimulatedUnit] = []
+        self.of_block: dict[str, list[SimulatedUnit]] = {}
+        for plan in plan_units(model, work.unit_rules)[1]:
+            blocks = dict.fromkeys(_block_of(block.name) for block in plan.blocks)
+            unit = self._unit(plan, next(iter(blocks)))
+            unit.uses = len(blocks)
+            self.units.append(unit)
+            for block in blocks:
+                self.of_block.setdefault(block, []).append(unit)
+
+    def _unit(self, plan: UnitPlan, block: str) -> SimulatedUnit:
+        grid, kind = self._work.grid, plan.kind
+        ranks = grid.data // (grid.ep if kind.is_expert else 1)
+        layout = UnitLayout(tuple(parameter.numel() for parameter in plan.parameters), ranks)
+        # Experts that no other rank holds have no shards to gather.
+        alone = ranks == grid.dp_replicate and grid.data > grid.dp_replicate
+        alone = alone and self._work.offloading.parameters == "none"
+        name = f"{block} experts" if kind.is_expert else "small parameters" if plan.persistent else block
+        return SimulatedUnit(
+            name,
+            layout.numel,
+            layout.padded,
+            is_expert=kind.is_expert,
+            reshards=self._work.sharding_stage == 3 and not plan.persistent and not alone,
+            sums_over_tp="tp" in kind.partial_axes,
+            is_on_both_ends=bool(kind.shared_stages),
+        )
+
+    # The skeleton.
+
+    def _build(self, chunks: range) -> tuple[nn.Module, list[nn.Module]]:
+        """Return the model and its layers."""
+        work, shape = self._work, self._work.shape
+        first, last = 0 in chunks, work.chunks - 1 in chunks
+        both = (0, work.grid.pp - 1) if shape.tied and work.grid.pp > 1 else ()
+        table = self._vocabulary(both)
+        model, inner = nn.Module(), nn.Module()
+        model.model = inner
+        if first:
+            inner.embed_tokens = _with_weight(table)
+        layers = {
+            str(number): self._layer()
+            for chunk in chunks
+            for number in range(work.layer_bounds[chunk], work.layer_bounds[chunk + 1])
+        }
+        inner.layers = nn.ModuleDict(layers)
+        if last:
+            inner.norm = _with_weight(self._parameter((shape.hidden,)))
+            model.lm_head = _with_weight(table if shape.tied else self._vocabulary(()))
+        return model, list(layers.values())
+
+    def _layer(self) -> nn.Module:
+        shape, sizes, cut = self._work.shape, self._sizes, self._work.volumes.tp_sequence_norms
+        head, hidden, heads, keys = shape.resolved_head_dim, shape.hidden, shape.heads, shape.resolved_kv_heads
+        layer, attention = nn.Module(), nn.Module()
+        layer.self_attn = attention
+        attention.q_proj = _with_weight(self._matrix(heads * head, hidden, sizes.heads * head))
+        for name in ("k_proj", "v_proj"):
+            setattr(attention, name, _with_weight(self._matrix(keys * head, hidden, sizes.kv_heads * head)))
+        attention.o_proj = _with_weight(self._matrix(heads * head, hidden, sizes.heads * head))
+        layer.mlp = self._experts() if shape.experts else self._feed_forward()
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, _with_weight(self._parameter((hidden,), partial=cut)))
+        return layer
+
+    def _feed_forward(self) -> nn.Module:
+        shape, inner = self._work.shape, nn.Module()
+        width = shape.intermediate or 4 * shape.hidden
+        for name in ("gate_proj", "up_proj", "down_proj") if shape.gated else ("up_proj", "down_proj"):
+            setattr(inner, name, _with_weight(self._matrix(width, shape.hidden, self._sizes.inner)))
+        return inner
+
+    def _experts(self) -> nn.Module:
+        shape, outer, inner, grid = self._work.shape, nn.Module(), nn.Module(), self._work.grid
+        width, local = shape.intermediate or 4 * shape.hidden, -(-shape.experts // grid.ep)
+        outer.gate = _with_weight(self._parameter((shape.experts, shape.hidden)))
+        outer.experts = inner
+        axes = [axis for axis in ("ep", "tp") if grid.size(axis) > 1]
+        for name, matrices in (("gate_up_proj", 2 if shape.gated else 1), ("down_proj", 1)):
+            whole = (shape.experts, matrices * width, shape.hidden)
+            part = (local, matrices * self._sizes.inner, shape.hidden)
+            setattr(inner, name, self._parameter(whole, part, axes=axes, is_expert=grid.ep > 1))
+        return outer
+
+    def _vocabulary(self, both: tuple[int, ...]) -> nn.Parameter:
+        shape = self._work.shape
+        return self._matrix(shape.vocabulary, shape.hidden, self._sizes.vocabulary, both=both)
+
+    def _matrix(self, rows: int, columns: int, local: int, *, both: tuple[int, ...] = ()) -> nn.Parameter:
+        """Return a matrix whose rows are divided along tp."""
+        axes = ["tp"] if self._work.grid.tp > 1 else []
+        return self._parameter((rows, columns), (local, columns), axes=axes, both=both)
+
+    def _parameter(
+        self,
+        shape: tuple[int, ...],
+        local: tuple[int, ...] | None = None,
+        *,
+        axes: list[str] | None = None,
+        partial: bool = False,
+        is_expert: bool = False,
+        both: tuple[int, ...] = (),
+    ) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(local or shape, device="meta"))
+        if axes or partial or both:
+            placement = Placement(
+                shape,
+                tuple(((0, size),) for size in local or shape),
+                frozenset(axes or ()),
+                frozenset({"tp"} if partial and self._work.grid.tp > 1 else ()),
+                is_expert,
+                both,
+            )
+            set_placement(parameter, placement)
+        return parameter
+
+
+def _with_weight(weight: nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    module.weight = weight
+    return module
+
+
+def _block_of(name: str) -> str:
+    """Return the name of the block that the module of this name belongs to."""
+    parts = name.split(".")
+    if "layers" in parts:
+        return f"layer {parts[parts.index('layers') + 1]}"
+    return {"embed_tokens": EMBEDDING, "norm": NORM}.get(parts[-1], HEAD)
