@@ -312,12 +312,19 @@ def test_a_student_begins_with_layers_of_its_teacher() -> None:
         student_initialization(encoder(2), teacher, section(layer_reduction={**reduction, "teacher_layer": [1, 9]}))
 
 
+def test_a_name_without_layers_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = init_compression(encoder(), section(sparse_pruning=technique({}, {"dense_ratio": 0.5}, ["fc9", "fc1"])))
+    (line,) = [one.getMessage() for one in caplog.records if "no effect" in one.getMessage()]
+    assert "sparse_pruning.different_groups" in line and "'fc9', which no Linear" in line
+    assert any(isinstance(module, CompressedLayer) for module in model.modules())
+
+
 def test_bad_input_names_the_key() -> None:
     def refused(match: str, **techniques: Any) -> None:
         with pytest.raises(ConfigError, match=match):
             init_compression(encoder(), section(**techniques))
 
-    refused("'fc9', which no Linear", row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc9"]))
+    refused(r"'fc\[', which is no regular expression", row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc["]))
     refused(
         "num_heads is 3, which does not divide the 16",
         head_pruning=technique({"num_heads": 3}, {"dense_ratio": 0.5}, "out"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, WeightFormatError
+from windlass.base.log import logger
 from windlass.compress.compressed_layers import (
     COMPRESSED,
     CompressedLayer,
@@ -51,8 +52,10 @@ def init_compression(
         deepspeed_config: dict or path of the whole configuration.
         teacher_model: with `layer_reduction`, the model whose layers the smaller `model` begins with.
 
+    A name that no layer matches is logged as a warning.
+
     Raises:
-        ConfigError: a technique names no layer, or one that it does not fit.
+        ConfigError: a technique names a layer that it does not fit.
     """
     section = read_compression_training(deepspeed_config)
     if mpu is not None and int(mpu.get_model_parallel_world_size()) > 1:
@@ -138,9 +141,6 @@ def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ..
         }
     except re.error as error:
         raise ConfigError(f"{where}.modules has {pattern!r}, which is no regular expression: {error}") from error
-    if not found:
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{where}.modules has {pattern!r}, which no {names} of the model matches; write another name")
     return found
 
 
@@ -149,7 +149,15 @@ def _prepared(
 ) -> Iterator[CompressedLayer]:
     """Yield the layers of a group, ready for a technique."""
     for pattern in group.modules:
-        for name, module in find_layers(model, pattern, kinds, where).items():
+        found = find_layers(model, pattern, kinds, where)
+        if not found:  # as in DeepSpeed no error: one configuration serves several models
+            logger.warning(
+                "%s.modules has %r, which no %s of the model matches, so it has no effect",
+                where,
+                pattern,
+                ", ".join(kind.__name__ for kind in kinds),
+            )
+        for name, module in found.items():
             yield replace_class(module, LayerCompression(name, clock))
 
 
