@@ -1,9 +1,9 @@
 """Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects, with warnings.
 
-DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`,
-`activation_checkpointing`, `optimizer` and `scheduler`, except in the `params` of the last two, which are arguments. In
-its other sections an unknown key is an error, as in windlass. Of two contradictory keys, DeepSpeed lets one win. Some
-keys concern only parallelism that a run does not use.
+DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
+`flops_profiler`, `activation_checkpointing`, `optimizer` and `scheduler`, except in the `params` of the last two, which
+are arguments. In its other sections an unknown key is an error, as in windlass. Of two contradictory keys, DeepSpeed
+lets one win. Some keys concern only parallelism that a run does not use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from windlass.base.log import logger
 from windlass.config.config_loading import validate_config
 from windlass.config.config_problems import ProblemKind
 
-_LENIENT_SECTIONS = ("aio", "activation_checkpointing", "pipeline")
+_LENIENT_SECTIONS = ("aio", "activation_checkpointing", "autotuning", "flops_profiler", "pipeline")
 _logged_paths: set[str] = set()
 
 

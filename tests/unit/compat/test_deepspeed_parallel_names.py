@@ -220,6 +220,8 @@ def test_configuration_that_contradicts_its_mpu_is_refused(monkeypatch: pytest.M
 def test_pipeline_keys_are_applied() -> None:
     given = {**CONFIG, "pipeline": {"stages": "auto", "partition": "uniform", "of_no_version": 1}}
     assert resolve_tolerated_keys(given)["pipeline"] == {"stages": "auto", "partition": "uniform"}
+    given = {**CONFIG, "flops_profiler": {"enabled": True, "step": 1}}
+    assert resolve_tolerated_keys(given)["flops_profiler"] == {"enabled": True}
     plain = {**CONFIG, "pipeline": {"stages": 2}}
     assert resolve_tolerated_keys(plain) is plain
     assert "use_data_before_expert_parallelism" not in resolve_tolerated_keys(
