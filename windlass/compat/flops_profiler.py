@@ -98,6 +98,24 @@ class FlopsProfiler:
             raise ModelError("FlopsProfiler: there is no profile; call start_profile() and run the model first")
         return self._profile
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forwards."""
+        total: int = self.get_total_flops()
+        return total
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the forwards."""
+        total: int = self.get_total_macs()
+        return total
+
+    @property
+    def params(self) -> int:
+        """Number of this rank's parameters, in full where ZeRO shards them."""
+        total: int = self.get_total_params()
+        return total
+
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the FLOPs of the forwards."""
         total = self.profile.root.forward

@@ -72,6 +72,11 @@ def test_start_stop_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     profiler.stop_profile()
     model(x)
     assert profiler.get_total_flops() == CONV + LINEAR and profiler.get_total_params(as_string=True) == "1.56 K"
+    assert (profiler.flops, profiler.macs, profiler.params) == (
+        profiler.get_total_flops(),
+        profiler.get_total_macs(),
+        profiler.get_total_params(),
+    )
     assert profiler.get_total_duration() > 0 and profiler.get_total_duration(as_string=True).endswith("s")
     assert profiler.profile.root.backward == CONV + 2 * LINEAR
     profiler.print_model_profile(profile_step=3)
