@@ -2,27 +2,34 @@
 
 python bench/tune.py --model wide
 python bench/tune.py --pieces 100    (again and again, until it prints the table)
+python bench/tune.py --replay 20     (searches in the recorded trials and in changed copies of them; trains nothing)
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 from rig.forked_trials import ForkedTrials
+from rig.replayed_trials import RecordedTrial, ReplayedTrials, permute_stages
 from rig.tuned_program import MODELS
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_engines import preload_engine_modules
 from windlass.cli.benches.bench_results import write_result
+from windlass.plan.planned_layout import Target
+from windlass.tune.memory_forecast import BatchShape, CandidatePlanner, facts_of
 from windlass.tune.search_space import SearchLimits
+from windlass.tune.step_ranking import StepRanking
 from windlass.tune.trial_command import ProgramCommand
 from windlass.tune.trial_record import TrialRecord
 from windlass.tune.tuning_run import TuningRun, TuningSettings
@@ -30,8 +37,13 @@ from windlass.tune.tuning_run import TuningRun, TuningSettings
 _HERE = Path(__file__).parent
 REGRET, SHARE = 0.05, 0.25
 QUANTILES = (0.3, 0.7)
-"""Limits of memory: these quantiles of the peaks of all configurations."""
+"""Limits of memory: in the widest gap of the peaks of all configurations near these quantiles."""
+_NEAR = 4  # ranks of the peaks around a quantile: peaks of one configuration differ by 1 to 3 % between two runs
 _RANKS = 2
+_WARMUP, _STEPS = 1, 5
+_AGAIN = 3  # times that the chosen and the best configuration are measured again, in turn
+_NOISE, _PEAK_NOISE = 0.05, 0.005  # of replays: relative standard deviations of times and peaks of a trial
+_BASE = 105 << 20  # bytes of a process without the model, as the recorded searches found
 CONFIG: dict[str, Any] = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": "auto",
@@ -55,7 +67,8 @@ def main(
         float,
         typer.Option(min=0, help="Stop after some seconds; the next call continues. 0: run to the end."),
     ] = 0.0,
-    steps: Annotated[int, typer.Option(help="Timed steps of a trial.")] = 5,
+    replay: Annotated[int, typer.Option(min=0, help="Search in recorded trials and so many changed copies.")] = 0,
+    steps: Annotated[int, typer.Option(help="Timed steps of a trial.")] = _STEPS,
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _HERE / "results",
 ) -> None:
     """Measure every configuration, then search under each limit. The exit code is 1 if a row misses a target."""
@@ -70,6 +83,12 @@ def main(
         target = {"regret": REGRET, "share": SHARE}
         write_result(path, {"bench": "tune", "target": target, "config": CONFIG, "models": stored})
 
+    if replay:
+        for name in [model] if model else list(stored):
+            stored[name]["replays"] = _replay(name, stored[name], replay)
+        write()
+        bench_console().print(_replay_table(stored))
+        return
     preload_engine_modules("windlass")
     for name in [model] if model else list(MODELS):
         one = stored.setdefault(name, {})
@@ -91,16 +110,18 @@ def main(
         raise typer.Exit(1)
 
 
-def _tuning(name: str, folder: Path, settings: TuningSettings) -> TuningRun:
+def _tuning(name: str, folder: Path, settings: TuningSettings, **more: Any) -> TuningRun:
     path = folder / "ds.json"
     path.write_text(json.dumps(CONFIG))
     program = (str(_HERE / "rig" / "tuned_program.py"), "--model", name, "--config", str(path))
     command = ProgramCommand((), program, str(path))
-    return TuningRun(CONFIG, _RANKS, command, settings, runner=ForkedTrials(_RANKS))
+    return TuningRun(CONFIG, _RANKS, command, settings, **({"runner": ForkedTrials(_RANKS)} | more))
 
 
 def _settings(folder: Path, steps: int) -> TuningSettings:
-    return TuningSettings(folder / "results", limits=SearchLimits(micro_count=4), warmup=1, steps=steps, trial_s=60)
+    return TuningSettings(
+        folder / "results", limits=SearchLimits(micro_count=4), warmup=_WARMUP, steps=steps, trial_s=60
+    )
 
 
 def _measure_all(
@@ -126,11 +147,19 @@ def _row(record: TrialRecord) -> dict[str, Any]:
     return row if not record.error else {**row, "error": record.error}
 
 
+def _limit(peaks: list[int], quantile: float) -> int:
+    """Return the middle of the widest gap between neighbouring peaks near a quantile."""
+    peaks = sorted(peaks)
+    at = int(quantile * (len(peaks) - 1))
+    near = range(max(0, at - _NEAR), min(len(peaks) - 1, at + _NEAR))
+    below = max(near, key=lambda number: peaks[number + 1] - peaks[number])
+    return (peaks[below] + peaks[below + 1]) // 2
+
+
 def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dict[str, Any]:
     measured = {key: row for key, row in rows.items() if "step_s" in row}
     # A search reports its own times, so the chosen configuration is judged by those of the exhaustive measurement.
-    peaks = sorted(row["peak_host"] for row in measured.values())
-    limit = peaks[int(quantile * (len(peaks) - 1))]
+    limit = _limit([row["peak_host"] for row in measured.values()], quantile)
     with tempfile.TemporaryDirectory() as place:
         run = _tuning(name, Path(place), replace(_settings(Path(place), steps), memory=limit))
         begin = time.monotonic()  # with the predictions between trials
@@ -139,20 +168,133 @@ def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dic
     best = min((key for key, row in measured.items() if row["peak_host"] <= limit), key=lambda k: measured[k]["step_s"])
     assert outcome.best is not None
     chosen = outcome.best.candidate.name
+    again = _measure_again(name, steps, [chosen, best]) if chosen != best else {}
+    times = {key: statistics.median([measured[key]["step_s"], *again.get(key, [])]) for key in (chosen, best)}
     return {
         "quantile": quantile,
         "limit_bytes": limit,
+        "base_bytes": outcome.forecast.base,
         "candidates": len(rows),
-        "trials": sum(record.repeats for record in outcome.records if record.status != "discarded"),
-        "discarded": sum(record.status == "discarded" for record in outcome.records),
+        "trials": sum(record.repeats for record in outcome.records if record.ran),
+        "discarded": sum(not record.ran for record in outcome.records),
         "seconds": seconds,
         "share": seconds / sum(row["seconds"] for row in rows.values()),
         "chosen": chosen,
         "best": best,
-        "regret": measured[chosen]["step_s"] / measured[best]["step_s"] - 1,
+        "regret": times[chosen] / times[best] - 1,
+        "again": again,
         "chosen_peak_host": measured[chosen]["peak_host"],
         "records": [{"name": record.candidate.name, **_row(record)} for record in outcome.records],
     }
+
+
+def _measure_again(name: str, steps: int, names: list[str]) -> dict[str, list[float]]:
+    """Return more times of some configurations, measured in turn.
+
+    The best of many measurements is a lucky one, so its first time alone would make every other choice look slower.
+    """
+    found: dict[str, list[float]] = {key: [] for key in names}
+    with tempfile.TemporaryDirectory() as place:
+        run = _tuning(name, Path(place), replace(_settings(Path(place), steps), ends_early=False))
+        candidates = {one.name: one for one in run.candidates}
+        for _ in range(_AGAIN):
+            for key in names:
+                record = run.measure(candidates[key])
+                found[key] += [record.step_s] if record.measured else []
+    return found
+
+
+def _predict(name: str, steps: int) -> dict[str, dict[str, Any]]:
+    """Return predicted bytes and seconds of all configurations, as the first trial of a search makes them."""
+    make, length = MODELS[name]
+    with torch.device("meta"):
+        model = make()
+    planner = CandidatePlanner(model, CONFIG, _RANKS, Target("cpu"))
+    batch = BatchShape(1, (torch.zeros((1, length), dtype=torch.int64),), {})
+    with tempfile.TemporaryDirectory() as place:
+        run = _tuning(name, Path(place), _settings(Path(place), steps))
+    facts = replace(facts_of(model, base=_BASE), fed=batch.fed, tokens=batch.tokens, micro=1)
+    ranking = StepRanking(run.space.config_of, _RANKS, facts)
+    return {
+        one.name: {
+            "predicted_bytes": planner.peaks(one.overrides, batch)[1] + _BASE,
+            "estimate_s": ranking.seconds(one),
+        }
+        for one in run.candidates
+    }
+
+
+def _replay(name: str, one: dict[str, Any], copies: int) -> list[dict[str, Any]]:
+    """Search in the recorded trials of a model, and in copies with noise and with exchanged times of the stages."""
+    rows = one["exhaustive"]["trials"]
+    predicted = one.setdefault("predictions", {})
+    predicted |= _predict(name, _STEPS) if set(predicted) != set(rows) else {}
+    table = {
+        key: RecordedTrial(
+            row["step_s"],
+            max(0.0, row["seconds"] - (_WARMUP + _STEPS) * row["step_s"]),
+            row["peak_host"],
+            **predicted[key],
+        )
+        for key, row in rows.items()
+        if "step_s" in row
+    }
+    found = []
+    for quantile in QUANTILES:
+        limit = _limit([row.peak for row in table.values()], quantile)
+        for fails in (False, True):
+            kinds = {
+                "recorded": [_replay_once(name, table, limit, fails=fails)],
+                "noise": [_replay_once(name, table, limit, fails=fails, seed=seed) for seed in range(1, copies + 1)],
+                "stages": [
+                    _replay_once(name, permute_stages(table, seed), limit, fails=fails) for seed in range(1, copies + 1)
+                ],
+            }
+            found += [
+                {
+                    "quantile": quantile,
+                    "limit_bytes": limit,
+                    "out_of_memory": fails,
+                    "kind": kind,
+                    "searches": len(results),
+                    "within": sum(regret <= REGRET for regret, *_ in results),
+                    "worst_regret": max(regret for regret, *_ in results),
+                    "worst_share": max(share for _, share, _ in results),
+                    "most_trials": max(trials for *_, trials in results),
+                }
+                for kind, results in kinds.items()
+            ]
+    return found
+
+
+def _replay_once(
+    name: str, table: Mapping[str, RecordedTrial], limit: int, *, fails: bool, seed: int = 0
+) -> tuple[float, float, int]:
+    """Return regret, share of the time, and the number of trials of one search; with a seed trials have noise."""
+    times, peaks = (_NOISE, _PEAK_NOISE) if seed else (0.0, 0.0)
+    trials = ReplayedTrials(table, limit=limit if fails else None, noise=times, memory_noise=peaks, seed=seed)
+    with tempfile.TemporaryDirectory() as place:
+        settings = replace(_settings(Path(place), _STEPS), memory=limit)
+        outcome = _tuning(name, Path(place), settings, runner=trials, ranking=trials.ranking).run()
+    assert outcome.best is not None
+    best = min(row.step_s for row in table.values() if row.peak <= limit)
+    whole = sum(row.besides_s + (_WARMUP + _STEPS) * row.step_s for row in table.values())
+    return table[outcome.best.candidate.name].step_s / best - 1, trials.seconds / whole, len(trials.runs)
+
+
+def _replay_table(found: dict[str, Any]) -> Table:
+    table = Table(title="searches in recorded trials", title_justify="left")
+    for column in ("model", "limit, MiB", "above it", "trials are", "regret at most 5 %", "worst", "time", "trials"):
+        table.add_column(column, justify="left" if column in ("model", "above it", "trials are") else "right")
+    kinds = {"recorded": "as recorded", "noise": "with noise", "stages": "of exchanged stages"}
+    for name, one in found.items():
+        for row in one.get("replays", []):
+            table.add_row(
+                *(name, f"{row['limit_bytes'] / 2**20:,.0f}", "fails" if row["out_of_memory"] else "is measured"),
+                *(kinds[row["kind"]], f"{row['within']} of {row['searches']}", f"{row['worst_regret']:+.1%}"),
+                *(f"{row['worst_share']:.0%}", str(row["most_trials"])),
+            )
+    return table
 
 
 def _meets(row: dict[str, Any]) -> bool:

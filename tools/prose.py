@@ -10,13 +10,19 @@ each finding and exits with 1 if there is any.
 from __future__ import annotations
 
 import ast
+import gc
+import hashlib
 import io
+import json
+import os
 import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _DEFAULT_PATHS = ("windlass", "tests", "bench", "tools", "examples")
 _FIRST_WORDS = re.compile(r"(what|whether|who|whose|whom|how|which|where|when|if|of|to whom|it|they)\b", re.IGNORECASE)
@@ -150,10 +156,23 @@ def _joined_arguments(definitions: list[_Definition]) -> Iterator[tuple[int, str
                 yield node.lineno, entry[1]
 
 
-def find_problems(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield `(line, reason)` for each docstring, comment or message of a Python file that breaks a rule."""
-    source = path.read_text()
+@dataclass
+class Report:
+    """Findings `(line, reason)` of one file, and its public top-level classes `(line, name)`."""
+
+    problems: list[tuple[int, str]]
+    classes: list[tuple[int, str]]
+
+
+def examine(path: Path, source: str) -> Report:
+    """Examine the docstrings, comments and messages of a Python file."""
     tree = ast.parse(source, filename=str(path))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return Report(list(_problems(source, tree)), [(node.lineno, node.name) for node in classes])
+
+
+def _problems(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield `(line, reason)` for each docstring, comment or message that breaks a rule."""
     definitions = list(_definitions(tree))
     docstrings = list(_docstrings(definitions))
     for line, text in docstrings:
@@ -177,30 +196,69 @@ def find_problems(path: Path) -> Iterator[tuple[int, str]]:
                 yield line, f"{result.group()!r}: {instead}"
 
 
-def find_repeated_classes(package: Path) -> Iterator[tuple[Path, int, str]]:
+def find_repeated_classes(reports: Mapping[Path, Report]) -> Iterator[tuple[Path, int, str]]:
     """Yield `(path, line, reason)` for each public top-level class whose name another module of the package uses.
 
     `compat` is left out: its classes have DeepSpeed's names.
     """
     places: dict[str, list[tuple[Path, int]]] = defaultdict(list)
-    for path in sorted(package.rglob("*.py")):
-        if "compat" in path.parts:  # its classes have DeepSpeed's names
-            continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append((path, node.lineno))
+    for path, report in sorted(reports.items()):
+        if path.parts[0] == "windlass" and "compat" not in path.parts:
+            for line, name in report.classes:
+                places[name].append((path, line))
     for name, result in places.items():
         for path, line in result[1:]:
             yield path, line, f"class {name} stands in {result[0][0]} too"
+
+
+def examine_files(files: list[Path], cache: Path) -> dict[Path, Report]:
+    """Examine files, except those whose text an earlier call has examined.
+
+    Args:
+        cache: keeps the reports of unchanged files between calls, by the hashes of their texts.
+    """
+    kept = _load(cache)
+    reports: dict[Path, Report] = {}
+    entries: dict[str, Any] = {name: entry for name, entry in kept.items() if Path(name).exists()}
+    gc.disable()  # syntax trees hold no cycles, and collections during their construction take long
+    for path in files:
+        text = path.read_bytes()
+        digest = hashlib.sha1(text, usedforsecurity=False).hexdigest()
+        known = kept.get(str(path))
+        if known is not None and known[0] == digest:
+            reports[path] = Report(*([(line, name) for line, name in part] for part in known[1:]))
+        else:
+            reports[path] = examine(path, text.decode("utf-8"))
+        entries[str(path)] = (digest, reports[path].problems, reports[path].classes)
+    gc.enable()
+    cache.parent.mkdir(exist_ok=True)
+    part = cache.with_name(f"{cache.name}.{os.getpid()}")
+    part.write_text(json.dumps({"version": _version(), "files": entries}))
+    part.replace(cache)
+    return reports
+
+
+def _load(cache: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(cache.read_text())
+    except (OSError, ValueError):  # none yet, or cut off by a full disk
+        return {}
+    return dict(content["files"]) if content["version"] == _version() else {}
+
+
+def _version() -> str:
+    """Return the hash of this file: reports that other rules gave are not read."""
+    return hashlib.sha1(Path(__file__).read_bytes(), usedforsecurity=False).hexdigest()
 
 
 def main(arguments: list[str]) -> int:
     """Check the given files and folders, or the whole project. Return the exit status."""
     paths = [Path(argument) for argument in arguments or _DEFAULT_PATHS]
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    findings = [f"{file}:{line}: {reason}" for file in files for line, reason in find_problems(file)]
+    reports = examine_files(files, Path(__file__).parents[1] / ".pytest_cache" / "prose.json")
+    findings = [f"{file}:{line}: {reason}" for file, report in reports.items() for line, reason in report.problems]
     if not arguments:
-        findings += [f"{path}:{line}: {reason}" for path, line, reason in find_repeated_classes(Path("windlass"))]
+        findings += [f"{path}:{line}: {reason}" for path, line, reason in find_repeated_classes(reports)]
     print("\n".join(findings) if findings else "prose: no findings")
     return 1 if findings else 0
 

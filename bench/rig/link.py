@@ -6,30 +6,73 @@ import errno
 import os
 import socket
 import stat
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import closing
 from pathlib import Path
 
 _SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
 _FREE = -1  # the largest unsigned 32-bit number, which means no limit, as a signed number
+_BYTES_RECEIVED = 128  # offset in the kernel's struct tcp_info
+_INFO_SIZE = 256
+
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""Address and port of the own and of the other end of a connection."""
 
 
-def pace(rate: int) -> int:
+def pace(rate: int, among: Collection[Ends] | None = None) -> int:
     """Limit each TCP connection of this process to `rate` bytes per second; 0: unlimited. Return the number of
     connections. Each direction of a connection counts by itself, as on a full-duplex link.
+
+    Args:
+        among: the connections to limit; None: all.
 
     Raises:
         OSError: the kernel does not support it (not Linux).
     """
     paced = 0
+    for connection, ends in _connections():
+        if among is None or ends in among:
+            connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate or _FREE)
+            paced += 1
+    return paced
+
+
+def connection_ends() -> set[Ends]:
+    """Return the ends of all TCP connections of this process."""
+    return {ends for _, ends in _connections() if ends is not None}
+
+
+def received_bytes(among: Collection[Ends]) -> int:
+    """Return the bytes that these connections have received since they were made, without headers."""
+    infos = (
+        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
+        for connection, ends in _connections()
+        if ends in among
+    )
+    return sum(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0] for info in infos)
+
+
+def _connections() -> Iterator[tuple[socket.socket, Ends | None]]:
+    """Yield the TCP sockets of this process, and their ends if they are connected."""
     for entry in Path("/proc/self/fd").iterdir():
         number = int(entry.name)
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(number)) as result:
-                if result.family in (socket.AF_INET, socket.AF_INET6) and result.type == socket.SOCK_STREAM:
-                    result.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate or _FREE)
-                    paced += 1
+            found = socket.socket(fileno=os.dup(number))
         except OSError as error:
             if error.errno != errno.EBADF:  # closed meanwhile: the descriptor of the folder itself is listed too
                 raise
-    return paced
+            continue
+        with closing(found):
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield found, _ends(found)
+
+
+def _ends(connection: socket.socket) -> Ends | None:
+    try:
+        (here, port), (there, other) = connection.getsockname()[:2], connection.getpeername()[:2]
+    except OSError:  # it listens
+        return None
+    return (here, port), (there, other)

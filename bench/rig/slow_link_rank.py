@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from rig.compared_methods import RANKS
@@ -53,16 +54,26 @@ class SlowLinkRank(Worker):
         pin(rank)
         super().__init__(job, rank, meeting)
 
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the model."""
+        return replace(MODEL, layers=self._job.size.layers)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameters."""
+        return self._torch.float32
+
     def build(self, watch: bool = False) -> dict[str, Any]:
         """Build the model and its engine, and train until the method sends as it will for the rest of a run.
 
         Return the seconds of a forward and backward without the method, too.
         """
         name = self._job.engine
-        model = build(MODEL)
+        model = build(self.sizes).to(self.dtype)
         compute = self._compute_alone(model)
         self._numel = sum(p.numel() for p in model.parameters())
-        self._step = self._ddp(model) if name == "ddp" else self._windlass(model, dict(ENGINES[name]))
+        self._step = self._ddp(model) if name == "ddp" else self._windlass(model)
         for _ in range(_WARM.get(name, _FIRST_STEPS)):
             self._step(self._tokens())
         return {"parameters": self._numel, "compute": compute}
@@ -105,7 +116,7 @@ class SlowLinkRank(Worker):
     def _tokens(self) -> Any:
         self._taken += 1
         size = self._job.size
-        return samples(MODEL.vocabulary, size.batch, size.length, 1000 * self._taken + self._rank)
+        return samples(self.sizes.vocabulary, size.batch, size.length, 1000 * self._taken + self._rank)
 
     def _ddp(self, model: Any) -> Any:
         from torch.nn.parallel import DistributedDataParallel
@@ -120,16 +131,14 @@ class SlowLinkRank(Worker):
 
         return step
 
-    def _windlass(self, model: Any, given: dict[str, Any]) -> Any:
+    def _windlass(self, model: Any) -> Any:
         import windlass
 
-        kind, stage = given.pop("type"), given.pop("stage")
         config = {
             "train_micro_batch_size_per_gpu": self._job.size.batch,
-            "optimizer": {"type": kind, "params": {"lr": LR, **given}},
-            "zero_optimization": {"stage": stage},
             "comm": {"transport": "gloo"},  # shared memory has no link to pace
             "steps_per_print": 10**9,
+            **self._sections(),
         }
         engine: Any = windlass.initialize(model=model, config=config)[0]
 
@@ -138,3 +147,12 @@ class SlowLinkRank(Worker):
             engine.step()
 
         return step
+
+    def _sections(self) -> dict[str, Any]:
+        """Return the sections of the configuration that are the method's own."""
+        given = dict(ENGINES[self._job.engine])
+        kind, stage = given.pop("type"), given.pop("stage")
+        return {
+            "optimizer": {"type": kind, "params": {"lr": LR, **given}},
+            "zero_optimization": {"stage": stage},
+        }

@@ -28,9 +28,9 @@ def _language_model(kind: str, *, tied: bool, **values: Any) -> nn.Module:
     return model_of(kind, **{"vocab_size": VOCABULARY, "tie_word_embeddings": tied, **values})
 
 
-def llama(*, tied: bool) -> nn.Module:
-    """Return a Llama of four layers with grouped queries: 4 heads over 2."""
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4}
+def llama(*, tied: bool, layers: int = 4) -> nn.Module:
+    """Return a Llama with grouped queries: 4 heads over 2."""
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": layers}
     return _language_model("LlamaForCausalLM", tied=tied, **sizes, **_HEADS)
 
 
@@ -67,6 +67,7 @@ def adapted(base: nn.Module) -> nn.Module:
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "uneven": uneven,
     "llama": llama,
+    "llama-short": lambda *, tied: llama(tied=tied, layers=1),
     "gpt2": gpt2,
     "mixtral": mixtral,
     "llama-lora": lambda *, tied: adapted(llama(tied=tied)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from tests.oracle import relative_error
 from windlass.comm.codec import get_codec
 from windlass.comm.traffic import set_traffic_observer
 from windlass.optim.diloco import fragment_due
+from windlass.parallel.placement import PlacementKey
+from windlass.zero.update.diloco_update import outer_step_due
 
 GROUP = {"inner_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 1, "codec": "int8"}
 CASE = Case(optimizer="DiLoCo", params=tuple(GROUP.items()), begin=0, steps=10)
@@ -43,6 +46,15 @@ def test_fragments_take_turns() -> None:
     group = {"inner_steps": 8, "fragments": 3}
     due = [[step for step in range(1, 25) if fragment_due(step, unit, group)] for unit in range(4)]
     assert due == [[8, 16, 24], [6, 14, 22], [3, 11, 19], [8, 16, 24]]
+
+
+def test_a_parameter_of_several_stages_belongs_to_part_0() -> None:
+    units: list[Any] = [
+        SimpleNamespace(index=index, kind=PlacementKey(shared_stages=stages))
+        for index, stages in ((0, ()), (1, ()), (3, (0, 1)), (0, (0, 1)))  # the last two on two stages
+    ]
+    due = [[step for step in range(1, 9) if outer_step_due(step, unit, {**GROUP, "fragments": 2})] for unit in units]
+    assert due == [[4, 8], [2, 6], [4, 8], [4, 8]]
 
 
 def run(case: Case) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def refused_group() -> str:
     """Create a group whose connections seem to lead to another user on rank 0. Return the error."""
     if dist.get_rank() == 0:
         stranger = ForeignPeer("127.0.0.1:1", "127.0.0.1:2", 12345)
-        context: Any = patch.object(peer_owners, "foreign_peers", lambda inodes, connections: [stranger])
+        found = {"have_own_peers": lambda opened: False, "foreign_peers": lambda inodes, connections: [stranger]}
+        context: Any = patch.multiple(peer_owners, **found)
     else:
         context = contextlib.nullcontext()
     with context:

@@ -50,11 +50,11 @@ def tune(
     ] = None,
     nvme: Annotated[str | None, typer.Option(help="Directory on NVMe that may be used.")] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Number of trials. [a quarter of the configurations, 8 to 50]")
+        int | None, typer.Option(min=1, help="Number of trials. [a quarter of the time of all, at most 50]")
     ] = None,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Try every configuration.")] = False,
     sampler: Annotated[
-        str, typer.Option(help="walk: one key at a time from the best; optuna: Optuna's sampler, if installed.")
+        str, typer.Option(help="walk: by predictions that trials correct; optuna: Optuna's sampler, if installed.")
     ] = "walk",
     ray: Annotated[
         str | None,

@@ -6,6 +6,9 @@ unpickle what their peers send. Over loopback Linux lists both ends of a connect
 (`/proc/net/tcp`), and no user can change the owner of a socket. So the owners are compared after the connections of a
 process group are made and before anything is received over them. The superuser is accepted, since no check holds
 against it. Connections with other hosts are not checked: their other ends are not listed here.
+
+Reading the list takes milliseconds, and a run creates many groups. So each connection is looked up by itself first
+(`socket_diagnosis`), and the list is read where this does not show that all of them are of the same user.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import pwd
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from windlass.base.errors import CommunicationError
+from windlass.comm.socket_diagnosis import SocketDiagnosis, SocketOwner, endpoints
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"
@@ -29,14 +33,6 @@ _MAPPED = f"{0:016X}{struct.unpack('=I', bytes(2) + bytes([255, 255]))[0]:08X}"
 _SUPERUSER = 0
 # The table is read in several parts, so that a connection may be missing in one reading of it.
 _ATTEMPTS, _PAUSE_S = 20, 0.01
-
-
-@dataclass(frozen=True)
-class SocketOwner:
-    """Owner of one end of a connection. `inode` is 0 if no process has it open."""
-
-    uid: int
-    inode: int
 
 
 Connections = dict[tuple[str, str], SocketOwner]
@@ -70,9 +66,9 @@ def require_own_peers(purpose: str) -> Iterator[None]:
     """
     before = open_sockets()
     yield
-    opened = open_sockets() - before
+    opened = {inode: descriptor for inode, descriptor in open_sockets().items() if inode not in before}
     for attempt in range(_ATTEMPTS):
-        found = foreign_peers(opened, read_connections()) if opened else []
+        found = [] if have_own_peers(opened) else foreign_peers(opened, read_connections())
         known = [peer for peer in found if peer.uid is not None]
         if known or not found or attempt == _ATTEMPTS - 1:
             break
@@ -81,16 +77,45 @@ def require_own_peers(purpose: str) -> Iterator[None]:
         raise _error((known or found)[0], purpose)
 
 
-def open_sockets() -> set[int]:
-    """Return the inodes of this process's sockets; none if the system does not list them."""
-    found = set()
+def open_sockets() -> dict[int, int]:
+    """Return a descriptor of each of this process's sockets, by inode; none if the system does not list them."""
+    found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
             with contextlib.suppress(OSError):  # closed meanwhile
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:["):
-                    found.add(int(target[len("socket:[") : -1]))
+                    found[int(target[len("socket:[") : -1])] = int(name)
     return found
+
+
+def have_own_peers(opened: Mapping[int, int]) -> bool:
+    """Return True if the kernel shows that all loopback connections among these sockets lead to the same user.
+
+    False also where it cannot tell.
+
+    Args:
+        opened: descriptors of sockets by inode.
+    """
+    if not opened:
+        return True
+    try:
+        with SocketDiagnosis() as kernel:
+            return all(_has_own_peer(kernel, inode, descriptor) for inode, descriptor in opened.items())
+    except OSError:  # no such interface, or a socket that was closed meanwhile
+        return False
+
+
+def _has_own_peer(kernel: SocketDiagnosis, inode: int, descriptor: int) -> bool:
+    ends = endpoints(descriptor)
+    if os.fstat(descriptor).st_ino != inode:  # closed, and the number was given to another file
+        return False
+    if ends is None or not ends[1][0].is_loopback:
+        return True
+    own, other = kernel.owner(*ends), kernel.owner(*reversed(ends))
+    if own is None or own.inode != inode or other is None or not other.inode:
+        return False
+    return other.uid in (own.uid, _SUPERUSER)
 
 
 def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
@@ -107,7 +132,7 @@ def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
     return found
 
 
-def foreign_peers(inodes: set[int], connections: Connections) -> list[ForeignPeer]:
+def foreign_peers(inodes: Collection[int], connections: Connections) -> list[ForeignPeer]:
     """Return the connections over loopback of the sockets `inodes` whose other end is not of the same user."""
     found = []
     for (local, remote), own in connections.items():

@@ -60,7 +60,9 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "whole_parameter": FeatureValue(
             "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
         ),
-        "onebit": FeatureValue("OneBitAdam, ZeroOneAdam: gradients of one bit an element after a warm-up"),
+        "onebit": FeatureValue(
+            "OneBitAdam, ZeroOneAdam, OneBitLamb, DiLoCo, PowerSGD: they send compressed messages by themselves"
+        ),
     },
     "precision": {
         "fp32": FeatureValue("everything in fp32"),

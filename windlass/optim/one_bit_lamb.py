@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,13 +84,17 @@ class OneBitLamb(Lamb):
         return ratio
 
 
-def compressed_lamb_step(
+def take_lamb_momentum(
     values: torch.Tensor, momentum: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    """Update the weight of one whole parameter and its state in place, with the new common momentum.
+) -> torch.Tensor:
+    """Update the state of a parameter in place with the new common momentum.
 
     Args:
-        values, momentum: of the parameter's shape, in float32.
+        values, momentum: of the whole parameter or of one of its parts, in float32.
+
+    Returns:
+        `[3]` in float64: the sums of squares of the update without and with weight decay, and the largest quotient of
+        the frozen and the present denominator. Those of a whole parameter are the sums and the maximum over its parts.
     """
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:  # its first gradient came after the freeze, so its variance is 0
@@ -101,23 +106,47 @@ def compressed_lamb_step(
         state["last_factor"] = torch.ones((), dtype=torch.float32, device=values.device)
         state.setdefault("coeff_freeze", torch.ones((), dtype=torch.float32, device=values.device))
     state["step"] += 1
-    variance, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
+    fresh = state["exp_avg_sq_fresh"]
     gradient = (momentum - state["exp_avg"] * beta1) / (1 - beta1)
     fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     state["exp_avg"].copy_(momentum)
-    frozen, current = lamb_denominator(variance, group), lamb_denominator(fresh, group)
-    plain = (momentum / frozen).masked_fill_(variance == 0, 0.0)
+    if not values.numel():
+        return torch.zeros(3, dtype=torch.float64, device=values.device)
+    plain = _frozen_update(state, group)
     update = plain.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else plain
-    factor = (frozen / current).max()
-    if group["weight_decay"]:
-        share = (torch.linalg.vector_norm(plain) / torch.linalg.vector_norm(update)).nan_to_num(1.0).clamp(max=1.0)
-        factor = factor * share + (1 - share)
-    factor = state["last_factor"] = next_factor(factor, state["last_factor"], group)
+    largest = (lamb_denominator(state["exp_avg_sq"], group) / lamb_denominator(fresh, group)).max()
+    squares = [torch.linalg.vector_norm(one, dtype=torch.float64).square() for one in (plain, update)]
+    return torch.stack([*squares, largest.double()])
+
+
+def move_lamb_values(
+    values: torch.Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Sequence[float]
+) -> None:
+    """Update the weight of a parameter, or of one of its parts, in place.
+
+    Args:
+        numbers: those that `take_lamb_momentum` returns of the whole parameter.
+    """
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    plain, update, largest = numbers
+    share = min(1.0, (plain / update) ** 0.5) if decay and update else 1.0
+    wanted = state["last_factor"].new_tensor(largest * share + 1 - share)
+    factor = state["last_factor"] = next_factor(wanted, state["last_factor"], group)
     size = float(group["lr"])
     if group["bias_correction"]:
         seen = float(state["variance_steps"])
         size *= (1 - beta2**seen) ** 0.5 / (1 - beta1 ** float(state["step"]))
-    values.sub_(update * (state["coeff_freeze"] * factor * size))
+    move = _frozen_update(state, group)
+    if decay:
+        move.add_(values, alpha=decay)
+    values.sub_(move.mul_(state["coeff_freeze"] * factor * size))
+
+
+def _frozen_update(state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """Return the update without weight decay: 0 where no gradient came before the freeze."""
+    variance: torch.Tensor = state["exp_avg_sq"]
+    update: torch.Tensor = state["exp_avg"] / lamb_denominator(variance, group)
+    return update.masked_fill_(variance == 0, 0.0)
 
 
 def next_factor(factor: torch.Tensor, last: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

@@ -105,23 +105,13 @@ def start_forecast(
         base: Bytes of the process without the model.
     """
     order = ForecastOrder.read(order_path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    facts = ForecastResult(
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
-        can_checkpoint=can_checkpoint(model),
-        device=device,
-        device_name=torch.cuda.get_device_name(0) if device == "cuda" else "",
-        device_total=torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0,
-        shape=_sizes_of(model),
-        blocks=len(find_blocks(model, UnitRules())) - 1,
-        base=base,
-    )
+    facts = facts_of(model, base)
     planner: CandidatePlanner | None = None
     if order.plans_memory:
         if any(hasattr(p, "ds_numel") and p.ds_numel != p.numel() for p in model.parameters()):
             facts.problem = "the model is built sharded, so rank 0 does not have its shapes"
         else:
-            planner = CandidatePlanner(_copy_on_meta(model), raw, world_size, Target(device))
+            planner = CandidatePlanner(_copy_on_meta(model), raw, world_size, Target(facts.device))
 
     def predict(micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = BatchShape(micro, args, kwargs)
@@ -139,6 +129,21 @@ def start_forecast(
         write_atomically(Path(order.result), json.dumps(asdict(facts)))
 
     return predict
+
+
+def facts_of(model: nn.Module, base: int) -> ForecastResult:
+    """Return the facts of a model and of this machine, without predictions."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ForecastResult(
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        can_checkpoint=can_checkpoint(model),
+        device=device,
+        device_name=torch.cuda.get_device_name(0) if device == "cuda" else "",
+        device_total=torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0,
+        shape=_sizes_of(model),
+        blocks=len(find_blocks(model, UnitRules())) - 1,
+        base=base,
+    )
 
 
 class BatchShape:

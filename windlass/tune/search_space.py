@@ -44,7 +44,7 @@ _SHORT_NAMES = {
 }
 _LARGE_BY_DEFAULT = (STATES_RATIO, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE, OVERLAP)
 ORDERED_KEYS = (MICRO, TRAIN, STATES_RATIO)
-"""Keys along which times have one minimum, as a rule."""
+"""Keys whose neighbouring values have similar costs."""
 _MAX_CANDIDATES = 20_000
 
 
@@ -135,6 +135,7 @@ class SearchSpace:
         world_size, data_ranks: Number of ranks, and of those that load different samples.
         train: Global batch that all candidates keep; None: the configuration states none, and micro-batches are free.
         accumulation: Accumulation steps of free micro-batches.
+        given: Values of the user's configuration at searched keys.
         refused: Reason by name, of the combinations that no run can have.
     """
 
@@ -145,6 +146,7 @@ class SearchSpace:
     train: int | None
     accumulation: int = 1
     nvme_path: str | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def complete(self, choice: Mapping[str, Any]) -> Candidate | None:
@@ -209,17 +211,32 @@ class SearchSpace:
             return value
         return dimension.choices[-1 if dimension.key in _LARGE_BY_DEFAULT else 0]
 
-    def neighbours(self, candidate: Candidate, dimension: Dimension) -> list[Candidate]:
-        """Return the candidates that differ in one key only, the nearest values first."""
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """Return the candidates that differ in one key: in any value of it, or in the next ones of an ordered key."""
         choice = {one.key: candidate.get(one.key, self.usual_choice(one)) for one in self.dimensions}
-        here = dimension.choices.index(choice[dimension.key])
-        order = sorted(range(len(dimension.choices)), key=lambda number: (abs(number - here), -number))
         found: dict[Candidate, None] = {}
-        for number in order:
-            changed = self.complete({**choice, dimension.key: dimension.choices[number]})
-            if changed is not None and changed != candidate:
-                found[changed] = None
+        for dimension in self.dimensions:
+            here = dimension.choices.index(choice[dimension.key])
+            for number, value in enumerate(dimension.choices):
+                is_near = dimension.key not in ORDERED_KEYS or abs(number - here) == 1
+                changed = self.complete({**choice, dimension.key: value}) if is_near else None
+                if changed is not None and changed != candidate:
+                    found[changed] = None
         return list(found)
+
+    def start(self) -> Candidate | None:
+        """Return the candidate of the user's own values; of stages and batches that are not given, the middle ones."""
+
+        def value(dimension: Dimension) -> Any:
+            if dimension.key in self.given:
+                return self.given[dimension.key]
+            if dimension.key in (STAGE, MICRO, TRAIN):
+                # Most models fit below stage 3, and large micro-batches are faster.
+                number = len(dimension.choices) - (dimension.key == STAGE)
+                return dimension.choices[number // 2]
+            return self.usual_choice(dimension)
+
+        return self.complete({one.key: value(one) for one in self.dimensions})
 
 
 def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> SearchSpace:
@@ -271,7 +288,8 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
             'nothing is to be searched: write "auto" at the keys that may change, or a list of values, or use --search '
             "KEY=VALUE,VALUE"
         )
-    return SearchSpace(base, dimensions, world_size, data_ranks, train, batch.accumulation, limits.nvme_path)
+    given = {one.key: value for one in dimensions if (value := value_at_path(raw, one.key)) in one.choices}
+    return SearchSpace(base, dimensions, world_size, data_ranks, train, batch.accumulation, limits.nvme_path, given)
 
 
 def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:

@@ -1,4 +1,4 @@
-"""Predicted time of a step of each candidate, by simulation: an order in which to try them.
+"""Predicted time of a step of each candidate, by simulation.
 
 [Note: estimated order] The search measures what it returns, so the prediction decides only which candidates come first.
 One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a known part. A model

@@ -50,6 +50,11 @@ class TrialRecord:
         return self.status in (TrialStatus.MEASURED, TrialStatus.SLOW)
 
     @property
+    def ran(self) -> bool:
+        """True if the trial was run."""
+        return self.status is not TrialStatus.DISCARDED
+
+    @property
     def step_s(self) -> float:
         """Median time of a step, in seconds."""
         return float(self.measured["step_s"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from windlass.tune.memory_forecast import ATTRIBUTE, ForecastOrder, ForecastResu
 from windlass.tune.optuna_sampler import sample_with_optuna
 from windlass.tune.ray_trials import RayTrials, TrialCall
 from windlass.tune.result_files import ResultFiles
-from windlass.tune.search import SearchState, memory_order, search_in_rounds, try_in_order, walk
+from windlass.tune.search import SearchState, memory_order, search_by_model, try_in_order
 from windlass.tune.search_space import (
     CHECKPOINTING,
     Candidate,
@@ -28,6 +29,7 @@ from windlass.tune.search_space import (
     needs_no_less_memory,
 )
 from windlass.tune.step_ranking import StepRanking
+from windlass.tune.trial_choice import SearchFacts, TrialChoice
 from windlass.tune.trial_command import ProgramCommand
 from windlass.tune.trial_process import TrialEnd, run_trial
 from windlass.tune.trial_record import TrialRecord, TrialStatus
@@ -35,8 +37,11 @@ from windlass.tune.trial_record import TrialRecord, TrialStatus
 _MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
 _OVER = 1.03  # a measured peak above the limit by less than this says nothing about other candidates
 _SLOW = 1.3  # a trial ends early once two steps took this many times the best median
-_CLOSE = 0.05  # trials within this of the best are run again
-_SHARE = 0.25  # of the candidates that are tried by default
+_CLOSE = 0.1  # trials within this of the best are run again
+_CLOSEST = 3  # at most so many of them
+_SHARE = 0.25  # of the time that all candidates would take
+_SEARCHED = 0.8  # of that time for the search; the rest is for runs of the best again
+_COUNTED = 0.5  # of the candidates that are tried by default, if the time is enough
 _FEWEST, _MOST = 8, 50
 
 
@@ -54,12 +59,13 @@ class TuningSettings:
         limits: Bounds of the space.
         memory: Limit of the memory of a rank in bytes: of its device, or of its process on a CPU; None: a GPU's own.
         tuner: `model_based`, `gridsearch` or `random`, as `autotuning.tuner_type`; or `optuna`.
-        trials: Largest number of trials; None: a quarter of the candidates, at least 8 and at most 50.
-        early_stopping: Trials without a gain that end the search; None: see `search`.
+        trials: Largest number of trials; None: as many as a quarter of the time of all candidates allows, at most half
+            of them and at most 50, but 8 in any case.
+        early_stopping: Trials without a gain that end the search.
         warmup, steps: Steps of a trial that are not timed, and that are.
         trial_s: Limit of the time of a trial, in seconds.
         metric: `throughput`, `latency`, `flops`, `forward` or `step`.
-        repeats: Number of times that the best candidates are run again.
+        repeats: Largest number of times that a candidate close to the best is run again.
         ends_early: End trials that are much slower than the best one.
         keeps_results: Trials of an earlier search in the same folder count, if their configuration is the same.
     """
@@ -119,6 +125,7 @@ class TuningRun:
         on_record: Called after each trial.
         parallel: Runs several trials at the same time, on several hosts; None: they run one after another.
         runner: Runs a command in a folder, with an environment, a limit of seconds and the path of its result.
+        ranking: Makes the predictions of time, given the facts of the first trial.
     """
 
     raw: dict[str, Any]
@@ -129,15 +136,17 @@ class TuningRun:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     runner: Callable[[Sequence[str], Path, Mapping[str, str], float, Path], TrialEnd] = run_trial
     parallel: RayTrials | None = None
+    ranking: Callable[[Callable[[Candidate], dict[str, Any]], int, ForecastResult], StepRanking] = StepRanking
 
     def __post_init__(self) -> None:
         self.space: SearchSpace = build_space(self.raw, self.world_size, self.settings.limits)
         self.candidates = self.space.candidates()
         name = Path(self.command.program[0]).stem
         self.files = ResultFiles(self.settings.results, self.settings.exps, name, self.world_size)
-        budget = self.settings.trials or default_budget(len(self.candidates))
-        reserved = self.settings.repeats if budget > _FEWEST else 0  # runs of the best again
-        self.state = SearchState(self.settings.metric, max(1, budget - reserved))
+        self._budget = self.settings.trials or default_budget(len(self.candidates))
+        reserved = 2 * self.settings.repeats if self._budget > _FEWEST else 0  # runs of the best again
+        self.state = SearchState(self.settings.metric, max(1, self._budget - reserved))
+        self._choice: TrialChoice | None = None
         self.forecast: ForecastResult | None = None
         self._ranking: StepRanking | None = None
         self._shown_best: TrialRecord | None = None
@@ -152,6 +161,7 @@ class TuningRun:
         try:
             self._search()
             self._repeat_best()
+            self._spend_rest()
         except KeyboardInterrupt:
             interrupted = True
         records = list(self.state.records.values())
@@ -167,6 +177,10 @@ class TuningRun:
     def measure(self, candidate: Candidate) -> TrialRecord:
         """Run the trial of a candidate, or discard it by its prediction."""
         return self._keep(self._with_estimates(self._discarded(candidate) or self._run(candidate)))
+
+    def _measure_each(self, candidates: Sequence[Candidate]) -> None:
+        for candidate in candidates:
+            self.measure(candidate)
 
     def measure_all(self, candidates: Sequence[Candidate]) -> None:
         """Measure candidates at the same time, on the hosts of `parallel`."""
@@ -185,7 +199,7 @@ class TuningRun:
     def _discarded(self, candidate: Candidate) -> TrialRecord | None:
         """Return the record of a candidate that need not be run; None: it is to be run."""
         predicted, limit = self._predicted(candidate), self._limit()
-        if predicted is not None and limit is not None and predicted > _MARGIN * limit:
+        if predicted is not None and limit is not None and predicted * self._memory_ratio() > _MARGIN * limit:
             reason = f"predicted {_mib(predicted)}, limit {_mib(limit)}"
         elif candidate.get(CHECKPOINTING) and self.forecast is not None and not self.forecast.can_checkpoint:
             reason = "the model has no switch for activation checkpointing"
@@ -200,29 +214,70 @@ class TuningRun:
         return replace(record, predicted_bytes=self._predicted(record.candidate), estimate_s=estimate)
 
     def _search(self) -> None:
-        ranked = self._ranked()
-        own = self._own_candidate()
-        first = [own] if own is not None and own in set(ranked) else []
-        smallest = sorted(ranked, key=memory_order)
+        smallest = sorted(self.candidates, key=memory_order)
+        start = self.space.start()
+        first = [start] if start is not None and start in set(smallest) else []
         for candidate in [*first, *smallest]:  # facts and predictions come from the first trial that starts
             if self.forecast is not None or self.state.is_spent():
                 break
             if candidate not in self.state.records:
                 self.measure(candidate)
                 self._require_a_chance()
-        ranked, settings = self._ranked(), self.settings
+        ranked, settings, state = self._ranked(), self.settings, self.state
+        patience = settings.early_stopping
         if self.parallel is not None:
-            width, patience = self.parallel.hosts, settings.early_stopping
-            search_in_rounds(self.space, ranked, self.state, self.measure_all, width=width, early_stopping=patience)
+            choice, width = self._make_choice(ranked), self.parallel.hosts
+            search_by_model(choice, state, self.measure_all, width=width, early_stopping=patience)
+        elif settings.tuner == "model_based":
+            self._choice = self._make_choice(ranked)
+            for candidate in ranked:
+                if candidate not in state.records and (record := self._discarded(candidate)) is not None:
+                    self._keep(self._with_estimates(record))
+            self._follow_model(self._choice, _SEARCHED)
+        elif settings.tuner == "optuna":
+            sample_with_optuna(self.space, ranked, state, self.measure, early_stopping=patience)
+        else:
+            seed = 0 if settings.tuner == "random" else None
+            try_in_order(ranked, state, self.measure, early_stopping=patience, seed=seed)
+
+    def _follow_model(self, choice: TrialChoice, part: float) -> None:
+        """Let the model choose trials, in a part of the time."""
+        share = self._share()
+        search_by_model(
+            choice,
+            self.state,
+            self._measure_each,
+            early_stopping=self.settings.early_stopping,
+            share=part * share if share is not None else None,
+        )
+
+    def _spend_rest(self) -> None:
+        """Search on with what the runs of the best left of the budget, and compare a new best one with the others."""
+        before = self.state.best()
+        if self._choice is None or before is None:
             return
-        if settings.tuner == "model_based":
-            walk(self.space, ranked, self.state, self.measure, early_stopping=settings.early_stopping)
-            return
-        if settings.tuner == "optuna":
-            sample_with_optuna(self.space, ranked, self.state, self.measure, early_stopping=settings.early_stopping)
-            return
-        seed = 0 if settings.tuner == "random" else None
-        try_in_order(ranked, self.state, self.measure, early_stopping=settings.early_stopping, seed=seed)
+        again = sum(record.repeats - 1 for record in self.state.records.values() if record.ran)
+        self.state.budget = self._budget - again
+        self._follow_model(self._choice, 1.0)
+        if self.state.best() is not before:
+            self._repeat_best()
+
+    def _make_choice(self, ranked: list[Candidate]) -> TrialChoice:
+        settings, ranking = self.settings, self._ranking
+        estimate = None
+        if ranking is not None:
+            is_per_sample = settings.metric in ("throughput", "flops")
+            estimate = ranking.seconds_per_sample if is_per_sample else lambda one: ranking.seconds(one) or math.inf
+        memory = {one: nbytes for one in ranked if (nbytes := self._predicted(one)) is not None}
+        estimates = {one: estimate(one) for one in ranked} if estimate is not None else {}
+        facts = SearchFacts(estimates, memory, self._limit(), settings.metric, settings.warmup, settings.steps)
+        return TrialChoice(self.space, ranked, facts)
+
+    def _share(self) -> float | None:
+        """Return the share of the time of all candidates that the search may take; None: trials are limited instead."""
+        if self.settings.trials is not None:
+            return None
+        return max(_SHARE, min(_FEWEST, len(self.candidates)) / len(self.candidates))
 
     def _ranked(self) -> list[Candidate]:
         """Return the candidates, the best estimate first; without estimates, those that need most memory first."""
@@ -234,10 +289,6 @@ class TuningRun:
             logger.warning("configurations without a predicted time are tried last: %s", self._ranking.problem)
         return ranked
 
-    def _own_candidate(self) -> Candidate | None:
-        """Return the candidate that has the values of the user's configuration, where it states them."""
-        return self.space.complete({one.key: self.space.usual_choice(one) for one in self.space.dimensions})
-
     def _predicted(self, candidate: Candidate) -> int | None:
         found = self.forecast
         if found is None or candidate.name not in found.device_bytes:
@@ -246,11 +297,18 @@ class TuningRun:
             return found.host_bytes[candidate.name] + found.base
         return found.device_bytes[candidate.name]
 
+    def _memory_ratio(self) -> float:
+        """Return measured over predicted memory, of the trials so far."""
+        known = ((_need(one), one.predicted_bytes) for one in self.state.records.values() if one.measured)
+        return statistics.median([need / predicted for need, predicted in known if need and predicted] or [1.0])
+
     def _limit(self) -> int | None:
         return self.settings.memory or (self.forecast.device_total if self.forecast is not None else 0) or None
 
     def _smaller_failure(self, candidate: Candidate) -> TrialRecord | None:
         """Return a trial that did not fit although its configuration needs no more memory than `candidate`."""
+        if self._choice is not None and self._predicted(candidate) is not None:
+            return None  # its probability to fit says more
         for record in self.state.records.values():
             clearly = record.status is TrialStatus.MEMORY
             if record.status is TrialStatus.OVER and (limit := self._limit()) is not None:
@@ -341,7 +399,7 @@ class TuningRun:
         path = self.files.results / "forecast.json"
         if job.forecast and path.is_file():
             self.forecast = ForecastResult(**json.loads(path.read_text()))
-            self._ranking = StepRanking(self.space.config_of, self.world_size, self.forecast)
+            self._ranking = self.ranking(self.space.config_of, self.world_size, self.forecast)
 
     def _keep(self, record: TrialRecord) -> TrialRecord:
         self.state.records[record.candidate] = record
@@ -370,27 +428,42 @@ class TuningRun:
             raise TuningError(self._explain_failure(records))
 
     def _repeat_best(self) -> None:
-        """Run the candidates again that are close to the best, so that one lucky run does not decide."""
-        best = self.state.best()
-        if best is None:
-            return
-        score = best.score(self.settings.metric)
-        close = [
-            record
-            for record in self.state.records.values()
-            if record.status is TrialStatus.MEASURED
-            and score - record.score(self.settings.metric) <= _CLOSE * abs(score)
-        ]
-        close.sort(key=lambda record: -record.score(self.settings.metric))
-        if len(close) < 2:
-            return
-        for record in close[: self.settings.repeats]:
+        """Run the candidates again that are close to the best, in turn, so that one lucky run does not decide."""
+        while (record := self._next_repeat()) is not None:
             again = self._run(record.candidate, ends_early=False)
-            if again.measured:
+            spent, repeats = record.seconds + again.seconds, record.repeats + 1
+            if again.measured and again.counts:
                 steps = [*record.measured["steps"], *again.measured["steps"]]
                 measured = {**record.measured, "steps": steps, "step_s": statistics.median(steps)}
-                spent = record.seconds + again.seconds
-                self._keep(replace(record, measured=measured, seconds=spent, repeats=record.repeats + 1))
+                self._keep(replace(record, measured=measured, seconds=spent, repeats=repeats))
+            else:  # a configuration that does not run every time is not the best one
+                again = self._with_estimates(again)
+                self._keep(replace(again, seconds=spent, repeats=repeats))
+
+    def _next_repeat(self) -> TrialRecord | None:
+        """Return the record of the candidate to run again; None: the best is clear, or the budget is spent."""
+        best, state = self.state.best(), self.state
+        if best is None or sum(record.repeats for record in state.records.values() if record.ran) >= self._budget:
+            return None
+        score = best.score(state.metric)
+        close = [
+            record
+            for record in state.records.values()
+            if record.status is TrialStatus.MEASURED and score - record.score(state.metric) <= _CLOSE * abs(score)
+        ]
+        close.sort(key=lambda record: -record.score(state.metric))
+        close = close[:_CLOSEST]
+        if len(close) < 2:
+            return None
+        record = min(close, key=lambda one: one.repeats)
+        if record.repeats > self.settings.repeats:
+            return None
+        share = self._share()
+        if share is not None and self._choice is not None:
+            left = share * self._choice.exhaustive_seconds(state.records) - state.seconds
+            if self._choice.seconds(record.candidate, state.records) > left:
+                return None
+        return record
 
     def _explain_failure(self, records: list[TrialRecord]) -> str:
         tried = [record for record in records if record.status is not TrialStatus.DISCARDED]
@@ -425,8 +498,8 @@ def _need(record: TrialRecord) -> int | None:
 
 
 def default_budget(candidates: int) -> int:
-    """Return the number of trials of a space: a quarter of it, at least 8 and at most 50."""
-    return min(candidates, max(_FEWEST, min(_MOST, round(_SHARE * candidates))))
+    """Return the largest number of trials of a space: a half of it, at least 8 and at most 50."""
+    return min(candidates, max(_FEWEST, min(_MOST, round(_COUNTED * candidates))))
 
 
 def _mib(nbytes: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +41,55 @@ def test_shares_compare_a_step_with_bytes_over_the_rate_and_with_the_step_withou
 def test_methods_are_named_one_by_one() -> None:
     bench = script()
     assert bench.parse_methods("diloco; ddp") == ["ddp", "diloco"]
-    assert bench.parse_methods(";".join(bench.ENGINES)) == list(bench.ENGINES)
+    assert bench.parse_methods("zero++; stage 3; stage 1") == ["stage 1", "stage 3", "zero++"]
+    assert bench.parse_methods(";".join(bench.METHODS)) == list(bench.METHODS)
     with pytest.raises(typer.BadParameter, match="there are ddp"):
         bench.parse_methods("zip")
+
+
+def test_zero_is_compared_with_stage_3_and_by_the_bytes_of_a_host() -> None:
+    bench, rate = script(), 10 << 20
+    rows = [
+        bench.Timing(name, rate, seconds, 1.0, rate, 1.0, 0.5) for name, seconds in (("stage 3", 6.0), ("zero++", 4.0))
+    ]
+    assert bench.factor(rows[1], rows) == 1.5 and bench.factor(rows[1], rows[1:]) is None
+    assert "zero++ at 10 MiB/s: 1.5 x as fast as stage 3, not 2" in bench.missed_goals(rows)
+    assert bench.received_over_link("zero++", [1.0, 2.0, 5.0, 1.0]) == 6.0
+    assert bench.received_over_link("ddp", [1.0, 2.0]) == 2.0
+
+
+def test_a_measurement_continues_with_stored_rows_of_the_same_setting(tmp_path: Path) -> None:
+    bench, path = script(), tmp_path / "slow.json"
+    size = bench.Size(batch=1, length=8, layers=2)
+    setting = bench.setting_of(size, 1, ["stage 3"], in_spaces=True)
+    rows = bench.Rows(path, setting)
+    rows.read()
+    for name, link in (("zero++", 0), ("ddp", 0), ("ddp", 5)):
+        rows.add(bench.Timing(name, link, 2.0, 1.0, 10.0, 2.0, 1.0, "abc"))
+    again = bench.Rows(path, bench.setting_of(size, 1, ["ddp"], in_spaces=False))
+    again.read()
+    assert again.timings == rows.timings and [item.name for item in again.timings] == ["ddp", "ddp", "zero++"]
+    assert again.missing("ddp", [0, 5, 7]) == [7] and again.missing("zero++", [0, 5]) == [5]
+    assert again.setting["hosts"] == "network namespaces"
+    for other in (
+        bench.setting_of(size, 2, ["ddp"], in_spaces=True),
+        bench.setting_of(size, 1, ["zero++"], in_spaces=False),
+    ):
+        with pytest.raises(typer.BadParameter, match="slow.json has rows with"):
+            bench.Rows(path, other).read()
+
+
+def test_bytes_are_counted_by_connection() -> None:
+    script()
+    from rig.link import connection_ends, received_bytes
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        ends = (one.getsockname(), one.getpeername())
+        assert {ends, ends[::-1]} <= connection_ends()
+        other.sendall(b"x" * 1000)
+        assert len(one.recv(1000, socket.MSG_WAITALL)) == 1000
+        assert received_bytes({ends}) == 1000 and received_bytes({ends[::-1]}) == received_bytes(set()) == 0

@@ -385,14 +385,15 @@ def test_overlapping_records_are_refused(tmp_path: Path) -> None:
 
 def test_large_file_of_small_tensors_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    torch.save({f"module.layers.{n}.weight": torch.zeros(4) for n in range(6_000)}, path)
+    torch.save({"module.layers.0.weight": torch.zeros(4)}, path)
     read_torch_file(path)  # exclude objects that are created once per process from the measurement
+    torch.save({f"module.layers.{n}.weight": torch.zeros(4) for n in range(2_000)}, path)
     tracemalloc.start()
     result = read_torch_file(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # 4.0 to 4.2, depending on Python's lists of free objects
-    assert len(result) == 6_000 and peak <= 5 * path.stat().st_size
+    assert len(result) == 2_000 and peak <= 5 * path.stat().st_size
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import socket
 import sys
 import threading
@@ -23,11 +24,13 @@ from windlass.comm.peer_owners import (
     ClosedPeerError,
     Connections,
     ForeignPeer,
-    SocketOwner,
     foreign_peers,
+    have_own_peers,
+    open_sockets,
     read_connections,
     require_own_peers,
 )
+from windlass.comm.socket_diagnosis import Endpoint, SocketDiagnosis, SocketOwner, endpoints
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LITTLE = pytest.mark.skipif(sys.byteorder != "little", reason="the table below is of a little-endian machine")
@@ -75,6 +78,46 @@ def test_both_kinds_of_addresses_are_readable() -> None:
     assert foreign_peers({7}, connections) == [ForeignPeer("[::1]:1", "[::1]:2", None)]
 
 
+@LINUX
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_one_connection_is_looked_up_as_the_table_lists_it(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    before = open_sockets()
+    with socket.socket(family) as listener, socket.socket(family) as ours:
+        listener.bind((address, 0))
+        listener.listen()
+        ours.connect(listener.getsockname())
+        opened = {inode: descriptor for inode, descriptor in open_sockets().items() if inode not in before}
+        assert len(opened) == 2
+        assert not have_own_peers(opened)  # no process has accepted the connection
+        theirs = listener.accept()[0]
+        assert have_own_peers(opened) and not foreign_peers(opened, read_connections())
+        with SocketDiagnosis() as kernel:
+            ends = endpoints(ours.fileno())
+            assert ends is not None and endpoints(listener.fileno()) is None
+            assert kernel.owner(*ends) == SocketOwner(os.getuid(), os.fstat(ours.fileno()).st_ino)
+            assert kernel.owner(*reversed(ends)) == SocketOwner(os.getuid(), os.fstat(theirs.fileno()).st_ino)
+            assert kernel.owner(ends[1], (ends[0][0], 1)) is None  # the listener of that end is not connected
+        theirs.close()
+        assert not have_own_peers(opened)
+        ours.close()
+        assert not have_own_peers(opened)  # the list decides about descriptors that are closed
+
+
+@LINUX
+def test_the_table_decides_where_sockets_cannot_be_looked_up(
+    connect: Callable[[], tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: SocketDiagnosis) -> None:
+        raise PermissionError("a container without netlink")
+
+    monkeypatch.setattr(SocketDiagnosis, "__init__", refuse)
+    with require_own_peers("of a test"):
+        connect()
+    with pytest.raises(ClosedPeerError), require_own_peers("of a test"):
+        connect()[1].close()
+
+
 @pytest.fixture
 def connect() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
     """Return a function that makes a connection over loopback and returns both ends."""
@@ -111,6 +154,14 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
                 found[local, remote] = SocketOwner(own.uid, 0) if owner[0] is None else SocketOwner(owner[0], own.inode)
         return found
 
+    def look_up(self: SocketDiagnosis, local: Endpoint, remote: Endpoint) -> SocketOwner | None:
+        own = find(self, local, remote)
+        if own is None or local <= remote:
+            return own
+        return SocketOwner(own.uid, 0) if owner[0] is None else SocketOwner(owner[0], own.inode)
+
+    find = SocketDiagnosis.owner
+    monkeypatch.setattr(SocketDiagnosis, "owner", look_up)
     monkeypatch.setattr(peer_owners, "read_connections", read)
     monkeypatch.setattr(peer_owners, "_PAUSE_S", 0.0)
     return owner

@@ -45,7 +45,7 @@ waiting_states = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(running_states, max_size=12),
     st.lists(waiting_states, max_size=12),

@@ -168,7 +168,7 @@ def test_non_finite_value_affects_only_its_block() -> None:
 
 def test_slow_averages_change_in_low_precision_states() -> None:
     """Slow averages follow the gradients. With beta2 = 0.999, rounding to nearest would freeze the second moment."""
-    count, steps = 4 * SCALE_BLOCK, 1500
+    count, steps = 4 * SCALE_BLOCK, 700
     start = torch.randn(count, generator=torch.Generator().manual_seed(0))
     rule = RULES["adamw"]
     dtypes = (torch.float32, torch.bfloat16, torch.uint8)
@@ -180,7 +180,7 @@ def test_slow_averages_change_in_low_precision_states() -> None:
         for own in pieces:
             own.gradient.copy_(gradient)
         apply_updates(rule(step), pieces, path=REFERENCE_PATH)
-    assert exact.states[1].mean() < 0.3e-3  # starts at 1e-3
+    assert exact.states[1].mean() < 0.6e-3  # starts at 1e-3
     for stored in (rounded.states[1].float(), dequantize_blockwise(quantized.states[1], quantized.scales[1], False)):
         assert stored.mean().item() == pytest.approx(exact.states[1].mean().item(), rel=0.05)
 

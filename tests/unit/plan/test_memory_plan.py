@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
 from itertools import pairwise
 from typing import Any
@@ -14,13 +15,13 @@ from torch import nn
 from tests.causal_models import model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.cli.plan_report import memory_table
-from windlass.config import load_config
+from windlass.config import Config, load_config
 from windlass.parallel.model_checkpointing import enable_checkpointing
-from windlass.plan.activation_trace import BACKWARD, FORWARD, trace_step
+from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, trace_step
 from windlass.plan.choose_config import Rung, choose_config, ladder
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MOMENTS, MemoryPlan
-from windlass.plan.plan_run import RunShape, plan_memory
-from windlass.plan.planned_layout import Target, plan_layout
+from windlass.plan.plan_run import RunShape, plan_memory, trace_of
+from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.plan.planned_model import build_from_shape, build_on_meta
 from windlass.plan.rank_limits import RankLimits, gpu_bytes
 
@@ -42,6 +43,29 @@ def settings(stage: int = 0, micro: int = 1, **more: Any) -> dict[str, Any]:
 
 def plan(model: nn.Module, config: dict[str, Any], ranks: int = 2, length: int = 16, **more: Any) -> MemoryPlan:
     return plan_memory(model, load_config(config), RunShape(ranks, length, **more))
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Trace each model once for each batch: a trace depends on neither stage nor tiers."""
+    traces: dict[Any, ActivationTrace] = {}
+
+    def trace(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
+        blocks = tuple(block.name for block in layout.blocks)
+        key = layout.model, blocks, layout.settings.param_dtype, run.length, micro
+        if key not in traces:
+            traces[key] = trace_of(config, layout, run, micro)
+        return traces[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("windlass.plan.plan_run.trace_of", trace)
+        patch.setattr("windlass.plan.choose_config.trace_of", trace)
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> nn.Module:
+    return llama(num_hidden_layers=2)
 
 
 class Narrow(nn.Module):
@@ -111,8 +135,9 @@ def test_checkpointing_saves_less_and_trains_alike() -> None:
 
 
 @pytest.mark.parametrize(("stage", "target"), [(0, GPU), (1, Target()), (2, GPU), (3, Target()), (3, GPU)])
-def test_memory_never_falls_when_the_batch_grows_or_ranks_go(stage: int, target: Target) -> None:
-    model = llama(num_hidden_layers=2)
+@pytest.mark.usefixtures("traced_once")
+def test_memory_never_falls_when_the_batch_grows_or_ranks_go(stage: int, target: Target, two_layers: nn.Module) -> None:
+    model = two_layers
     two_ranks = plan(model, settings(stage), target=target)  # of 16 tokens
     by_batch = [two_ranks, plan(model, settings(stage, 5), target=target)]
     by_ranks = [*(plan(model, settings(stage), ranks, target=target) for ranks in (4, 3)), two_ranks]
@@ -127,16 +152,18 @@ def test_memory_never_falls_when_the_batch_grows_or_ranks_go(stage: int, target:
         assert series[-1].peak(HOST) + series[-1].peak(DEVICE) > 0
 
 
-def test_a_stage_holds_no_more_than_the_one_below() -> None:
-    model = llama()
+@pytest.mark.usefixtures("traced_once")
+def test_a_stage_holds_no_more_than_the_one_below(two_layers: nn.Module) -> None:
+    model = two_layers
     found = [plan(model, settings(stage), 4, target=GPU).moments["step"].device for stage in range(4)]
     kinds = ("parameters", "gradients", "master weights", "optimizer states")
     held = [sum(amounts.get(kind, 0) for kind in kinds) for amounts in found]
     assert held == sorted(held, reverse=True) and held[3] < 1.1 * held[0] / 4
 
 
-def test_offloaded_slots_move_to_the_host_and_to_disk() -> None:
-    model, host = llama(), {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+@pytest.mark.usefixtures("traced_once")
+def test_offloaded_slots_move_to_the_host_and_to_disk(two_layers: nn.Module) -> None:
+    model, host = two_layers, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     on_host = plan(model, settings(3, zero=host), target=GPU)
     assert not {"optimizer states", "gradients", "parameters"} & set(on_host.moments["step"].device)
     assert {"optimizer states", "gradients", "parameters"} <= set(on_host.moments["step"].host)
@@ -146,8 +173,9 @@ def test_offloaded_slots_move_to_the_host_and_to_disk() -> None:
     assert on_disk.peak(HOST) > 0 and on_disk.peak(DISK) > 0
 
 
-def test_the_ladder_stops_at_the_first_configuration_that_fits() -> None:
-    model, run = llama(num_hidden_layers=2), RunShape(2, 16, GPU)
+@pytest.mark.usefixtures("traced_once")
+def test_the_ladder_stops_at_the_first_configuration_that_fits(two_layers: nn.Module) -> None:
+    model, run = two_layers, RunShape(2, 16, GPU)
     everything = choose_config(model, settings(), run, RankLimits(device=0), nvme_path="/nvme")
     assert everything.chosen is None and everything.nearest.missing[DEVICE] > 0
     rungs = ladder(has_own_memory=True, can_checkpoint=True, nvme=True)
@@ -216,7 +244,7 @@ def test_shapes_and_axes_that_are_not_planned() -> None:
 
 
 def test_axes_and_recomputation_of_the_configuration_need_less_memory() -> None:
-    model = llama()
+    model = llama(num_hidden_layers=1)
     alone = plan(model, settings(micro=4), ranks=1)
     for parallel, ranks in (({"tp": 2}, 2), ({"sp": 2}, 2), ({"recompute": True}, 1), ({"tiled_loss": True}, 1)):
         found = plan(model, {**settings(micro=4), "parallel": parallel}, ranks=ranks)
@@ -235,6 +263,7 @@ def test_the_table_names_each_kind_in_a_narrow_terminal() -> None:
         assert word in text
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chosen_tiers_fit_a_limit_between_two_settings(stage: int) -> None:
     """The limit is too small for all states and larger than needed with all of them on the host."""

@@ -111,13 +111,19 @@ def test_nvme_takes_part_with_a_path() -> None:
     assert found["nvme"]["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": "/fast"}
 
 
-def test_neighbours_change_one_key_and_near_values_come_first() -> None:
+def test_neighbours_change_one_key_and_ordered_ones_to_the_next_value() -> None:
     space = build_space(config(zero_optimization={"stage": [0, 1, 3]}), 2, SearchLimits(choices={MICRO: (1, 2, 4, 8)}))
-    by_name = {candidate.name: candidate for candidate in space.candidates()}
-    micro = next(one for one in space.dimensions if one.key == MICRO)
-    assert [one.get(MICRO) for one in space.neighbours(by_name["z1_mbs2_gas4"], micro)] == [4, 1, 8]
-    stage = next(one for one in space.dimensions if one.key == STAGE)
-    assert [one.get(STAGE) for one in space.neighbours(by_name["z0_mbs2_gas4"], stage)] == [1, 3]
+    found = next(space.neighbours(one) for one in space.candidates() if one.name == "z1_mbs2_gas4")
+    assert [(one.get(STAGE), one.get(MICRO)) for one in found] == [(0, 2), (3, 2), (1, 1), (1, 4)]
+
+
+def test_the_first_trial_has_the_users_values_and_middle_ones_where_there_are_none() -> None:
+    choices = {MICRO: (1, 2, 4, 8)}
+    start = build_space(config(zero_optimization={"stage": [0, 1, 2, 3]}), 2, SearchLimits(choices=choices)).start()
+    assert start is not None and (start.get(STAGE), start.get(MICRO)) == (1, 4)
+    given = config(zero_optimization={"stage": 3}, train_micro_batch_size_per_gpu=2)
+    start = build_space(given, 2, SearchLimits(choices={STAGE: (1, 3), MICRO: (2, 4)})).start()
+    assert start is not None and (start.get(STAGE), start.get(MICRO)) == (3, 2)
 
 
 def test_what_needs_no_less_memory() -> None:

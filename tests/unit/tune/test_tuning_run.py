@@ -99,7 +99,7 @@ measured(0.1 / micro, fed=3 if micro == 2 else micro)
     outcome = tuning(tmp_path, body, trials=15).run()
     found = {record.candidate.name: record for record in outcome.records}
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) == 4
-    assert found["z0_mbs1_gas16"].error == "ValueError: stage 0 is not for me"
+    assert {one.error for name, one in found.items() if name.startswith("z0")} >= {"ValueError: stage 0 is not for me"}
     assert TrialStatus.MEMORY in statuses(outcome).values()
     errors = "".join(record.error for record in outcome.records)
     assert "the program feeds batches of 3 and the trial's micro-batch is 2" in errors
@@ -186,19 +186,20 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
-    run = tuning(tmp_path, "measured(0.1, host=80 * 2**20)", memory=60 << 20)
+    run = tuning(tmp_path, "measured(0.1, host=80 * micro * 2**20)", memory=60 << 20)
     with pytest.raises(
-        TuningError, match=r"no configuration fits: 1 were run(.|\n)*the nearest is z0_mbs1_gas16: it needs"
+        TuningError,
+        match=r"no configuration fits: 1 were run(.|\n)*the nearest is z._mbs1_gas16: it needs 100 MiB, 40 MiB more",
     ):
         run.run()
 
 
 def test_ctrl_c_writes_the_best_so_far(tmp_path: Path) -> None:
-    body = "measured(0.1 / micro) if micro != 4 else time.sleep(60)"
+    body = "measured(0.1 / micro) if job['slow_s'] is None else time.sleep(60)"  # the second trial does not end
     run = tuning(tmp_path, body)
 
     def interrupt() -> None:
-        while not (tmp_path / "results" / "z0_mbs4_gas4").exists():
+        while len(list((tmp_path / "results").glob("z*/cmd.txt"))) < 2:
             time.sleep(0.01)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -213,7 +214,8 @@ def test_ctrl_c_writes_the_best_so_far(tmp_path: Path) -> None:
 
 
 def test_predictions_discard_what_cannot_fit(tmp_path: Path) -> None:
-    outcome = tuning(tmp_path, "measured(0.1 / micro)", memory=300 << 20, trials=20).run()
+    body = "measured(0.1 / micro, host=100 * micro * 2**20)"
+    outcome = tuning(tmp_path, body, memory=300 << 20, trials=20).run()
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     assert discarded and all(record.candidate.get(MICRO) >= 4 for record in discarded)
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) == 2

@@ -143,11 +143,20 @@ def _ignore(result: object) -> None:
     """Drop a result."""
 
 
+def in_kinds(units: Sequence[Unit]) -> list[Unit]:
+    """Return units ordered by the axes over which they are sharded: those that have a replica on ranks along tp or pp
+    follow each other, so that replicas travel in equal messages and keep equal bits.
+    """
+    kinds = list(dict.fromkeys(unit.kind for unit in units))
+    return sorted(units, key=lambda unit: kinds.index(unit.kind))
+
+
 def batches_of(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Divide units into batches of one message: equal on all ranks, and of bounded size."""
+    """Divide units into batches of one message: of one kind, equal on all ranks, and of bounded size."""
     batch: list[Unit] = []
     for unit in units:
-        if batch and sum(one.layout.padded for one in batch) + unit.layout.padded > _BATCH_NUMEL:
+        numel = sum(one.layout.padded for one in batch) + unit.layout.padded
+        if batch and (numel > _BATCH_NUMEL or unit.kind != batch[0].kind):
             yield batch
             batch = []
         batch.append(unit)

@@ -16,6 +16,7 @@ from windlass.zero.update.compressed_messages import (
     UnitMessage,
     batches_of,
     in_flight,
+    in_kinds,
     owner_rows,
 )
 from windlass.zero.update.rank_state import RankState, RelayRule, mean_of_ranks
@@ -106,7 +107,7 @@ class CompressedPhase:
         """
         self.begin()
         slots = {chunk.unit.index: chunk.slot for chunk in self._chunks if chunk.slot.has_reduced}
-        for units in batches_of([slots[index].unit for index in sorted(slots, reverse=True)]):
+        for units in batches_of(in_kinds([slots[index].unit for index in sorted(slots, reverse=True)])):
             messages = []
             for unit in units:
                 flat = slots[unit.index].read().float()
@@ -166,7 +167,7 @@ class CompressedPhase:
             changes: by unit, the difference of this rank's span to the parameters; removed. One that is missing, since
                 this rank's update failed, is sent as zeros: the others wait for its message.
         """
-        batches = (self._changes_of(batch, changes) for batch in batches_of(units))
+        batches = (self._changes_of(batch, changes) for batch in batches_of(in_kinds(units)))
         for messages in in_flight((batch, self._messages.start_send(batch)) for batch in batches):
             for message in messages:
                 for rank in range(self.group.size):

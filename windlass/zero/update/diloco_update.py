@@ -16,13 +16,14 @@ save completes the transfer and keeps the mean as a state, so that a resumed run
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
 from windlass.optim.diloco import fragment_due
 from windlass.optim.one_bit_adam import applied_steps
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_messages import Batch, UnitMessage, batches_of
+from windlass.zero.update.compressed_messages import Batch, UnitMessage, batches_of, in_kinds
 from windlass.zero.update.compressed_phase import LOCAL_CHANGE, Options, PendingExchange
 from windlass.zero.update.elementwise_update import ParameterSegment
 from windlass.zero.update.one_bit_adam_update import PART, OneBitAdamUpdate
@@ -101,7 +102,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                 [
                     self._changed(one.unit, one.flat, options)
                     for one in messages
-                    if fragment_due(step, one.unit.index, group)
+                    if outer_step_due(step, one.unit, group)
                 ]
                 for messages in moved
             )
@@ -145,8 +146,9 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         All ranks do the same in the same step, so that transfers between two ranks keep their order.
         """
         group, overlap = self.optimizer.param_groups[0], self._overlap
-        units = {chunk.unit.index: chunk.unit for chunk in self.chunks}
-        due = [units[index] for index in sorted(units, reverse=True) if fragment_due(step - overlap, index, group)]
+        by_index = {chunk.unit.index: chunk.unit for chunk in self.chunks}
+        units = [by_index[index] for index in sorted(by_index, reverse=True)]
+        due = [unit for unit in units if outer_step_due(step - overlap, unit, group)]
         if step > overlap and due:
             if pending := self._pending.pop(step - overlap, None):
                 pending.finish()
@@ -155,11 +157,11 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                     self._late_outer_step(segment, options)
         if pending := self._pending.get(step - overlap // 2) if overlap > 1 else None:
             pending.answer()
-        sent = [units[index] for index in sorted(units, reverse=True) if fragment_due(step, index, group)]
+        sent = [unit for unit in units if outer_step_due(step, unit, group)]
         if sent:
             self._pending[step] = self._phase.start_exchange(
                 [self._changed(unit, self._phase.state(IN_FLIGHT, unit), options) for unit in batch]
-                for batch in batches_of(sent)
+                for batch in batches_of(in_kinds(sent))
             )
 
     def _late_outer_step(self, segment: ParameterSegment, options: Options) -> None:
@@ -210,3 +212,11 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         momentum.mul_(given["outer_momentum"]).add_(mean)
         move = mean + momentum.float() * given["outer_momentum"]
         self._master(segment).sub_(move, alpha=given["outer_lr"])
+
+
+def outer_step_due(step: int, unit: Unit, group: dict[str, Any]) -> bool:
+    """Return True if a unit takes an outer step after step `step`.
+
+    A parameter that several pipeline stages hold has another number on each, and takes its outer steps with part 0.
+    """
+    return fragment_due(step, 0 if unit.kind.shared_stages else unit.index, group)

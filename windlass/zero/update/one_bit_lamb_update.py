@@ -1,24 +1,29 @@
 """Update of `OneBitLamb` at stage 0: LAMB until `freeze_step`, then one bit for each element ([Note: 1-bit phase]).
 
-Momenta travel as at stage 0 of 1-bit Adam. Every rank then has the whole common momentum, and steps its replica of each
-parameter, so that trust ratios need no further message.
+Momenta travel as at stage 0 of 1-bit Adam. Every data-parallel rank then has the whole common momentum, and steps its
+replica of each parameter, so that trust ratios need no further message among them. Of a parameter that is sharded over
+tensor-parallel ranks each rank steps its part; the trust ratio is that of the whole parameter, so these ranks exchange
+three numbers of it in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.optim.one_bit_adam import count_step, is_frozen
-from windlass.optim.one_bit_lamb import compressed_lamb_step
+from windlass.optim.one_bit_lamb import move_lamb_values, take_lamb_momentum
+from windlass.parallel.placement import Placement
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_phase import CompressedPhase, Options
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
-from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+from windlass.zero.update.whole_parameter_update import OwnedParameter, WholeParameterUpdate
 
 
 class OneBitLambUpdate(WholeParameterUpdate):
@@ -59,9 +64,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
         for _ in self._phase.exchange(local, lambda unit: self._momenta(unit, options)):
             pass
         for batch in self.state_offload.iterate_batches(self._batches):
-            for chunk in batch:
-                if chunk.gradient is not None:
-                    self._step_chunk(chunk, used[chunk.unit.index], options)
+            self._step_batch(batch, used, options)
             yield batch
 
     def _momenta(self, unit: Unit, options: Options) -> Iterable[tuple[int, int, torch.Tensor, float]]:
@@ -72,20 +75,40 @@ class OneBitLambUpdate(WholeParameterUpdate):
                     yield owned.index, 0, state["exp_avg"].reshape(-1), given["betas"][0]
 
     @torch.no_grad()
-    def _step_chunk(self, chunk: UpdateChunk, used: list[bool], options: Options) -> None:
-        unit = chunk.unit
-        for owned in self._of_chunk[id(chunk)]:
-            if not used[owned.index] or id(owned.parameter) not in options:
-                continue
-            assert chunk.gradient is not None
-            place = slice(unit.layout.offsets[owned.index], unit.layout.offsets[owned.index] + owned.parameter.numel())
-            shape, master = unit.shapes[owned.index], chunk.values()[place]
-            values = master.to(chunk.state_dtype)
-            momentum = chunk.gradient[place].to(chunk.state_dtype).view(shape)
-            state = self._inner.state[owned.tensor]
-            compressed_lamb_step(values.view(shape), momentum, state, options[id(owned.parameter)])
-            if values is not master:
-                master.copy_(values)
+    def _step_batch(self, batch: list[UpdateChunk], used: dict[int, list[bool]], options: Options) -> None:
+        """Update the parameters of some chunks, in two passes with the exchange of parts' numbers between them."""
+        # With the parameters that are not stepped: ranks with other parts of them take part in the same exchange.
+        parts = [owned for chunk in batch for owned in self._of_chunk[id(chunk)]]
+        numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)
+        for row, owned in enumerate(parts):
+            if self._is_stepped(owned, used, options):
+                momentum = self._shaped(owned, gradient=True)
+                numbers[row] = take_lamb_momentum(
+                    self._shaped(owned), momentum, self._inner.state[owned.tensor], options[id(owned.parameter)]
+                )
+        combine_parts(self._axes, [owned.placement for owned in parts], numbers[:, :2], numbers[:, 2], batch)
+        for owned, of_whole in zip(parts, numbers.tolist(), strict=True):
+            if self._is_stepped(owned, used, options):
+                values, state = self._shaped(owned), self._inner.state[owned.tensor]
+                move_lamb_values(values, state, options[id(owned.parameter)], of_whole)
+                if values.dtype != owned.chunk.values().dtype:
+                    self._place(owned, owned.chunk.values()).copy_(values)
+
+    def _is_stepped(self, owned: OwnedParameter, used: dict[int, list[bool]], options: Options) -> bool:
+        has_gradient = owned.chunk.gradient is not None and used[owned.chunk.unit.index][owned.index]
+        return has_gradient and id(owned.parameter) in options
+
+    def _shaped(self, owned: OwnedParameter, *, gradient: bool = False) -> torch.Tensor:
+        """Return the master weights of a parameter in the dtype of the update, or its common momentum."""
+        source = owned.chunk.gradient if gradient else owned.chunk.values()
+        assert source is not None
+        return self._place(owned, source).to(owned.chunk.state_dtype)
+
+    def _place(self, owned: OwnedParameter, flat: torch.Tensor) -> torch.Tensor:
+        """Return the view of a parameter in a flat tensor of its unit."""
+        unit = owned.chunk.unit
+        start, shape = unit.layout.offsets[owned.index], unit.shapes[owned.index]
+        return flat[start : start + shape.numel()].view(shape)
 
     def rank_states(self) -> Iterator[RankState]:
         """See `Update.rank_states`. None before the first compressed step."""
@@ -94,3 +117,25 @@ class OneBitLambUpdate(WholeParameterUpdate):
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
         return self._phase.open_rank_states(saved)
+
+
+def combine_parts(
+    axes: Mapping[str, MeshAxis],
+    placements: Sequence[Placement],
+    sums: torch.Tensor,
+    largest: torch.Tensor,
+    chunks: Sequence[UpdateChunk],
+) -> None:
+    """Make numbers of parts those of whole parameters, in place. Collective over the ranks with parts of a parameter.
+
+    Args:
+        placements: for each row, that of its parameter.
+        sums: `[rows, n]`, numbers to sum.
+        largest: `[rows]`, numbers of which the largest counts.
+        chunks: chunks of the parameters.
+    """
+    for name in sorted({axis for placement in placements for axis in placement.sharded_axes}):
+        rows = [row for row, placement in enumerate(placements) if name in placement.sharded_axes]
+        device = chunks[0].unit.full.device  # the mesh axes communicate on it, for any tier of the states
+        sums[rows] = axes[name].all_reduce(sums[rows].to(device)).to(sums.device)
+        largest[rows] = axes[name].all_reduce(largest[rows].to(device), dist.ReduceOp.MAX).to(largest.device)

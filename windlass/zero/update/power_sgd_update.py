@@ -6,7 +6,7 @@ orthonormal Q of the step before, ranks sum these products to P, and multiply th
 P to the new Q, whose mean all ranks get (one step of subspace iteration, warm-started). Both messages are sums, so two
 all-reduces of thin matrices suffice at any number of ranks. Vectors, and matrices that would hardly shrink, are summed
 in full with the first message. The approximation then takes the place of the reduced gradient, and the optimizer's own
-rule steps the master weights.
+rule steps the master weights. Of a matrix that is sharded over tensor-parallel ranks each part is a matrix of its own.
 
 Source: Vogels et al., arXiv:1905.13727, algorithm 1; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`
 computes the same.
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 
@@ -129,7 +130,8 @@ class PowerSGDUpdate(ElementwiseUpdate):
         error, warm = (self._phase.state(key, unit) for key in (WORKER_ERROR, WARM_START))
         thin = unit.parameter_view(warm, index).view(-1)[: columns * rank].view(columns, rank)
         if not thin.any():
-            draw = torch.Generator().manual_seed(unit.layout.offsets[index] + 1_000_003 * unit.index)  # on all ranks
+            # by name: equal on all data-parallel ranks, and on all that have a replica along other axes
+            draw = torch.Generator().manual_seed(crc32(unit.names[index].encode()))
             thin.copy_(torch.randn(columns, rank, generator=draw))
         return _Matrix(
             unit.parameter_view(message.flat, index).view(rows, columns),

@@ -5,7 +5,7 @@ parameter: the norms of weight and update, and the largest ratio of frozen and p
 passes over this rank's fragments with one small all-reduce between them: the first pass updates momenta and variances
 and sums squares, the second one moves the master weights. Squares are summed in float64, fragment by fragment, so that
 the first `freeze_step` steps equal those of LAMB up to the rounding of the norms. Master weights on NVMe are read twice
-in a step.
+in a step. A parameter that is sharded over tensor-parallel ranks has a second all-reduce over these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from windlass.optim.one_bit_lamb import lamb_denominator, next_factor
 from windlass.zero.update.compressed_phase import Options
 from windlass.zero.update.elementwise_update import ParameterSegment
 from windlass.zero.update.one_bit_adam_update import PART, OneBitAdamUpdate
+from windlass.zero.update.one_bit_lamb_update import combine_parts
 from windlass.zero.update.update_chunk import UpdateChunk
+from windlass.zero.update.update_protocol import UpdateContext
 
 COEFFICIENT, FRESH, FACTOR = "coeff_freeze", "exp_avg_sq_fresh", "last_factor"
 _WEIGHT, _UPDATE, _PLAIN = range(3)
@@ -30,6 +32,10 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
 
     States are those of stage 0. The numbers of a parameter are equal on all ranks that have a fragment of it.
     """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        super().__init__(optimizer, context)
+        self._axes = context.axes
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective."""
@@ -74,6 +80,9 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
         squares = group.all_reduce(squares.to(device)).cpu()
         if divisor is None:
             largest = group.all_reduce(largest.to(device), dist.ReduceOp.MAX).cpu()
+        units = {chunk.unit.index: chunk.unit for chunk in self.chunks}
+        placements = [units[unit].placements[index] for unit, index in rows]
+        combine_parts(self._axes, placements, squares, largest, self.chunks)
         for batch in self.state_offload.iterate_batches(self._batches):
             for chunk in batch:
                 self._masters.drop_lowered_params(chunk)

@@ -33,8 +33,6 @@ _ONE_BIT: dict[type[torch.optim.Optimizer], type[Update]] = {
     PowerSGD: PowerSGDUpdate,
 }
 _MODEL_AXES = ("pp", "ep", "sp", "tp")
-_MODEL_PARALLEL = (OneBitAdam, ZeroOneAdam)
-"""Optimizers that train a model whose layers or matrices are distributed over pp and tp."""
 _AXIS_NAMES = {"pp": "pipeline", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 
@@ -83,7 +81,7 @@ def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings
                 f"zero_optimization.{key}.device is {_DEVICE_KEYS[tier]!r}, {why}, on the device; set it to 'none', or "
                 "use another optimizer"
             )
-    refused = ("ep", "sp") if isinstance(optimizer, _MODEL_PARALLEL) else _MODEL_AXES
+    refused = ("ep", "sp") if _one_bit_class(optimizer) is not None else _MODEL_AXES
     long_axes = [f"{name} = {axis.size}" for name, axis in mesh.axes.items() if name in refused and axis.size > 1]
     if long_axes or mesh.experts is not mesh.dense:
         raise ConfigError(

@@ -1,0 +1,293 @@
+"""Law: 1-bit LAMB, DiLoCo and PowerSGD over tensor and pipeline parallel ranks equal their algorithm on the whole model
+in one process, in plain PyTorch, if the codec is exact. PowerSGD's matrices are the parts of tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from zlib import crc32
+
+import pytest
+import torch
+
+from tests.dist.harness import run_ranks
+from tests.dist.parallel_runs import ADAMW, CLIP, Case, Found, batch, build, hold_all, near, train
+from windlass.zero.update import one_bit_lamb_update
+from windlass.zero.update.compressed_phase import CompressedPhase
+from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
+
+STEPS, BETA1, BETA2 = 5, 0.9, 0.999
+RULES: dict[str, dict[str, Any]] = {
+    "OneBitLamb": {**ADAMW, "eps": 1e-3, "freeze_step": 2},
+    "DiLoCo": {**ADAMW, "eps": 1e-3, "inner_steps": 2, "codec": "identity"},
+    "PowerSGD": {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 1},
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def case_of(rule: str, axes: tuple[tuple[str, int], ...], model: str = "llama", **more: Any) -> Case:
+    return Case(model, axes, optimizer=rule, params=tuple(RULES[rule].items()), bound=5e-5, **more)
+
+
+def exact(cases: list[Case], *paths: str | None) -> list[Found]:
+    """Train each case with a codec that leaves nothing out."""
+    with (
+        patch.object(OneBitAdamUpdate, "codec_of", classmethod(lambda cls, optimizer: "identity")),
+        patch.object(one_bit_lamb_update, "CompressedPhase", partial(CompressedPhase, codec="identity")),
+    ):
+        return [train(case, STEPS, *paths) for case in cases]
+
+
+class Rule:
+    """Algorithm on the whole model: weights of each data rank, and a step with their gradients."""
+
+    def __init__(self, first: Tensors, options: dict[str, Any], readers: int) -> None:
+        self.x, self.o, self.readers = first, options, readers
+
+    def weights(self, reader: int) -> Tensors:
+        return self.x
+
+    def keeps_gradients(self, step: int) -> bool:
+        """Return True if ranks do not reduce the gradients of a step, counted from 1."""
+        raise NotImplementedError
+
+    def step(self, step: int, gradients: list[Tensors]) -> None:
+        raise NotImplementedError
+
+
+class LambRule(Rule):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.m, self.v = ({n: torch.zeros_like(p) for n, p in self.x.items()} for _ in range(2))
+        self.coefficient, self.factor = dict.fromkeys(self.x, 0.0), dict.fromkeys(self.x, 1.0)
+        self.fresh: Tensors = {}
+
+    def keeps_gradients(self, step: int) -> bool:
+        return bool(step > self.o["freeze_step"])
+
+    def step(self, step: int, gradients: list[Tensors]) -> None:
+        freeze, frozen = self.o["freeze_step"], self.keeps_gradients(step)
+        for name, x in self.x.items():
+            g = torch.stack([one[name] for one in gradients]).mean(0)
+            m = self.m[name] = BETA1 * self.m[name] + (1 - BETA1) * g
+            changed = self.fresh.setdefault(name, self.v[name].clone()) if frozen else self.v[name]
+            changed.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
+            root = self.v[name].sqrt() + self.o["eps"]
+            plain = (m / root).masked_fill_(self.v[name] == 0, 0.0)
+            update = plain + self.o["weight_decay"] * x
+            if frozen:
+                share = min(1.0, float(plain.norm() / update.norm()))
+                factor = float((root / (changed.sqrt() + self.o["eps"])).max()) * share + 1 - share
+                last = self.factor[name]
+                factor = self.factor[name] = min(1.1 * last, max(0.9 * last, min(4.0, max(0.5, factor))))
+                ratio = self.coefficient[name] * factor
+            else:
+                ratio = min(10.0, max(0.01, float(x.norm() / update.norm())))
+                self.coefficient[name] = 0.9 * self.coefficient[name] + 0.1 * ratio
+            size = self.o["lr"] * (1 - BETA2 ** min(step, freeze)) ** 0.5 / (1 - BETA1**step)
+            self.x[name] = x - size * ratio * update
+
+
+class DiLoCoRule(Rule):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        zeros = {n: torch.zeros_like(p) for n, p in self.x.items()}
+        self.m, self.v, self.local = ([dict(one) for _ in range(self.readers)] for one in (zeros, zeros, self.x))
+        self.outer = dict(zeros)
+
+    def weights(self, reader: int) -> Tensors:
+        return self.local[reader]
+
+    def keeps_gradients(self, step: int) -> bool:
+        return True
+
+    def step(self, step: int, gradients: list[Tensors]) -> None:
+        lr, eps, decay = (self.o[key] for key in ("lr", "eps", "weight_decay"))
+        for m, v, local, gradient in zip(self.m, self.v, self.local, gradients, strict=True):
+            for name, g in gradient.items():
+                m[name] = BETA1 * m[name] + (1 - BETA1) * g
+                v[name] = BETA2 * v[name] + (1 - BETA2) * g * g
+                move = m[name] / (1 - BETA1**step) / ((v[name] / (1 - BETA2**step)).sqrt() + eps)
+                local[name] = local[name] * (1 - lr * decay) - lr * move
+        if step % self.o["inner_steps"]:
+            return
+        for name, x in self.x.items():
+            change = torch.stack([x - local[name] for local in self.local]).mean(0)
+            self.outer[name] = 0.9 * self.outer[name] + change
+            self.x[name] = x - 0.7 * (change + 0.9 * self.outer[name])
+        self.local = [dict(self.x) for _ in range(self.readers)]
+
+
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+COLUMNS = ("o_proj", "down_proj")
+
+
+class LowRankRule(Rule):
+    """PowerSGD of the parts of `tp` ranks."""
+
+    def __init__(self, *given: Any, tp: int) -> None:
+        super().__init__(*given)
+        self.tp = tp
+        self.momentum = {n: torch.zeros_like(p) for n, p in self.x.items()}
+        self.owed = [{n: torch.zeros_like(p) for n, p in self.x.items()} for _ in range(self.readers)]
+        self.thin: dict[tuple[str, int], torch.Tensor] = {}
+
+    def keeps_gradients(self, step: int) -> bool:
+        return bool(step > self.o["start_step"])
+
+    def step(self, step: int, gradients: list[Tensors]) -> None:
+        for name, x in self.x.items():
+            mean = torch.stack([one[name] for one in gradients]).mean(0)
+            if self.keeps_gradients(step) and self.readers > 1 and x.dim() == 2:
+                for number, place in enumerate(self._parts(name, x.shape)):
+                    mean[place] = self._low_rank(name, number, [one[name][place] for one in gradients], place)
+            self.momentum[name] = self.o["momentum"] * self.momentum[name] + mean
+            self.x[name] = x - self.o["lr"] * self.momentum[name]
+
+    def _parts(self, name: str, shape: torch.Size) -> Iterator[tuple[slice, ...]]:
+        dim = next((dim for dim, words in enumerate((ROWS, COLUMNS)) if any(word in name for word in words)), None)
+        if dim is None:
+            yield (slice(None),)
+            return
+        length = shape[dim] // self.tp
+        for rank in range(self.tp):
+            yield (slice(None),) * dim + (slice(rank * length, (rank + 1) * length),)
+
+    def _low_rank(self, name: str, number: int, parts: list[torch.Tensor], place: tuple[slice, ...]) -> torch.Tensor:
+        """Return the approximation of the mean of one part of all ranks."""
+        matrices = [part + owed[name][place] for part, owed in zip(parts, self.owed, strict=True)]
+        if (name, number) not in self.thin:
+            draw = torch.Generator().manual_seed(crc32(name.encode()))
+            self.thin[name, number] = torch.randn(matrices[0].shape[1], self.o["rank"], generator=draw)
+        basis = torch.linalg.qr(self.thin[name, number])[0]
+        left = torch.linalg.qr(torch.stack([one @ basis for one in matrices]).sum(0))[0]
+        thin = self.thin[name, number] = torch.stack([one.t() @ left for one in matrices]).mean(0)
+        result: torch.Tensor = left @ thin.t()
+        for one, owed in zip(matrices, self.owed, strict=True):
+            owed[name][place] = one - result
+        return result
+
+
+def reference(
+    name: str,
+    tied: bool,
+    readers: int,
+    accumulation: int,
+    steps: int,
+    rule: str,
+    params: tuple[tuple[str, Any], ...],
+    tp: int,
+) -> dict[str, Any]:
+    """Train in one process by an algorithm of above."""
+    model = build(name, tied=tied).train()
+    named = dict(model.named_parameters())
+    first = {n: p.detach().clone() for n, p in named.items()}
+    makers: dict[str, Any] = {"OneBitLamb": LambRule, "DiLoCo": DiLoCoRule, "PowerSGD": partial(LowRankRule, tp=tp)}
+    algorithm: Any = makers[rule](first, dict(params), readers)
+    results: dict[str, Any] = {"losses": [], "norms": [], "grads": []}
+    for step in range(steps):
+        losses, gradients = [], []
+        for reader in range(readers):
+            with torch.no_grad():
+                for key, parameter in named.items():
+                    parameter.copy_(algorithm.weights(reader)[key])
+            loss = torch.stack([model(**batch(step, micro, reader)).loss for micro in range(accumulation)]).mean()
+            gradients.append(dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)))
+            losses.append(float(loss.detach()))
+        mean = {key: torch.stack([one[key] for one in gradients]).mean(0) for key in named}
+        # the root mean square of the ranks' norms where ranks keep their gradients
+        squares = [float(sum(g.double().square().sum() for g in one.values())) for one in (mean, *gradients)]
+        norm = (sum(squares[1:]) / readers if algorithm.keeps_gradients(step + 1) else squares[0]) ** 0.5
+        for key, value in (("losses", losses), ("norms", norm), ("grads", mean)):
+            results[key].append(value)
+        clip = min(1.0, CLIP / (norm + 1e-6))
+        algorithm.step(step + 1, [{key: g * clip for key, g in one.items()} for one in gradients])
+    return {**results, "params": algorithm.x, "names": set(model.state_dict())}
+
+
+def hold_law(case: Case, found: list[Found]) -> None:
+    hold_all(case, found, partial(reference, tp=dict(case.axes).get("tp", 1)), STEPS)
+    for one in found:  # replicas along all axes keep the same bits
+        for other in found:
+            for name in one.params.keys() & other.params.keys():
+                assert torch.equal(one.params[name], other.params[name]), name
+
+
+TP, PP, BOTH = (("tp", 2),), (("pp", 2),), (("pp", 2), ("tp", 2))
+QUICK = [case_of(rule, TP, "llama-short", stage=int(rule == "OneBitLamb"), world=4) for rule in RULES]
+
+
+def test_layouts_train_as_one_process() -> None:
+    by_rank = run_ranks(exact, 4, QUICK, timeout=120.0)
+    for number, case in enumerate(QUICK):
+        hold_law(case, [found[number] for found in by_rank])
+
+
+CASES = [
+    *(case_of("OneBitLamb", TP, stage=stage, world=4, accumulation=2) for stage in (0, 2)),
+    case_of("OneBitLamb", TP, stage=0, host=True),
+    *(case_of("OneBitLamb", axes, "gpt2", stage=stage, tied=True) for axes, stage in ((BOTH, 0), (TP, 1))),
+    *(
+        case_of(rule, axes, model, tied=tied, accumulation=2, world=4)
+        for rule in RULES
+        for axes, model, tied in ((PP, "llama", False), (PP, "gpt2", True), (BOTH, "llama", True))
+    ),
+    *(case_of(rule, TP, accumulation=2, world=4) for rule in ("DiLoCo", "PowerSGD")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layout_trains_as_one_process(case: Case) -> None:
+    hold_law(case, [found for (found,) in run_ranks(exact, case.ranks, [case], timeout=240.0)])
+
+
+THREE = {"inner_steps": 3, "fragments": 3}
+
+
+def with_params(case: Case, **more: Any) -> Case:
+    return replace(case, params=tuple({**dict(case.params), **more}.items()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"overlap_steps": 1}], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "sign"])
+def test_a_parameter_of_two_stages_takes_outer_steps_at_the_same_time(more: dict[str, Any], codec: str) -> None:
+    case = with_params(case_of("DiLoCo", PP, "gpt2", tied=True, world=4), codec=codec, **THREE, **more)
+    found = run_ranks(train, 4, case, 5, timeout=120.0)
+    for one in found:
+        for other in found:
+            for name in one.params.keys() & other.params.keys():
+                assert torch.equal(one.params[name], other.params[name]), name
+    assert "transformer.wte.weight" in found[0].params.keys() & found[-1].params.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [TP, PP], ids=["tp", "pp"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_resumed_run_is_exact(rule: str, axes: tuple[tuple[str, int], ...], tmp_path: Path) -> None:
+    case = case_of(rule, axes, "gpt2", tied=True, world=4)
+    case = with_params(case, codec="int8") if rule == "DiLoCo" else case
+    run_ranks(train, 4, case, 3, str(tmp_path), timeout=120.0)
+    resumed = run_ranks(train, 4, case, 3, None, str(tmp_path), timeout=120.0)
+    straight = run_ranks(train, 4, case, 6, timeout=120.0)
+    for here, there in zip(straight, resumed, strict=True):
+        assert here.losses[3:] == there.losses
+        assert all(torch.equal(value, there.params[name]) for name, value in here.params.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_a_checkpoint_loads_at_another_tensor_parallel_size(rule: str, tmp_path: Path) -> None:
+    case = case_of(rule, TP, world=4)
+    run_ranks(train, 4, case, 3, str(tmp_path), timeout=120.0)
+    same = run_ranks(train, 4, case, 2, None, str(tmp_path), timeout=120.0)
+    other = run_ranks(train, 2, replace(case, axes=(("tp", 1),), world=2), 2, None, str(tmp_path), timeout=120.0)
+    bound = {"OneBitLamb": 2e-2, "DiLoCo": 5e-5, "PowerSGD": 2e-2}[rule]  # other fragments, other parts
+    for name, value in other[0].params.items():
+        near(value, same[0].params[name], name, bound)
