@@ -126,7 +126,7 @@ def test_optimizer_and_schedule(optimizer: dict[str, Any], scheduler: dict[str, 
     assert_agreement({**BASE, "optimizer": optimizer} | ({"scheduler": scheduler} if scheduler else {}))
 
 
-OF_THE_MODEL = {"parallel.expert_bias_update_rate"}
+OF_THE_MODEL = {f"parallel.{name}" for name in ("expert_bias_update_rate", "tiled_mlp", "tiled_loss", "recompute")}
 """Keys that only the model can refuse, as all of some sections."""
 OF_THE_MODEL_SECTIONS = ("distillation.", "quantize_training.", "compression_training.layer_reduction.")
 KEYS = {
