@@ -231,6 +231,9 @@ def test_layouts_train_as_one_process() -> None:
 CASES = [
     *(case_of("OneBitLamb", TP, stage=stage, world=4, accumulation=2) for stage in (0, 2)),
     case_of("OneBitLamb", TP, stage=0, host=True),
+    # three heads over two ranks: parts of unequal size
+    *(case_of("OneBitLamb", TP, "uneven", stage=stage, world=4) for stage in (0, 1)),
+    case_of("DiLoCo", TP, "uneven", world=4),
     *(case_of("OneBitLamb", axes, "gpt2", stage=stage, tied=True) for axes, stage in ((BOTH, 0), (TP, 1))),
     *(
         case_of(rule, axes, model, tied=tied, accumulation=2, world=4)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.paused_collection import paused_collection
 from windlass.config.config_loading import validate_config
 from windlass.launch import dry_run
 from windlass.launch.launch_flags import build_run_parser, parse_flags
@@ -39,12 +40,13 @@ def _text(node: ast.expr) -> str:
 @cache
 def message_texts() -> list[str]:
     results = []
-    for path in (ROOT / "windlass").rglob("*.py"):
-        tree = list(ast.walk(ast.parse(path.read_text())))
-        described = {id(node.value) for node in tree if isinstance(node, ast.Expr)}  # ids of docstrings
-        for node in tree:
-            if id(node) not in described and isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
-                results.append(_text(node))
+    with paused_collection():
+        for path in (ROOT / "windlass").rglob("*.py"):
+            tree = list(ast.walk(ast.parse(path.read_text())))
+            described = {id(node.value) for node in tree if isinstance(node, ast.Expr)}  # ids of docstrings
+            for node in tree:
+                if id(node) not in described and isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
+                    results.append(_text(node))
     return [text for text in results if text.strip(HOLE)]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import windlass
+from tests.paused_collection import paused_collection
 from windlass.base.errors import DataError, ModelError
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,8 @@ def says_so(call: ast.Call) -> bool:
 def test_calls_that_read_a_model_directory_pass_trust_remote_code() -> None:
     files = [path for folder in ("windlass", "bench", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 300
-    loose = {f"{path.relative_to(ROOT)}:{line}" for path in files for line in loose_calls(path.read_text())}
+    with paused_collection():
+        loose = {f"{path.relative_to(ROOT)}:{line}" for path in files for line in loose_calls(path.read_text())}
     assert not loose
 
 

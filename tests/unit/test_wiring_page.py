@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import windlass
+from tests.paused_collection import paused_collection
 
 ROOT = Path(windlass.__file__).parent
 PAGE = (ROOT.parent / "docs" / "wiring.md").read_text("utf-8")
@@ -37,13 +38,14 @@ def observer_methods(node: ast.ClassDef) -> list[str]:
 @pytest.fixture(scope="module")
 def wires() -> dict[str, list[str]]:
     """Return the members of each dataclass of callables and of each observer in the package."""
-    classes = [
-        node
-        for path in sorted(ROOT.rglob("*.py"))
-        if "Callable" in (text := path.read_text("utf-8")) or "Observer" in text
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
-    ]
+    with paused_collection():
+        classes = [
+            node
+            for path in sorted(ROOT.rglob("*.py"))
+            if "Callable" in (text := path.read_text("utf-8")) or "Observer" in text
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ClassDef)
+        ]
     return {node.name: results for node in classes if (results := callable_fields(node) or observer_methods(node))}
 
 

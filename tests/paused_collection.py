@@ -1,0 +1,19 @@
+"""Pause of garbage collection for tests that parse all of the package."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Pause garbage collection: syntax trees hold no cycles, and collections take a fifth of the time to build them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
