@@ -1,7 +1,8 @@
-"""Simulated step times: against published runs, against steps measured on CPU ranks of this machine, extrapolated to
-16,384 devices; and the speed of the simulator.
+"""Simulated step times: against published runs, against steps measured on 2 to 8 CPU ranks of this machine, also over
+slow links, extrapolated to 16,384 devices; and the speed of the simulator.
 
 python bench/simulate.py --part published
+python bench/simulate.py --part links --links 50M --rows 0:2
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,10 @@ import typer
 from rich.table import Table
 from rig.models import Sizes
 from rig.published_runs import PublishedRun, cluster_of, published_runs
-from rig.simulated_cases import CASES, LENGTH, MODEL, MeasuredMachine
+from rig.simulated_cases import CASES, EIGHT, LENGTH, LINKED, MODEL, MeasuredMachine, TimedCase
 from rig.simulated_rank import TimedRank
 
+from windlass.base.byte_counts import parse_bytes
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.cli.benches.rank_pool import RankPool
@@ -35,7 +38,7 @@ from windlass.simulate.step_prediction import StepPrediction
 from windlass.simulate.step_workload import describe_step
 
 _RESULTS = Path(__file__).parent / "results"
-PARTS = ("published", "extrapolated", "measured")
+PARTS = ("published", "extrapolated", "measured", "eight", "links")
 PUBLISHED_TOLERANCE, MEASURED_TOLERANCE = 0.15, 0.10
 CALIBRATION = (
     "ZeRO-Infinity 0.01T, 1 DGX-2",
@@ -50,24 +53,35 @@ _MTBF_HOURS, _RESTART = 50_000.0, 600.0  # of a device with its share of host an
 
 
 def main(
-    part: Annotated[str, typer.Option(help="published, extrapolated, measured, or several with commas.")] = ",".join(
-        PARTS
-    ),
+    part: Annotated[str, typer.Option(help=f"{', '.join(PARTS)}, or several with commas.")] = ",".join(PARTS),
+    rows: Annotated[str, typer.Option(help="Rows of measured parts to run, as START:STOP of their list.")] = ":",
+    links: Annotated[str, typer.Option(help="Bytes a second of each connection in the part links.")] = "100M,50M,25M",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Run these parts, print their tables with every miss, and write simulate.json, which keeps the other parts."""
+    """Run these parts, print their tables with every miss, and write simulate.json, which keeps the other parts, and
+    the rows of measured parts that are not run now."""
     chosen = [name.strip() for name in part.split(",")]
     wrong = [name for name in chosen if name not in PARTS]
     if wrong:
         raise typer.BadParameter(f"{wrong[0]!r} is no part; write some of {', '.join(PARTS)}", param_hint="--part")
+    start, _, stop = rows.partition(":")
+    span = slice(int(start or 0), int(stop) if stop else None)
+    limits = [parse_bytes(rate.strip(), "--links") for rate in links.split(",")]
     path = results / "simulate.json"
     stored = json.loads(path.read_text()) if path.is_file() else {}
     found: dict[str, Any] = {name: stored[name] for name in PARTS if name in stored}
-    works = {"published": compare_with_published, "extrapolated": extrapolate, "measured": compare_with_measured}
+    cases = {
+        "measured": CASES[span],
+        "eight": EIGHT[span],
+        "links": [replace(case, link=limit) for limit in limits for case in LINKED[span]],
+    }
     for name in chosen:
-        found[name] = works[name]()
+        if name in cases:
+            found[name] = compare_with_measured(cases[name], found.get(name, {}))
+        else:
+            found[name] = compare_with_published() if name == "published" else extrapolate()
         bench_console().print(TABLES[name](found[name]))
-    write_result(path, {"bench": "simulate", **found})
+        write_result(path, {"bench": "simulate", **found})
 
 
 def compare_with_published() -> list[dict[str, Any]]:
@@ -131,7 +145,7 @@ def _calibrate(run: PublishedRun) -> float:
 
 def extrapolate() -> list[dict[str, Any]]:
     """Return the fastest of several meshes that fits for 7B, 70B, 405B and 1T on 8 to 16,384 H100."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in ("7b", "70b", "405b", "1t"):
         for ranks in _TOKENS:
             start = time.perf_counter()
@@ -189,25 +203,34 @@ def model_shape(name: str) -> ModelShape:
     return from_transformers({**SHAPES[name], "vocab_size": 32_000, "hidden_act": "silu"})
 
 
-def compare_with_measured() -> dict[str, Any]:
-    """Measure this machine's rates and the step times of all cases; return them with the predictions."""
+def compare_with_measured(cases: Sequence[TimedCase], before: dict[str, Any]) -> dict[str, Any]:
+    """Measure this machine's rates and the step times of these cases; return them with the predictions.
+
+    Args:
+        before: Machines and rows of an earlier run, which are kept unless they are measured now.
+    """
     env = {"OMP_NUM_THREADS": "1", "WINDLASS_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo"}
-    machines: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    for ranks in sorted({case.ranks for case in CASES}):
+    machines: dict[str, Any] = dict(before.get("machines", {}))
+    rows = {row["name"]: row for row in before.get("rows", [])}
+    for ranks, link in dict.fromkeys((case.ranks, case.link) for case in cases):
         with RankPool(partial(TimedRank, ranks), ranks, label=f"{ranks} ranks", env=env) as pool:
-            found = pool.ask("measure")
-            rates = {key: statistics.median(one[key] for one in found) for key in found[0]}
-            machines[str(ranks)] = rates
-            for case in (one for one in CASES if one.ranks == ranks):
+            pool.ask("limit", link=link)
+            measured = pool.ask("measure")
+            # All ranks wait for the slowest one.
+            rates = {
+                key: statistics.median((max if key == "latency" else min)(one) for one in zip(*found, strict=True))
+                for key, found in ((key, [rank[key] for rank in measured]) for key in measured[0])
+            }
+            machines[f"{ranks}, {link} bytes/s" if link else str(ranks)] = rates
+            for case in (one for one in cases if (one.ranks, one.link) == (ranks, link)):
                 steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
-                rows.append(_compare(case, MeasuredMachine(**rates), statistics.median(steps), steps))
-                bench_console().print(f"{case.name}: {rows[-1]['measured']:.3f} s", soft_wrap=True)
-    return {"machines": machines, "rows": rows}
+                rows[case.name] = _compare(case, MeasuredMachine(**rates), statistics.median(steps), steps)
+                bench_console().print(f"{case.name}: {rows[case.name]['measured']:.3f} s", soft_wrap=True)
+    return {"machines": machines, "rows": list(rows.values())}
 
 
-def _compare(case: Any, machine: MeasuredMachine, measured: float, steps: list[float]) -> dict[str, Any]:
-    found = predict_step(_shape(MODEL), load_config(case.config()), machine.cluster(case.ranks), length=LENGTH)
+def _compare(case: TimedCase, machine: MeasuredMachine, measured: float, steps: list[float]) -> dict[str, Any]:
+    found = predict_step(_shape(MODEL), load_config(case.config()), machine.cluster(case), length=LENGTH)
     return {
         "name": case.name,
         "measured": measured,
@@ -283,6 +306,8 @@ TABLES: dict[str, Any] = {
     "published": _published_table,
     "extrapolated": _extrapolated_table,
     "measured": _measured_table,
+    "eight": _measured_table,
+    "links": _measured_table,
 }
 
 

@@ -2,6 +2,7 @@
 
 python bench/tune.py --model wide
 python bench/tune.py --pieces 100    (again and again, until it prints the table)
+python bench/tune.py --search        (right after the rest: load changes times, and pages that are shared change peaks)
 python bench/tune.py --replay 20     (searches in the recorded trials and in changed copies of them; trains nothing)
 """
 
@@ -41,6 +42,7 @@ QUANTILES = (0.3, 0.7)
 _NEAR = 4  # ranks of the peaks around a quantile: peaks of one configuration differ by 1 to 3 % between two runs
 _RANKS = 2
 _WARMUP, _STEPS = 1, 5
+_DRIFT = 0.03  # by which peaks may differ from those of the exhaustive data, which set the limit
 _AGAIN = 3  # times that the chosen and the best configuration are measured again, in turn
 _NOISE, _PEAK_NOISE = 0.05, 0.005  # of replays: relative standard deviations of times and peaks of a trial
 _BASE = 105 << 20  # bytes of a process without the model, as the recorded searches found
@@ -169,11 +171,14 @@ def _search(name: str, steps: int, rows: dict[str, Any], quantile: float) -> dic
     assert outcome.best is not None
     chosen = outcome.best.candidate.name
     again = _measure_again(name, steps, [chosen, best]) if chosen != best else {}
+    peaks = {one.candidate.name: one.measured["peak_host"] for one in outcome.records if one.measured}
+    drifts = [peak / measured[key]["peak_host"] - 1 for key, peak in peaks.items() if key in measured]
     times = {key: statistics.median([measured[key]["step_s"], *again.get(key, [])]) for key in (chosen, best)}
     return {
         "quantile": quantile,
         "limit_bytes": limit,
         "base_bytes": outcome.forecast.base,
+        "drift": statistics.median(drifts),
         "candidates": len(rows),
         "trials": sum(record.repeats for record in outcome.records if record.ran),
         "discarded": sum(not record.ran for record in outcome.records),
@@ -298,18 +303,19 @@ def _replay_table(found: dict[str, Any]) -> Table:
 
 
 def _meets(row: dict[str, Any]) -> bool:
-    return bool(row["regret"] <= REGRET and row["share"] <= SHARE)
+    return bool(row["regret"] <= REGRET and row["share"] <= SHARE and abs(row["drift"]) <= _DRIFT)
 
 
 def _table(found: dict[str, Any]) -> Table:
     table = Table(title="search against the exhaustive best", title_justify="left")
-    for column in ("model", "limit, MiB", "trials", "share of the time", "chosen", "best", "regret", ""):
+    for column in ("model", "limit, MiB", "trials", "share of the time", "chosen", "best", "regret", "peaks", ""):
         table.add_column(column, justify="left" if column in ("model", "chosen", "best") else "right")
     for name, one in found.items():
         for row in one.get("searches", []):
             table.add_row(
                 *(name, f"{row['limit_bytes'] / 2**20:,.0f}", f"{row['trials']} of {row['candidates']}"),
                 *(f"{row['share']:.0%}", row["chosen"], row["best"], f"{row['regret']:+.1%}"),
+                f"{row['drift']:+.1%}",
                 "" if _meets(row) else "MISS",
             )
     return table

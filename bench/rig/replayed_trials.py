@@ -122,7 +122,7 @@ class ReplayedTrials:
 
 
 def _measured(step_s: float, steps: int, peak: int, overrides: Mapping[str, Any], *, is_slow: bool) -> dict[str, Any]:
-    micro = overrides["train_micro_batch_size_per_gpu"]
+    micro = overrides.get("train_micro_batch_size_per_gpu", 1)
     return {
         "step_s": step_s,
         "steps": [step_s] * steps,
@@ -130,7 +130,7 @@ def _measured(step_s: float, steps: int, peak: int, overrides: Mapping[str, Any]
         "update_s": step_s / 10,
         "train_batch": overrides.get("train_batch_size", _BATCH),
         "micro": micro,
-        "accumulation": overrides["gradient_accumulation_steps"],
+        "accumulation": overrides.get("gradient_accumulation_steps", 1),
         "world_size": 1,
         "fed_shape": [micro, 1],
         "parameters": 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rig.link import pace
 from rig.models import build, samples
 from rig.simulated_cases import LENGTH, MODEL, SAMPLES, TimedCase
 
@@ -28,10 +28,15 @@ class TimedRank:
 
         torch.set_num_threads(1)
         init_distributed(init_method=meeting)
-        self._ranks, self._rank = ranks, rank
+        self._ranks, self._rank, self._link = ranks, rank, 0
 
-    def measure(self) -> dict[str, float]:
-        """Measure the rates of kernels and collectives while all ranks do the same. Collective."""
+    def limit(self, link: int) -> None:
+        """Limit the connections between ranks, also of engines that are built later, to `link` bytes a second."""
+        self._link = link
+        pace(link)
+
+    def measure(self) -> dict[str, list[float]]:
+        """Measure the rates of kernels and collectives while all ranks do the same, several times. Collective."""
         tokens, hidden, inner = SAMPLES * LENGTH, MODEL.hidden, MODEL.intermediate
         x, up, down = torch.randn(tokens, hidden), _weight(inner, hidden), _weight(hidden, inner)
         x.requires_grad_()
@@ -53,15 +58,15 @@ class TimedRank:
 
         scores = SAMPLES * MODEL.heads * LENGTH * LENGTH * head
         found = {
-            "product_rate": 12.0 * tokens * hidden * inner / self._seconds(products),
-            "attention_rate": (0.5 * 4 + 0.5 * 8 * 1.25) * scores / self._seconds(attention),
-            "memory_rate": 4.0 * 5 * tokens * inner / self._seconds(elementwise),
+            "product_rate": self._rates(12.0 * tokens * hidden * inner, products),
+            "attention_rate": self._rates((0.5 * 4 + 0.5 * 8 * 1.25) * scores, attention),
+            "memory_rate": self._rates(4.0 * 5 * tokens * inner, elementwise),
         }
         if self._ranks > 1:
             found |= self._measure_wire()
         return found
 
-    def _measure_wire(self) -> dict[str, float]:
+    def _measure_wire(self) -> dict[str, list[float]]:
         from windlass.comm.choose_transport import choose_transport
         from windlass.comm.rank_group import world_group
         from windlass.comm.transport import BufferRequest, WireOptions
@@ -72,6 +77,7 @@ class TimedRank:
         need = BufferRequest(elements, torch.float32)
         gradients, parameters = ours.allocate([need, need], cpu, lanes=1)
         out = torch.zeros(elements // self._ranks)
+        pace(self._link)
 
         def both() -> None:
             reduction = ours.reduce(0, gradients, out, add=False, factor=1.0, elements=elements, wire=torch.float32)
@@ -79,24 +85,27 @@ class TimedRank:
             ours.publish(parameters)
             ours.all_gather(parameters, elements=elements).wait()
 
-        received = 2 * 4 * elements * (self._ranks - 1) / self._ranks
-        tiny = torch.zeros(1)
+        others = (self._ranks - 1) / self._ranks
+        tiny, activation = torch.zeros(1), torch.zeros(SAMPLES * LENGTH * MODEL.hidden)
         return {
-            "wire_rate": received / self._seconds(both),
+            "wire_rate": self._rates(2 * 4 * elements * others, both),
+            "axis_rate": self._rates(2 * 4 * activation.numel() * others, lambda: group.all_reduce(activation)),
             "latency": self._seconds(lambda: group.all_reduce(tiny)),
         }
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
+    def _rates(self, amount: float, work: Callable[[], Any]) -> list[float]:
+        return [amount / seconds for seconds in self._seconds(work)]
+
+    def _seconds(self, work: Callable[[], Any]) -> list[float]:
         from windlass.comm.rank_group import world_group
 
         times = []
-        for number in range(_UNTIMED + 2 * _TIMED):
+        for _ in range(_UNTIMED + 2 * _TIMED):
             world_group().barrier()
             start = time.perf_counter()
             work()
-            if number >= _UNTIMED:
-                times.append(time.perf_counter() - start)
-        return statistics.median(times)
+            times.append(time.perf_counter() - start)
+        return times[_UNTIMED:]
 
     def train(self, case: TimedCase) -> list[float]:
         """Return the seconds of each timed step, from a barrier until this rank has finished. Collective."""
@@ -106,6 +115,7 @@ class TimedRank:
         engine: Any = windlass.initialize(model=build(MODEL), config=case.config())[0]
         ids = samples(MODEL.vocabulary, SAMPLES, LENGTH, engine.data_loading_ranks[1])
         batches = [{"input_ids": ids, "labels": ids}] * case.micro_batches
+        pace(self._link)
         times = []
         for step in range(_UNTIMED + _TIMED):
             world_group().barrier()

@@ -324,20 +324,20 @@ def test_bad_input_names_the_key() -> None:
         with pytest.raises(ConfigError, match=match):
             init_compression(encoder(), section(**techniques))
 
-    refused(r"'fc\[', which is no regular expression", row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc["]))
+    refused(r'"fc\[" is no regular expression', row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc["]))
     refused(
         "num_heads is 3, which does not divide the 16",
         head_pruning=technique({"num_heads": 3}, {"dense_ratio": 0.5}, "out"),
     )
-    refused("dense_ratio is None", sparse_pruning=technique({}, {}, ["fc1"]))
+    refused("dense_ratio: None; write", sparse_pruning=technique({}, {}, ["fc1"]))
     refused(
-        "method is 'movement'; write l1 or topk or snip_momentum",
+        "method: .movement.; write l1 or topk or snip_momentum",
         sparse_pruning=technique({"method": "movement"}, {"dense_ratio": 0.5}, "fc1"),
     )
     refused("weight_format: .*'int5'", weight_quantization=technique({}, {"weight_format": "int5"}, ["fc1"]))
     both = {"weight_format": "int4", "target_bits": 4}
-    refused("has weight_format and bits", weight_quantization=technique({}, both, ["fc1"]))
-    refused("target_bits is missing", weight_quantization=technique({}, {}, ["fc1"]))
+    refused("weight_format beside bits", weight_quantization=technique({}, both, ["fc1"]))
+    refused("target_bits: missing", weight_quantization=technique({}, {}, ["fc1"]))
     refused("quantize_groups is 7", weight_quantization=technique({"quantize_groups": 7}, {"target_bits": 8}, ["fc1"]))
     refused(
         "start_bits 4 and target_bits 8", weight_quantization=technique({}, {"start_bits": 4, "target_bits": 8}, "*")

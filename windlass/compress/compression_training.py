@@ -32,12 +32,6 @@ from windlass.config.config_refusals import find_section_refusals
 from windlass.kernels.weight_format import get_weight_format
 
 SECTION = "compression_training"
-_METHODS = {
-    "sparse": ("l1", "topk", "snip_momentum"),
-    "row": ("l1", "topk"),
-    "head": ("topk",),
-    "channel": ("l1", "topk"),
-}
 CLOCK = "_windlass_compression_clock"  # attribute of a model
 PRUNINGS = {"sparse": (nn.Linear, nn.Conv2d), "row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d,)}
 
@@ -120,28 +114,21 @@ def read_compression_training(config: Any) -> CompressionTraining:
 
 def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup, str]]:
     """Yield the groups of a technique that is enabled, and their keys."""
-    if not technique.shared_parameters.enabled:
-        return
-    if not technique.different_groups:
-        raise ConfigError(f"{SECTION}.{name}.different_groups is empty; name the modules of at least one group")
-    for key, group in technique.different_groups.items():
+    groups = technique.different_groups if technique.shared_parameters.enabled else {}
+    for key, group in groups.items():
         yield group, f"{SECTION}.{name}.different_groups.{key}"
 
 
-def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ...], where: str) -> dict[str, nn.Module]:
+def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
     """Return the modules of some kinds whose names contain a pattern."""
     expression = ".*" if pattern == "*" else pattern
-    try:
-        found = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, kinds)
-            and (type(module) in COMPRESSED or isinstance(module, CompressedLayer))
-            and re.search(expression, name)
-        }
-    except re.error as error:
-        raise ConfigError(f"{where}.modules has {pattern!r}, which is no regular expression: {error}") from error
-    return found
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds)
+        and (type(module) in COMPRESSED or isinstance(module, CompressedLayer))
+        and re.search(expression, name)
+    }
 
 
 def _prepared(
@@ -149,7 +136,7 @@ def _prepared(
 ) -> Iterator[CompressedLayer]:
     """Yield the layers of a group, ready for a technique."""
     for pattern in group.modules:
-        found = find_layers(model, pattern, kinds, where)
+        found = find_layers(model, pattern, kinds)
         if not found:  # as in DeepSpeed no error: one configuration serves several models
             logger.warning(
                 "%s.modules has %r, which no %s of the model matches, so it has no effect",
@@ -194,22 +181,13 @@ def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: 
 def _read_bits(params: GroupParams, where: str) -> tuple[int, int]:
     """Return the bits of weights at the beginning and at the end."""
     if params.weight_format is not None:
-        if params.target_bits is not None or params.start_bits is not None:
-            raise ConfigError(f"{where}.params has weight_format and bits; delete target_bits and start_bits")
         try:
             get_weight_format(params.weight_format)
         except WeightFormatError as error:
             raise ConfigError(f"{where}.params.weight_format: {error}") from error
         return 16, 16
-    if params.target_bits is None:
-        raise ConfigError(f"{where}.params.target_bits is missing; write the bits of the weights")
-    start = params.start_bits or params.target_bits
-    if not 1 <= params.target_bits <= start <= 16:
-        raise ConfigError(
-            f"{where}.params has start_bits {start} and target_bits {params.target_bits}; write 16 at most, and no "
-            "fewer bits at the start"
-        )
-    return start, params.target_bits
+    assert params.target_bits is not None  # checked with the configuration
+    return params.start_bits or params.target_bits, params.target_bits
 
 
 def _values_in_format(name: str, weight: Tensor) -> Tensor:
@@ -236,22 +214,15 @@ def _add_prunings(model: nn.Module, section: CompressionTraining, kind: str, clo
     technique = getattr(section, name)
     shared = technique.shared_parameters
     for group, where in enabled_groups(technique, name):
-        if shared.method not in _METHODS[kind]:
-            raise ConfigError(
-                f"{SECTION}.{name}.shared_parameters.method is {shared.method!r}; write {' or '.join(_METHODS[kind])}"
-            )
         ratio = group.params.dense_ratio
         by_snip = shared.method == "snip_momentum"
         if by_snip and ratio is None:
             ratio = shared.dense_ratio
-        if ratio is None or not 0 < ratio <= 1:
-            raise ConfigError(
-                f"{where}.params.dense_ratio is {ratio}; write the share that stays, above 0 and at most 1"
-            )
+        assert ratio is not None  # checked with the configuration
         heads = getattr(shared, "num_heads", None) or 0
         pruning = Pruning(kind, shared.method, ratio, shared.schedule_offset, heads)
         if by_snip:
-            block = read_block_pattern(shared.block_pattern, f"{SECTION}.{name}.shared_parameters")
+            block = read_block_pattern(shared.block_pattern)
             end, stride = shared.schedule_offset_end, shared.schedule_offset_stride
             pruning = replace(pruning, end=end, stride=stride, block=block)
         excluded = shared.excluded_modules if by_snip else ()

@@ -98,7 +98,7 @@ def _shrink_related(model: nn.Module, section: CompressionTraining, kind: str, k
         if len(group.related_modules) != len(group.modules):
             raise ConfigError(f"{where}.related_modules has another length than modules; name a list for each of them")
         for pattern, related in zip(group.modules, group.related_modules, strict=True):
-            names = [name for name in find_layers(model, pattern, PRUNINGS[kind], where) if f"{kind} {name}" in kept]
+            names = [name for name in find_layers(model, pattern, PRUNINGS[kind]) if f"{kind} {name}" in kept]
             others = [_find_near(model, names, other, where) for other in _as_list(related)]
             for place, name in enumerate(names):
                 mask = kept[f"{kind} {name}"]

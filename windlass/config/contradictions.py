@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from windlass.config.axis_sizes import axis_size, conflicting_sizes
+from windlass.config.compression_contradictions import compression_contradictions, packing_contradictions
 from windlass.config.config_problems import ConfigProblem, ProblemKind, format_value
 from windlass.config.offload_section import OffloadOptimizer, is_offloaded
 from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS
@@ -396,4 +397,6 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _checkpointed_activations,
     _watchdog,
     _elastic_batch,
+    compression_contradictions,
+    packing_contradictions,
 )

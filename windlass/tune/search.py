@@ -71,6 +71,7 @@ def search_by_model(
     width: int = 1,
     early_stopping: int | None = None,
     share: float | None = None,
+    fewest: int = 1,
 ) -> None:
     """Search, see [Note: search of configurations].
 
@@ -79,6 +80,7 @@ def search_by_model(
         width: Number of trials that run at the same time.
         early_stopping: Number of trials without a gain that end the search.
         share: Largest share of the time that all candidates would take; None: time is not limited.
+        fewest: Number of trials that are run whatever their time is.
     """
     while not state.is_spent():
         chosen = choice.several(state.records, min(width, state.budget - state.runs))
@@ -88,7 +90,7 @@ def search_by_model(
                 return
             if early_stopping is not None and state.tried_since_best() >= early_stopping:
                 return
-            if share is not None:
+            if share is not None and state.runs >= fewest:
                 left = share * choice.exhaustive_seconds(state.records) - state.seconds
                 chosen = [one for one in chosen if one.seconds <= left]
         if not chosen:

@@ -60,7 +60,7 @@ class TuningSettings:
         memory: Limit of the memory of a rank in bytes: of its device, or of its process on a CPU; None: a GPU's own.
         tuner: `model_based`, `gridsearch` or `random`, as `autotuning.tuner_type`; or `optuna`.
         trials: Largest number of trials; None: as many as a quarter of the time of all candidates allows, at most half
-            of them and at most 50, but 8 in any case.
+            of them and at most 50; 8 in any case if there are fewer than 32.
         early_stopping: Trials without a gain that end the search.
         warmup, steps: Steps of a trial that are not timed, and that are.
         trial_s: Limit of the time of a trial, in seconds.
@@ -249,6 +249,7 @@ class TuningRun:
             self._measure_each,
             early_stopping=self.settings.early_stopping,
             share=part * share if share is not None else None,
+            fewest=_FEWEST if len(self.candidates) * _SHARE < _FEWEST else 1,
         )
 
     def _spend_rest(self) -> None:

@@ -81,6 +81,18 @@ def test_trials_that_run_out_of_memory_and_noise(model: str) -> None:
     assert outcome.best is not None and outcome.best.measured["peak_host"] <= limit
 
 
+def test_a_small_space_is_searched_whatever_its_trials_take() -> None:
+    table, raw = table_of("deep"), {**RAW, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    raw |= {"activation_checkpointing": {"enabled": False}, "zero_optimization": {"stage": [0, 2]}}
+    from rig.replayed_trials import ReplayedTrials
+
+    trials = ReplayedTrials({"z0": table["z0_mbs8_gas2"], "z2": table["z2_mbs8_gas2"]})
+    with tempfile.TemporaryDirectory() as place:
+        given = TuningSettings(Path(place), warmup=WARMUP, steps=STEPS)
+        run = TuningRun(raw, 2, ProgramCommand((), ("train.py",)), given, runner=trials, ranking=trials.ranking)
+        assert {record.candidate.name for record in run.run().records} == {"z0", "z2"}
+
+
 def test_times_of_other_stages_than_predicted() -> None:
     from rig.replayed_trials import permute_stages
 

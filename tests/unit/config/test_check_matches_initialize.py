@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import windlass
 from windlass.base.errors import WindlassError
 from windlass.cli.check import check
+from windlass.compress.compression_training import init_compression
 from windlass.config import optimizer_section, scheduler_section
 from windlass.config.key_table import TRAINING_CONFIG, config_keys
 from windlass.optim import mup, optimizer_factory, scheduler_factory
@@ -59,9 +60,11 @@ def says_check(config: dict[str, Any]) -> tuple[bool, str]:
     return result.exit_code == 0, result.output
 
 
-def says_initialize(config: dict[str, Any]) -> tuple[bool, str]:
-    model = torch.nn.Linear(4, 4)
+def says_initialize(config: dict[str, Any], model: torch.nn.Module | None = None) -> tuple[bool, str]:
+    model = model or torch.nn.Linear(4, 4)
     try:
+        if "compression_training" in config:
+            init_compression(model, config)
         engine, *_ = windlass.initialize(model=model, config=config)
     except WindlassError as error:
         return False, str(error)
@@ -69,9 +72,9 @@ def says_initialize(config: dict[str, Any]) -> tuple[bool, str]:
     return True, ""
 
 
-def assert_agreement(config: dict[str, Any]) -> None:
+def assert_agreement(config: dict[str, Any], model: torch.nn.Module | None = None) -> None:
     checked, printed = says_check(config)
-    built, reason = says_initialize(config)
+    built, reason = says_initialize(config, model)
     assert checked == built, f"{config}\ncheck: {checked}\n{printed}\ninitialize: {built}\n{reason}"
 
 
@@ -123,9 +126,9 @@ def test_optimizer_and_schedule(optimizer: dict[str, Any], scheduler: dict[str, 
     assert_agreement({**BASE, "optimizer": optimizer} | ({"scheduler": scheduler} if scheduler else {}))
 
 
-OF_THE_MODEL = {"parallel.expert_bias_update_rate"}
+OF_THE_MODEL = {f"parallel.{name}" for name in ("expert_bias_update_rate", "tiled_mlp", "tiled_loss", "recompute")}
 """Keys that only the model can refuse, as all of some sections."""
-OF_THE_MODEL_SECTIONS = ("distillation.", "quantize_training.", "compression_training.", "weight_quantization.")
+OF_THE_MODEL_SECTIONS = ("distillation.", "quantize_training.", "compression_training.layer_reduction.")
 KEYS = {
     row.path: row.type
     for row in config_keys()
@@ -184,3 +187,75 @@ sharding = st.fixed_dictionaries(
 @given(sharding, some_keys)
 def test_any_key(common: dict[str, Any], values: dict[str, Any]) -> None:
     assert_agreement(nested({**common, **values}))
+
+
+def group(**params: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    modules = st.lists(st.sampled_from(["*", "0", "^0$", "(", 3]), max_size=2, unique_by=str)
+    return st.fixed_dictionaries(
+        {}, optional={"params": st.fixed_dictionaries({}, optional=params), "modules": modules}
+    )
+
+
+def technique(
+    shared: dict[str, st.SearchStrategy[Any]], **params: st.SearchStrategy[Any]
+) -> st.SearchStrategy[dict[str, Any]]:
+    groups = st.sampled_from([{}, None]).flatmap(
+        lambda one: st.just(one) if one is not None else st.fixed_dictionaries({"g": group(**params)})
+    )
+    common = st.fixed_dictionaries({"enabled": st.sampled_from([True, True, False, "yes"])}, optional=shared)
+    return st.fixed_dictionaries({"shared_parameters": common}, optional={"different_groups": groups})
+
+
+bits = st.sampled_from([1, 2, 4, 8, 16, 17, 0, None, "4"])
+shares = st.sampled_from([0.5, 1, 1.5, 0, -1, None, "some"])
+pruned = {"method": st.sampled_from(["l1", "topk", "snip_momentum", "movement"])}
+blocks = {
+    "block_pattern": st.sampled_from(["4x1", "1x1", "x4", "0x1", "4", "4x1x1"]),
+    "excluded_modules": st.sampled_from([[], ["none"], ["("]]),
+    "dense_ratio": shares,
+}
+techniques = st.fixed_dictionaries(
+    {},
+    optional={
+        "weight_quantization": technique(
+            {
+                "quantize_groups": st.sampled_from([1, 4, 0]),
+                "rounding": st.sampled_from(["nearest", "stochastic", "up"]),
+            },
+            start_bits=bits,
+            target_bits=bits,
+            weight_format=st.sampled_from(["int2_g64", None]),
+        ),
+        "activation_quantization": technique({"range_calibration": st.sampled_from(["static", "some"])}, bits=bits),
+        "sparse_pruning": technique({**pruned, **blocks}, dense_ratio=shares),
+        "row_pruning": technique(pruned, dense_ratio=shares),
+        "head_pruning": technique({**pruned, "num_heads": st.sampled_from([1, 4, None, 0])}, dense_ratio=shares),
+    },
+)
+packed = st.fixed_dictionaries(
+    {},
+    optional={
+        "num_bits": st.sampled_from([4, 8, 2, 5, None]),
+        "group_size": st.sampled_from([16, 32, 64, 128, 0]),
+        "group_dim": st.sampled_from([0, 1, 2]),
+        "symmetric": st.booleans(),
+    },
+)
+packing = st.fixed_dictionaries(
+    {}, optional={"enabled": st.booleans(), "quantized_initialization": packed, "post_init_quant": st.just({})}
+) | st.fixed_dictionaries({"post_init_quant": st.fixed_dictionaries({"0": packed})})
+
+
+@COMMON
+@given(techniques)
+@example({"sparse_pruning": {"shared_parameters": {"enabled": True}}})
+@example({"row_pruning": {"shared_parameters": {"enabled": True}, "different_groups": {"g": {"modules": ["("]}}}})
+def test_compression_training(section: dict[str, Any]) -> None:
+    assert_agreement({**BASE, "compression_training": section}, torch.nn.Sequential(torch.nn.Linear(8, 8)))
+
+
+@COMMON
+@given(packing, st.sampled_from([{}, {"tensor_parallel": {"autotp_size": 1}}]))
+@example({"post_init_quant": {"0": {"symmetric": True, "num_bits": 4, "group_size": 16}}}, {})
+def test_weight_quantization(section: dict[str, Any], more: dict[str, Any]) -> None:
+    assert_agreement({**BASE, "weight_quantization": section, **more}, torch.nn.Sequential(torch.nn.Linear(128, 128)))

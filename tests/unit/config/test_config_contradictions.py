@@ -96,6 +96,14 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("pipeline.virtual_stages", {"pipeline": {"virtual_stages": 2}}),
     ("pipeline.micro_batches", {"gradient_accumulation_steps": 2, "pipeline": {"micro_batches": 4}}),
     ("watchdog.timeout_s", {"watchdog": {"report_after_s": 60, "timeout_s": 30}}),
+    (
+        "compression_training.sparse_pruning.different_groups",
+        {"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}}},
+    ),
+    (
+        "weight_quantization.post_init_quant.layers.num_bits",
+        {"weight_quantization": {"post_init_quant": {"layers": {"group_size": 64}}}},
+    ),
     ("train_batch_size", {"train_batch_size": 8, "elasticity": {"enabled": True}}),
 ]
 
