@@ -7,6 +7,9 @@ unpickle what their peers send. Over loopback Linux lists both ends of a connect
 process group are made and before anything is received over them. The superuser is accepted, since no check holds
 against it. Connections with other hosts are not checked: their other ends are not listed here.
 
+A process on a busy machine may take seconds to accept a connection, which then has no owner yet. Such a connection is
+waited for; one that its owner has closed is not.
+
 Reading the list takes milliseconds, and a run creates many groups. So each connection is looked up by itself first
 (`socket_diagnosis`), and the list is read where this does not show that all of them are of the same user.
 """
@@ -24,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from windlass.base.errors import CommunicationError
-from windlass.comm.socket_diagnosis import SocketDiagnosis, SocketOwner, endpoints
+from windlass.comm.socket_diagnosis import CONNECTED_STATES, SocketDiagnosis, SocketOwner, endpoints
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"
@@ -33,6 +36,8 @@ _MAPPED = f"{0:016X}{struct.unpack('=I', bytes(2) + bytes([255, 255]))[0]:08X}"
 _SUPERUSER = 0
 # The table is read in several parts, so that a connection may be missing in one reading of it.
 _ATTEMPTS, _PAUSE_S = 20, 0.01
+_ACCEPT_S = 60.0
+"""Seconds in which the other end has to accept a connection."""
 
 
 Connections = dict[tuple[str, str], SocketOwner]
@@ -41,11 +46,17 @@ Connections = dict[tuple[str, str], SocketOwner]
 
 @dataclass(frozen=True)
 class ForeignPeer:
-    """Connection of this process with a process of another user. `uid` is None if no process has the other end open."""
+    """Connection of this process with a process of another user.
+
+    Attributes:
+        uid: the other user; None if no process has the other end open.
+        is_queued: the other end is not accepted yet.
+    """
 
     local: str
     remote: str
     uid: int | None
+    is_queued: bool = False
 
 
 class ClosedPeerError(CommunicationError):
@@ -67,10 +78,12 @@ def require_own_peers(purpose: str) -> Iterator[None]:
     before = open_sockets()
     yield
     opened = {inode: descriptor for inode, descriptor in open_sockets().items() if inode not in before}
-    for attempt in range(_ATTEMPTS):
+    deadline, attempts = time.monotonic() + _ACCEPT_S, 0
+    while True:
         found = [] if have_own_peers(opened) else foreign_peers(opened, read_connections())
         known = [peer for peer in found if peer.uid is not None]
-        if known or not found or attempt == _ATTEMPTS - 1:
+        attempts += any(not peer.is_queued for peer in found)
+        if known or not found or attempts == _ATTEMPTS or time.monotonic() > deadline:
             break
         time.sleep(_PAUSE_S)
     if found:
@@ -128,7 +141,8 @@ def read_connections(tables: Iterable[str] = _TABLES) -> Connections:
                 fields = line.split()
                 if len(fields) > 9 and fields[3] != _LISTENING:
                     ends = fields[1].replace(_MAPPED, ""), fields[2].replace(_MAPPED, "")
-                    found[ends] = SocketOwner(int(fields[7]), int(fields[9]))
+                    uid, inode = int(fields[7]), int(fields[9])
+                    found[ends] = SocketOwner(uid, inode, not inode and int(fields[3], 16) in CONNECTED_STATES)
     return found
 
 
@@ -141,7 +155,7 @@ def foreign_peers(inodes: Collection[int], connections: Connections) -> list[For
         other = connections.get((remote, local))
         uid = None if other is None or not other.inode else other.uid
         if uid not in (own.uid, _SUPERUSER):
-            found.append(ForeignPeer(_readable(local), _readable(remote), uid))
+            found.append(ForeignPeer(_readable(local), _readable(remote), uid, other is not None and other.is_queued))
     return found
 
 

@@ -20,6 +20,7 @@ _BY_FAMILY = 20  # type of a request, and of its answer
 _ERROR = 2  # type of an answer without a socket
 _REQUEST = 1  # flag
 _LISTENING = 10  # the lookup falls back to a listener of the local end
+CONNECTED_STATES = (1, 3)  # established, and the last step before it
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, sender
 _ENDS = "HH16s16sIII"  # ports and addresses of both ends in network order, interface, cookie
 _QUERY = struct.Struct("=BBBxI")  # family, protocol, extensions, states
@@ -29,10 +30,17 @@ _ANY_COOKIE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SocketOwner:
-    """Owner of one end of a connection. `inode` is 0 if no process has it open."""
+    """Owner of one end of a connection.
+
+    Attributes:
+        uid: user that owns the socket.
+        inode: 0 if no process has it open.
+        is_queued: the connection waits in the queue of a listener, which has not accepted it yet.
+    """
 
     uid: int
     inode: int
+    is_queued: bool = False
 
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
@@ -98,7 +106,7 @@ class SocketDiagnosis:
         if kind != _BY_FAMILY:
             raise OSError(errno.EPROTO, f"socket diagnosis answered with a message of type {kind}")
         _, state, _, _, _, _, _, _, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-        return None if state == _LISTENING else SocketOwner(uid, inode)
+        return None if state == _LISTENING else SocketOwner(uid, inode, not inode and state in CONNECTED_STATES)
 
     def __enter__(self) -> Self:
         return self

@@ -45,6 +45,7 @@ def row(local: str, remote: str, state: str, uid: int, inode: int) -> str:
 OWN, OTHER = "0100007F:1F90", "0100007F:C350"  # 127.0.0.1:8080 and 127.0.0.1:50000
 MAPPED = "0000000000000000FFFF00000100007F:C350"
 OUTSIDE = "0101A8C0:0050"  # 192.168.1.1:80
+UNACCEPTED = row(OTHER, OWN, "01", 0, 0)
 
 
 @LITTLE
@@ -56,6 +57,7 @@ OUTSIDE = "0101A8C0:0050"  # 192.168.1.1:80
         (OTHER, [row(MAPPED, f"{MAPPED[:32]}:1F90", "01", 1001, 8)], [1001]),
         (OTHER, [row(OTHER, OWN, "01", 0, 8)], []),  # the superuser
         (OTHER, [row(OTHER, OWN, "06", 0, 0)], [None]),  # closed, and remembered by the kernel alone
+        (OTHER, [UNACCEPTED], [None]),
         (OTHER, [row(OTHER, OWN, "0A", 1000, 8)], [None]),
         (OTHER, [], [None]),
         (OUTSIDE, [], []),
@@ -69,6 +71,7 @@ def test_the_owner_of_the_other_end_decides(
     found = foreign_peers({7}, read_connections([str(table)]))
     assert [peer.uid for peer in found] == expected
     assert all(peer.local == "127.0.0.1:8080" and peer.remote == "127.0.0.1:50000" for peer in found)
+    assert [peer.is_queued for peer in found] == [rows == [UNACCEPTED]] * len(found)
 
 
 @LITTLE
@@ -140,6 +143,27 @@ def test_connections_of_this_user_are_accepted_and_closed_ones_refused(
         connect()
     with pytest.raises(ClosedPeerError, match="of a test, is held by no process"), require_own_peers("of a test"):
         connect()[1].close()
+
+
+@LINUX
+@pytest.mark.parametrize("diagnosis", [True, False])
+def test_a_connection_that_is_accepted_late_is_waited_for(diagnosis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not diagnosis:
+        monkeypatch.setattr(peer_owners, "have_own_peers", lambda opened: False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted: list[socket.socket] = []
+        # Later than the time in which a closed connection is refused.
+        late = threading.Timer(0.5, lambda: accepted.append(listener.accept()[0]))
+        with require_own_peers("of a test"):
+            connected = [socket.create_connection(listener.getsockname())]
+            late.start()
+        late.join()
+        assert len(accepted) == 1
+        monkeypatch.setattr(peer_owners, "_ACCEPT_S", 0.1)
+        with pytest.raises(ClosedPeerError), require_own_peers("of a test"):
+            connected.append(socket.create_connection(listener.getsockname()))
+        for one in connected + accepted:
+            one.close()
 
 
 @pytest.fixture
