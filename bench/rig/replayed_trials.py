@@ -17,6 +17,7 @@ from windlass.tune.step_ranking import StepRanking
 from windlass.tune.trial_process import TrialEnd
 
 _FORECAST_S = 1.5  # of the first trial, which predicts the memory of all candidates
+_FORECAST_BYTES = 20 << 20  # in its peak
 _BATCH = 32  # any: candidates of a replay have one global batch
 
 
@@ -95,6 +96,8 @@ class ReplayedTrials:
         if job.forecast_order:
             self._write_forecast(ForecastOrder.read(job.forecast_order))
             seconds += _FORECAST_S
+            if self._limit is None:
+                peak += _FORECAST_BYTES
         error = ""
         if self._limit is not None and peak > self._limit:
             error = f"OutOfMemoryError: {peak} bytes of {self._limit}"
