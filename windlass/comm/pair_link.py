@@ -19,6 +19,7 @@ from windlass.comm.peer_owners import ClosedPeerError, require_own_peers
 
 HEADER = 8
 """Number of integers at the head of a message."""
+_ACCEPT_S = 2.0
 
 
 class LinkClosedError(CommunicationError):
@@ -47,7 +48,8 @@ class PairLink:
         self.peer, self.bytes_sent, self.bytes_received = peer, 0, 0
         self._other = int(first)
         try:
-            with require_own_peers(f"made for a link with {peer}"):
+            # A link that is not accepted soon is tried again.
+            with require_own_peers(f"made for a link with {peer}", accept_s=_ACCEPT_S):
                 self._group: Any = dist.ProcessGroupGloo(
                     PrefixStore(f"windlass link {name}", store), 0 if first else 1, 2, connect
                 )

@@ -36,8 +36,7 @@ _MAPPED = f"{0:016X}{struct.unpack('=I', bytes(2) + bytes([255, 255]))[0]:08X}"
 _SUPERUSER = 0
 # The table is read in several parts, so that a connection may be missing in one reading of it.
 _ATTEMPTS, _PAUSE_S = 20, 0.01
-_ACCEPT_S = 60.0
-"""Seconds in which the other end has to accept a connection."""
+ACCEPT_S = 60.0  # a rank of a busy machine may not be scheduled for seconds
 
 
 Connections = dict[tuple[str, str], SocketOwner]
@@ -64,13 +63,14 @@ class ClosedPeerError(CommunicationError):
 
 
 @contextlib.contextmanager
-def require_own_peers(purpose: str) -> Iterator[None]:
+def require_own_peers(purpose: str, accept_s: float = ACCEPT_S) -> Iterator[None]:
     """Check that the connections that are made in the context lead to processes of this user or of other hosts.
 
     See [Note: owners of peers]. Does nothing where the system does not list owners.
 
     Args:
         purpose: what the connections are for, for the message.
+        accept_s: seconds in which the other end has to accept a connection.
 
     Raises:
         CommunicationError: the other end of a connection belongs to another user, or (`ClosedPeerError`) to no process.
@@ -78,7 +78,7 @@ def require_own_peers(purpose: str) -> Iterator[None]:
     before = open_sockets()
     yield
     opened = {inode: descriptor for inode, descriptor in open_sockets().items() if inode not in before}
-    deadline, attempts = time.monotonic() + _ACCEPT_S, 0
+    deadline, attempts = time.monotonic() + accept_s, 0
     while True:
         found = [] if have_own_peers(opened) else foreign_peers(opened, read_connections())
         known = [peer for peer in found if peer.uid is not None]

@@ -159,8 +159,7 @@ def test_a_connection_that_is_accepted_late_is_waited_for(diagnosis: bool, monke
             late.start()
         late.join()
         assert len(accepted) == 1
-        monkeypatch.setattr(peer_owners, "_ACCEPT_S", 0.1)
-        with pytest.raises(ClosedPeerError), require_own_peers("of a test"):
+        with pytest.raises(ClosedPeerError), require_own_peers("of a test", accept_s=0.1):
             connected.append(socket.create_connection(listener.getsockname()))
         for one in connected + accepted:
             one.close()
