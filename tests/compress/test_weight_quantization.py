@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import windlass
@@ -20,6 +22,13 @@ from windlass.kernels.grouped_formats import RangeWeightFormat
 from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear, PackedMatrix
 
 IDS = torch.arange(10)[None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def section(**keys: Any) -> dict[str, Any]:
