@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,21 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
         time.sleep(0.01)
     job.start_server(0)
     job.finish()
+    assert job.servers[0].version == 1
+
+
+def test_a_server_whose_worker_was_killed_in_its_absence_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=1, reconnect_seconds=0.1)
+    job = Job(mlp, sgd, settings, servers=1, workers=2)
+    job.start_servers()
+    (model, worker), (_, killed) = job.worker(0), job.worker(1)
+    train_once(model, worker, 0)
+    worker.close()
+    lose(job, 0)
+    job.settings = replace(settings, connect_seconds=0.5)
+    job.start_server(0)
+    job.finish()  # `killed` never comes back
+    assert killed.index == 1 and "worker 1 did not say goodbye" in caplog.text
     assert job.servers[0].version == 1
 
 

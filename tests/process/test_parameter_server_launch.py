@@ -16,7 +16,9 @@ import os, signal, sys
 import torch
 from windlass import parameter_server as ps
 kills = sys.argv[1:] == ["kill"]
-settings = ps.ParameterServerSettings(mode="asynchronous", snapshot="snapshots", snapshot_every=1)
+settings = ps.ParameterServerSettings(
+    mode="asynchronous", snapshot="snapshots", snapshot_every=1, connect_seconds=60
+)
 model = torch.nn.Linear(3, 2)
 last = str(int(os.environ["WINDLASS_SERVERS"]) - 1)
 if kills and os.environ["RANK"] == last and not os.path.exists("killed"):  # a server, after the first push

@@ -46,6 +46,7 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
         self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
+        self._idle_since = time.monotonic()  # where there is none
         self._reason = ""  # for which no update can follow
         self._links: dict[int, PairLink] = {}
         self._ends = False
@@ -65,7 +66,7 @@ class ParameterServer:
             CommunicationError: no worker came in time.
         """
         answered, began, threads = 0, time.monotonic(), []
-        while not self._is_over():
+        while not self._is_over(may_be_alone=bool(answered) or self._here.generation > 1):
             for ticket in range(answered + 1, self._meeting.count_calls(self._here) + 1):
                 thread = threading.Thread(target=self._serve_worker, args=(ticket,), daemon=True)
                 threads.append(thread)
@@ -140,11 +141,24 @@ class ParameterServer:
         if self._snapshot is not None:
             self._shard.save(self._snapshot, self._clock.version)
 
-    def _is_over(self) -> bool:
+    def _is_over(self, *, may_be_alone: bool) -> bool:
         with self._changed:
             if self._live or self._ends:
                 return self._ends
-        return all(self._meeting.has(f"left {worker}") for worker in range(self._workers))
+            alone = time.monotonic() - self._idle_since
+        rest = [worker for worker in range(self._workers) if not self._meeting.has(f"left {worker}")]
+        if not rest:
+            return True
+        # A worker that is killed before it connects, or while the shard has no server, is removed by nobody.
+        if not may_be_alone or alone < self._settings.connect_seconds:
+            return False
+        logger.warning(
+            "%s: no worker has been connected for %.0f s (connect_seconds), and worker %s did not say goodbye: it ends",
+            self._here,
+            alone,
+            ", ".join(map(str, rest)),
+        )
+        return True
 
     def _serve_worker(self, ticket: int) -> None:
         worker, said_bye = -1, False
@@ -196,6 +210,7 @@ class ParameterServer:
             if self._live.get(worker) != ticket or self._ends:
                 return  # it has connected again
             del self._live[worker]
+            self._idle_since = time.monotonic()
             self._clock.leave(worker, retires=retires)
             if self._clock.is_complete:
                 self._update()

@@ -27,7 +27,8 @@ class ParameterServerSettings:
             None: never.
         snapshot: folder in which each server stores its parameters and states; None: nowhere.
         snapshot_every: updates between two snapshots: the most that the loss of a server costs.
-        connect_seconds: longest wait for the others at the start.
+        connect_seconds: longest wait for the others at the start. A server also ends if it had no worker for so long,
+            and some of them were killed without a goodbye.
         reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
 
     Raises:
