@@ -149,7 +149,7 @@ class ParameterServer:
         rest = [worker for worker in range(self._workers) if not self._meeting.has(f"left {worker}")]
         if not rest:
             return True
-        # A worker that is killed before it connects, or while the shard has no server, is removed by nobody.
+        # No connection ends with a worker that is killed before it connects, or while the shard has no server.
         if not may_be_alone or alone < self._settings.connect_seconds:
             return False
         logger.warning(
