@@ -46,7 +46,7 @@ class ParameterServer:
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
         self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
-        self._idle_since = time.monotonic()  # where there is none
+        self._idle_since = time.monotonic()  # if there is none
         self._reason = ""  # for which no update can follow
         self._links: dict[int, PairLink] = {}
         self._ends = False
