@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rig.chosen_names import choose_names
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import run_facts, write_result
@@ -105,7 +106,7 @@ def main(
     """Train each method with each seed, then print a table and draw the picture."""
     console, path, begin = bench_console(), results / f"{name}.json", time.monotonic()
     runs = stored_runs(path, steps) if pieces else []
-    wanted = [(method, seed) for seed in range(seeds) for method in parse_methods(only)]
+    wanted = [(method, seed) for seed in range(seeds) for method in choose_names(only, METHODS, ";")]
     for method, seed in missing_runs(wanted, runs):
         if 0 < pieces < time.monotonic() - begin:
             console.print(f"{len(runs)} runs are done; call again to continue")
@@ -125,18 +126,6 @@ def main(
         console.print(f"drawn: {path.with_suffix('.png')}", soft_wrap=True)
     if strict and missed:
         raise typer.Exit(1)
-
-
-def parse_methods(text: str) -> list[str]:
-    """Return the requested methods, in the order of `METHODS`. They are separated by semicolons.
-
-    Raises:
-        BadParameter: there is no such method.
-    """
-    requested = {word.strip() for word in text.split(";")}
-    if missing := requested - set(METHODS):
-        raise typer.BadParameter(f"--only {'; '.join(sorted(missing))}: there are {'; '.join(METHODS)}")
-    return [method for method in METHODS if method in requested]
 
 
 def stored_runs(path: Path, steps: int) -> list[Run]:

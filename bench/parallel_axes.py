@@ -17,6 +17,7 @@ from rich.table import Table
 from rig import lengths, method_comparison
 from rig.axis_bytes import count
 from rig.axis_cases import CASES, Line, unequal
+from rig.chosen_names import choose_names
 from rig.compared_methods import EXPLANATION, FIELDS, Load
 from rig.techniques import ROWS
 
@@ -43,7 +44,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
     """Run these parts, print tables, write the JSON and the picture; the exit code is 1 if bytes or losses differ."""
-    parts = parse_parts(only)
+    parts = choose_names(only, BENCH_PARTS, ",")
     if samples % 2:
         raise typer.BadParameter(f"--samples {samples} can't be halved; write an even number")
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="ERROR")
@@ -92,18 +93,6 @@ def _time_methods(axis: str, load: Load, rounds: int, steps: int, console: Conso
     for line in method_comparison.notes(race):
         console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
     return race
-
-
-def parse_parts(text: str) -> list[str]:
-    """Return the requested parts, in the order of `PARTS`.
-
-    Raises:
-        BadParameter: there is no such part.
-    """
-    requested = {word.strip() for word in text.split(",")}
-    if missing := requested - set(BENCH_PARTS):
-        raise typer.BadParameter(f"--only {', '.join(sorted(missing))}: there are {', '.join(BENCH_PARTS)}")
-    return [part for part in BENCH_PARTS if part in requested]
 
 
 def _measure_axis_bytes(console: Console) -> tuple[Any, list[str]]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rig.chosen_names import choose_names
 from rig.compared_methods import RANKS
 from rig.hosted_rank import HOSTED, HOSTED_RANKS, PER_HOST, hosted_sizes, start_hosted_ranks
 from rig.job import Job, Size
@@ -105,7 +106,7 @@ def main(
     """Time the methods one after the other, print a table, write the JSON and the picture."""
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    console, begin, methods = bench_console(), time.monotonic(), parse_methods(only)
+    console, begin, methods = bench_console(), time.monotonic(), choose_names(only, METHODS, ";")
     rates = [0, *(parse_bytes(rate.strip(), "--links") for rate in links.split(","))]
     refused = why_no_hosts() if set(methods) & set(HOSTED) else None
     if refused:
@@ -204,18 +205,6 @@ def setting_of(size: Size, cycles: int, methods: list[str], *, in_spaces: bool) 
     if set(methods) & set(HOSTED):
         setting["hosts"] = "network namespaces" if in_spaces else "paced connections, each with an equal share"
     return setting
-
-
-def parse_methods(text: str) -> list[str]:
-    """Return the requested methods, in the order of `METHODS`. They are separated by semicolons.
-
-    Raises:
-        BadParameter: there is no such method.
-    """
-    requested = {word.strip() for word in text.split(";")}
-    if missing := requested - set(METHODS):
-        raise typer.BadParameter(f"--only {'; '.join(sorted(missing))}: there are {'; '.join(METHODS)}")
-    return [method for method in METHODS if method in requested]
 
 
 def sizes_of(method: str, layers: int) -> Sizes:

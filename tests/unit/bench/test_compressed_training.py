@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
-from tests.unit.bench.conftest import BENCH
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_compressed_training", BENCH / "compressed_training.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+from tests.unit.bench.conftest import load_script
 
 
 def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
-    bench = script()
+    bench = load_script("compressed_training")
     runs = [
         bench.Run("AdamW", 0, {"0": 8.0, "90": 2.5, "100": 2.0}),
         bench.Run("AdamW", 1, {"100": 4.0}),
@@ -39,7 +27,7 @@ def test_losses_are_compared_with_those_of_the_same_seeds() -> None:
 
 
 def test_every_method_has_the_same_sequences_in_a_step() -> None:
-    bench = script()
+    bench = load_script("compressed_training")
     for method in bench.METHODS.values():
         config = method.config(640)
         assert config["train_micro_batch_size_per_gpu"] * method.ranks == bench.SEQUENCES
@@ -48,7 +36,7 @@ def test_every_method_has_the_same_sequences_in_a_step() -> None:
 
 
 def test_stored_runs_have_the_same_steps(tmp_path: Path) -> None:
-    bench, path = script(), tmp_path / "runs.json"
+    bench, path = load_script("compressed_training"), tmp_path / "runs.json"
     assert bench.stored_runs(path, 8) == []
     path.write_text('{"steps": 8, "runs": [{"method": "AdamW", "seed": 0, "held_out": {"8": 2.0}}]}')
     assert bench.stored_runs(path, 8) == [bench.Run("AdamW", 0, {"8": 2.0})]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import socket
@@ -15,16 +14,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.bench.conftest import BENCH
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_parallel", BENCH / "parallel_axes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.unit.bench.conftest import load_script
 
 # ------------------------------------------------------------------------------------------------ bytes of axes
 
@@ -223,11 +213,13 @@ def test_tables_and_json_contain_every_engine() -> None:
 
 
 def test_requested_parts_are_run() -> None:
-    module = script()
-    assert module.parse_parts("length, bytes") == ["bytes", "length"]
-    assert module.parse_parts(",".join(module.BENCH_PARTS)) == list(module.BENCH_PARTS)
+    from rig.chosen_names import choose_names
+
+    parts = load_script("parallel_axes").BENCH_PARTS
+    assert choose_names("length, bytes", parts, ",") == ["bytes", "length"]
+    assert choose_names(",".join(parts), parts, ",") == list(parts)
     with pytest.raises(typer.BadParameter, match=r"steps: there are bytes, tp, sp, pp, ep, link, length"):
-        module.parse_parts("tp,steps")
+        choose_names("tp,steps", parts, ",")
 
 
 # ----------------------------------------------------------------------------------------------------- lengths

@@ -141,19 +141,9 @@ def test_tables_and_json_hold_every_engine() -> None:
 
 
 def test_targets_name_engines_of_the_default_run() -> None:
-    import importlib.util
-
     from rig.targets import AGAINST, MEMORY, SPEED
 
-    spec = importlib.util.spec_from_file_location("bench_train", str(_script("cpu_train.py")))
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    engines = script.default_engines()
+    from tests.unit.bench.conftest import load_script
+
+    engines = load_script("cpu_train").default_engines()
     assert {*SPEED, *AGAINST, *MEMORY, *(rival for rival, _ in AGAINST.values())} <= set(engines)
-
-
-def _script(name: str) -> Any:
-    from tests.unit.bench.conftest import BENCH
-
-    return BENCH / name

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
-from tests.unit.bench.conftest import BENCH
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_slow_links", BENCH / "slow_links.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks it up
-    spec.loader.exec_module(module)
-    return module
+from tests.unit.bench.conftest import load_script
 
 
 def test_shares_compare_a_step_with_bytes_over_the_rate_and_with_the_step_without_a_limit() -> None:
-    bench = script()
+    bench = load_script("slow_links")
     rate = bench.GOAL_RATE
     ddp = bench.Timing("ddp", rate, 20.0, 1.0, 180 * 2**20, 1.0, 0.5)
     one_bit = bench.Timing("1-bit adam", rate, 4.0, 1.0, 5 * 2**20, 2.0, 0.5)
@@ -39,16 +27,18 @@ def test_shares_compare_a_step_with_bytes_over_the_rate_and_with_the_step_withou
 
 
 def test_methods_are_named_one_by_one() -> None:
-    bench = script()
-    assert bench.parse_methods("diloco; ddp") == ["ddp", "diloco"]
-    assert bench.parse_methods("zero++; stage 3; stage 1") == ["stage 1", "stage 3", "zero++"]
-    assert bench.parse_methods(";".join(bench.METHODS)) == list(bench.METHODS)
+    from rig.chosen_names import choose_names
+
+    bench = load_script("slow_links")
+    assert choose_names("diloco; ddp", bench.METHODS, ";") == ["ddp", "diloco"]
+    assert choose_names("zero++; stage 3; stage 1", bench.METHODS, ";") == ["stage 1", "stage 3", "zero++"]
+    assert choose_names(";".join(bench.METHODS), bench.METHODS, ";") == list(bench.METHODS)
     with pytest.raises(typer.BadParameter, match="there are ddp"):
-        bench.parse_methods("zip")
+        choose_names("zip", bench.METHODS, ";")
 
 
 def test_zero_is_compared_with_stage_3_and_by_the_bytes_of_a_host() -> None:
-    bench, rate = script(), 10 << 20
+    bench, rate = load_script("slow_links"), 10 << 20
     rows = [
         bench.Timing(name, rate, seconds, 1.0, rate, 1.0, 0.5) for name, seconds in (("stage 3", 6.0), ("zero++", 4.0))
     ]
@@ -59,7 +49,7 @@ def test_zero_is_compared_with_stage_3_and_by_the_bytes_of_a_host() -> None:
 
 
 def test_a_measurement_continues_with_stored_rows_of_the_same_setting(tmp_path: Path) -> None:
-    bench, path = script(), tmp_path / "slow.json"
+    bench, path = load_script("slow_links"), tmp_path / "slow.json"
     size = bench.Size(batch=1, length=8, layers=2)
     setting = bench.setting_of(size, 1, ["stage 3"], in_spaces=True)
     rows = bench.Rows(path, setting)
@@ -80,7 +70,7 @@ def test_a_measurement_continues_with_stored_rows_of_the_same_setting(tmp_path: 
 
 
 def test_bytes_are_counted_by_connection() -> None:
-    script()
+    load_script("slow_links")
     from rig.link import connection_ends, received_bytes
 
     with (

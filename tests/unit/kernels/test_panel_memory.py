@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from multiprocessing import get_context
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,18 +21,17 @@ from windlass.kernels.panel_memory import SharedWeights, share_parameters, take_
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="files without a name are Linux's")
 
-
-def _map_panels(environment: dict[str, str]) -> None:
-    """Use the panels that another process has packed, as a process with this environment."""
-
-    def never(target: torch.Tensor) -> None:
-        raise AssertionError("packed again")
-
-    os.environ.update(environment)
-    with SharedWeights(inherited_shared_weights()).active():
-        first, second = take_panels(5000, never), take_panels(300, never)
-    assert first.eq(7).all() and second.eq(9).all()
-    first.fill_(1)  # stays in this process
+_CHILD = """
+import sys, torch
+from windlass.base.shared_weights_file import inherited_shared_weights
+from windlass.kernels.panel_memory import SharedWeights, take_panels
+def never(target):
+    raise AssertionError("packed again")
+with SharedWeights(inherited_shared_weights()).active():
+    first, second = take_panels(5000, never), take_panels(300, never)
+assert first.eq(7).all() and second.eq(9).all()
+first.fill_(1)  # stays in this process
+"""
 
 
 def test_the_second_process_maps_what_the_first_has_packed() -> None:
@@ -39,11 +40,8 @@ def test_the_second_process_maps_what_the_first_has_packed() -> None:
     with SharedWeights(file).active():
         first = take_panels(5000, lambda target: target.fill_(7))
         take_panels(300, lambda target: target.fill_(9))
-    environment = shared_weights_environment(file)
-    child = get_context("fork").Process(target=_map_panels, args=(environment,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
+    environment = {**os.environ, **shared_weights_environment(file), "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", _CHILD], env=environment, pass_fds=[file], check=True)
     assert first.eq(7).all()
     assert shared_descriptors(environment) == (file,) and inherited_shared_weights() is None
     os.close(file)
