@@ -271,7 +271,8 @@ import torch.distributed as dist
 windlass.init_distributed("mpi")
 total = torch.ones(1) * (dist.get_rank() + 1)
 dist.all_reduce(total)
-print(dist.get_rank(), total.item(), dist.get_backend(), flush=True)
+sys.stdout.write(f"{dist.get_rank()} {total.item()} {dist.get_backend()}\\n")  # in one write, as above
+sys.stdout.flush()
 dist.barrier()
 if "fail" in sys.argv:
     assert dist.get_rank() == 0, "rank 1 stops here"

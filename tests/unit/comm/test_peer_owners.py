@@ -198,10 +198,11 @@ def test_a_link_with_a_stranger_is_refused(
     stranger[0] = owner
     bind_gloo_to_loopback()
     store, wait, errors = dist.HashStore(), timedelta(seconds=60), []
+    links: list[PairLink] = []  # an end that is dropped would close the connection before the other one is checked
 
     def link(first: bool) -> None:
         try:
-            PairLink(store, "a", first=first, peer="the other", connect=wait)
+            links.append(PairLink(store, "a", first=first, peer="the other", connect=wait))
         except CommunicationError as error:
             errors.append(error)
 
@@ -210,7 +211,7 @@ def test_a_link_with_a_stranger_is_refused(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert errors and all(type(error) is kind for error in errors)
+    assert errors and type(errors[0]) is kind  # the other side may find the connection closed by then
     if owner is not None:
         assert "made for a link with the other, belongs to uid 12345" in str(errors[0])
 
