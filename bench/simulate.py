@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,16 +215,17 @@ def compare_with_measured(cases: Sequence[TimedCase], before: dict[str, Any]) ->
     for ranks, link in dict.fromkeys((case.ranks, case.link) for case in cases):
         with RankPool(partial(TimedRank, ranks), ranks, label=f"{ranks} ranks", env=env) as pool:
             pool.ask("limit", link=link)
-            measured = pool.ask("measure")
-            # All ranks wait for the slowest one.
-            rates = {
-                key: statistics.median((max if key == "latency" else min)(one) for one in zip(*found, strict=True))
-                for key, found in ((key, [rank[key] for rank in measured]) for key in measured[0])
-            }
-            machines[f"{ranks}, {link} bytes/s" if link else str(ranks)] = rates
             for case in (one for one in cases if (one.ranks, one.link) == (ranks, link)):
+                measured = pool.ask("measure", case=case)
+                # All ranks wait for the slowest one.
+                seconds = {
+                    key: statistics.median(map(max, zip(*(rank[key] for rank in measured), strict=True)))
+                    for key in measured[0]
+                }
+                machine = MeasuredMachine.of_seconds(case, seconds)
+                machines[case.name] = asdict(machine)
                 steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
-                rows[case.name] = _compare(case, MeasuredMachine(**rates), statistics.median(steps), steps)
+                rows[case.name] = _compare(case, machine, statistics.median(steps), steps)
                 bench_console().print(f"{case.name}: {rows[case.name]['measured']:.3f} s", soft_wrap=True)
     return {"machines": machines, "rows": list(rows.values())}
 

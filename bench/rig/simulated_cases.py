@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from windlass.simulate.parts import DevicePart, HostPart, LinkPart
 
 MODEL = Sizes(hidden=512, layers=6, heads=8, intermediate=1536, vocabulary=4096)
 SAMPLES, LENGTH = 1, 256
+WIRE_ELEMENTS = 2_400_000
+"""Elements of the timed reductions and gathers of data ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +70,43 @@ LINKED = (*(TimedCase(2, stage) for stage in (1, 2, 3)), TimedCase(2, 0, {"pp": 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Rates of the slowest rank while all ranks work.
+    """Rates of the slowest rank while all ranks work, in the groups of one mesh.
 
     Attributes:
         product_rate: FLOP/s of the model's products, forward and backward.
         attention_rate: FLOP/s of its attention, forward and backward, as the simulator counts them.
         memory_rate: Bytes a second of elementwise operations.
-        wire_rate: Bytes a second that a rank receives in windlass's reductions and gathers over gloo.
-        axis_rate: Bytes a second that a rank receives in an all-reduce of activations, as along tp.
-        latency: Seconds of the smallest collective.
+        wire: Rate and latency of windlass's reductions and gathers over gloo, among the data ranks.
+        axes: Rate and latency along each other axis: of all-reduces of activations for tp, their exchange for sp, their
+            messages for pp.
     """
 
     product_rate: float
     attention_rate: float
     memory_rate: float
-    wire_rate: float
-    axis_rate: float
-    latency: float
+    wire: LinkPart
+    axes: dict[str, LinkPart]
+
+    @classmethod
+    def of_seconds(cls, case: TimedCase, seconds: Mapping[str, float]) -> MeasuredMachine:
+        """Derive the rates from the seconds of `TimedRank.measure`.
+
+        Ranks share the cores. Where a pipeline fills and drains, one stage works: that part of its micro-batches takes
+        the time that kernels take while the other stages wait.
+        """
+        work = measured_work()
+        links = {
+            axis: _link(seconds, axis, messages, size) for axis, size, messages in _measured_axes(case) if size > 1
+        }
+        wire = links.pop("data", None) or LinkPart(1e12, 0.0, 1.0)
+        stages = case.axes.get("pp", 1)
+        alone = min(1.0, (stages - 1) / case.micro_batches)  # part of a stage's micro-batches that no other overlaps
+        rates = {
+            name: work[name]
+            / (seconds[name] + alone * (seconds.get(f"{name}, one stage", seconds[name]) - seconds[name]))
+            for name in ("products", "attention", "elementwise")
+        }
+        return cls(rates["products"], rates["attention"], rates["elementwise"], wire, links)
 
     def cluster(self, case: TimedCase) -> Cluster:
         """Return the machine as a cluster of one host on which ranks compute and communicate with the same cores.
@@ -94,8 +117,35 @@ class MeasuredMachine:
             "core", {"fp32": self.product_rate}, 16 << 30, self.memory_rate, matmul_efficiency=1.0,
             attention_efficiency=self.attention_rate / self.product_rate, memory_efficiency=1.0, launch_seconds=1e-5,
         )  # fmt: skip
-        rate = self.axis_rate if case.axes.get("tp", 1) > 1 else self.wire_rate
-        wire = LinkPart(rate, self.latency, 1.0)
-        host = HostPart("this machine", case.ranks, wire, wire, memory_rate=self.memory_rate * case.ranks)
+        memory_rate = self.memory_rate * case.ranks
+        host = HostPart("this machine", case.ranks, self.wire, self.wire, memory_rate=memory_rate, axis_links=self.axes)
         network = Network(switch_latency=0.0)
         return Cluster(device, host, 1, network, overlaps=bool(case.link), name="this machine")
+
+
+def measured_work() -> dict[str, float]:
+    """Return the FLOPs (of `elementwise`, the bytes) of what a rank times to measure its rates."""
+    tokens, head = SAMPLES * LENGTH, MODEL.hidden // MODEL.heads
+    scores = SAMPLES * MODEL.heads * LENGTH * LENGTH * head
+    return {
+        "products": 12.0 * tokens * MODEL.hidden * MODEL.intermediate,
+        "attention": (0.5 * 4 + 0.5 * 8 * 1.25) * scores,
+        "elementwise": 4.0 * 5 * tokens * MODEL.intermediate,
+    }
+
+
+def _measured_axes(case: TimedCase) -> list[tuple[str, int, float]]:
+    """Return each measured axis, its number of ranks, and how many steps of its latency a timed operation takes."""
+    sizes = {axis: case.axes.get(axis, 1) for axis in ("tp", "sp", "pp")}
+    data = case.ranks // (sizes["tp"] * sizes["pp"])
+    # A ring all-reduce has 2 (n - 1) steps; the wire is timed over a reduction and a gather.
+    tp = 2.0 * (sizes["tp"] - 1)
+    return [("data", data, 2.0), ("tp", sizes["tp"], tp), ("sp", sizes["sp"], 1.0), ("pp", sizes["pp"], 1.0)]
+
+
+def _link(seconds: Mapping[str, float], axis: str, steps: float, size: int) -> LinkPart:
+    others = (size - 1) / size
+    activation = 4.0 * SAMPLES * LENGTH * MODEL.hidden
+    nbytes = {"data": 2 * 4 * WIRE_ELEMENTS * others, "tp": 2 * activation * others, "sp": activation * others}
+    least = seconds[f"{axis}, one element"]
+    return LinkPart(nbytes.get(axis, activation) / max(seconds[axis] - least, 1e-9), least / steps, 1.0)

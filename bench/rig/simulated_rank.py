@@ -11,9 +11,10 @@ import torch
 
 from rig.link import pace
 from rig.models import build, samples
-from rig.simulated_cases import LENGTH, MODEL, SAMPLES, TimedCase
+from rig.simulated_cases import LENGTH, MODEL, SAMPLES, WIRE_ELEMENTS, TimedCase
 
 _TIMED, _UNTIMED = 3, 1
+_REPETITIONS, _SMALL_CALLS = 9, 10
 
 
 class TimedRank:
@@ -35,8 +36,9 @@ class TimedRank:
         self._link = link
         pace(link)
 
-    def measure(self) -> dict[str, list[float]]:
-        """Measure the rates of kernels and collectives while all ranks do the same, several times. Collective."""
+    def measure(self, case: TimedCase) -> dict[str, list[float]]:
+        """Return the seconds of kernels, and of collectives in the groups of the case's mesh, several times. All ranks
+        do the same. Collective."""
         tokens, hidden, inner = SAMPLES * LENGTH, MODEL.hidden, MODEL.intermediate
         x, up, down = torch.randn(tokens, hidden), _weight(inner, hidden), _weight(hidden, inner)
         x.requires_grad_()
@@ -56,28 +58,64 @@ class TimedRank:
             torch.mul(y, z)
             torch.nn.functional.silu(y)
 
-        scores = SAMPLES * MODEL.heads * LENGTH * LENGTH * head
-        found = {
-            "product_rate": self._rates(12.0 * tokens * hidden * inner, products),
-            "attention_rate": self._rates((0.5 * 4 + 0.5 * 8 * 1.25) * scores, attention),
-            "memory_rate": self._rates(4.0 * 5 * tokens * inner, elementwise),
-        }
-        if self._ranks > 1:
-            found |= self._measure_wire()
+        kernels = {"products": products, "attention": attention, "elementwise": elementwise}
+        found = {name: self._seconds(work) for name, work in kernels.items()}
+        stages = case.axes.get("pp", 1)
+        if stages > 1:
+            # Stages that wait leave their share of the cores to the others.
+            is_first = self._rank * stages < self._ranks
+            for name, work in kernels.items():
+                found[f"{name}, one stage"] = self._seconds(work if is_first else _nothing)
+        return {**found, **self._measure_links(case)}
+
+    def _measure_links(self, case: TimedCase) -> dict[str, list[float]]:
+        from windlass.comm.mesh import build_mesh
+        from windlass.comm.mesh_shape import MeshShape
+
+        sizes = {axis: case.axes.get(axis, 1) for axis in ("pp", "sp", "tp")}
+        shard = self._ranks // (sizes["pp"] * sizes["sp"] * sizes["tp"])
+        mesh = build_mesh(MeshShape(dp_shard=shard, **sizes))
+        found: dict[str, list[float]] = {}
+        for suffix, elements, numel, calls in (
+            ("", WIRE_ELEMENTS, SAMPLES * LENGTH * MODEL.hidden, 1),
+            (", one element", mesh.dense.data.size, 1, _SMALL_CALLS),
+        ):
+            works: dict[str, Callable[[], Any]] = {}
+            if mesh.dense.data.size > 1:
+                works["data"] = self._wire(mesh.dense.data, elements)
+            works |= self._axes(mesh, numel)
+            pace(self._link)
+            found |= {f"{name}{suffix}": self._seconds(work, calls) for name, work in works.items()}
+        mesh.close()
         return found
 
-    def _measure_wire(self) -> dict[str, list[float]]:
+    def _axes(self, mesh: Any, numel: int) -> dict[str, Callable[[], Any]]:
+        """Return an operation on activations along each axis of several ranks."""
+        works: dict[str, Callable[[], Any]] = {}
+        tp, sp, pp = mesh.tp, mesh.sp, mesh.pp
+        activation = torch.zeros(numel)
+        if tp.size > 1:
+            works["tp"] = lambda: tp.all_reduce(activation)
+        if sp.size > 1:
+            rows = torch.zeros(sp.size, -(-numel // sp.size))
+            works["sp"] = lambda: sp.all_to_all(rows)
+        if pp.size > 1:
+            is_sender = pp.index % 2 == 0
+            other = pp.index + 1 if is_sender else pp.index - 1
+            works["pp"] = lambda: (pp.group.send if is_sender else pp.group.receive)(activation, other)
+        return works
+
+    def _wire(self, group: Any, elements: int) -> Callable[[], None]:
+        """Return a reduction and a gather of the data ranks, as the engine makes them."""
         from windlass.comm.choose_transport import choose_transport
-        from windlass.comm.rank_group import world_group
         from windlass.comm.transport import BufferRequest, WireOptions
 
-        group, cpu, elements = world_group(), torch.device("cpu"), 2_400_000
-        ways = WireOptions()
-        ours, _ = choose_transport("gloo", group, cpu, ways=ways, timeout=timedelta(minutes=5))
+        cpu = torch.device("cpu")
+        ours, _ = choose_transport("gloo", group, cpu, ways=WireOptions(), timeout=timedelta(minutes=5))
+        elements -= elements % group.size
         need = BufferRequest(elements, torch.float32)
         gradients, parameters = ours.allocate([need, need], cpu, lanes=1)
-        out = torch.zeros(elements // self._ranks)
-        pace(self._link)
+        out = torch.zeros(elements // group.size)
 
         def both() -> None:
             reduction = ours.reduce(0, gradients, out, add=False, factor=1.0, elements=elements, wire=torch.float32)
@@ -85,26 +123,19 @@ class TimedRank:
             ours.publish(parameters)
             ours.all_gather(parameters, elements=elements).wait()
 
-        others = (self._ranks - 1) / self._ranks
-        tiny, activation = torch.zeros(1), torch.zeros(SAMPLES * LENGTH * MODEL.hidden)
-        return {
-            "wire_rate": self._rates(2 * 4 * elements * others, both),
-            "axis_rate": self._rates(2 * 4 * activation.numel() * others, lambda: group.all_reduce(activation)),
-            "latency": self._seconds(lambda: group.all_reduce(tiny)),
-        }
+        return both
 
-    def _rates(self, amount: float, work: Callable[[], Any]) -> list[float]:
-        return [amount / seconds for seconds in self._seconds(work)]
-
-    def _seconds(self, work: Callable[[], Any]) -> list[float]:
+    def _seconds(self, work: Callable[[], Any], calls: int = 1) -> list[float]:
+        """Return the seconds of one of `calls` calls in a row, several times, from a barrier on."""
         from windlass.comm.rank_group import world_group
 
         times = []
-        for _ in range(_UNTIMED + 2 * _TIMED):
+        for _ in range(_UNTIMED + _REPETITIONS):
             world_group().barrier()
             start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
+            for _ in range(calls):
+                work()
+            times.append((time.perf_counter() - start) / calls)
         return times[_UNTIMED:]
 
     def train(self, case: TimedCase) -> list[float]:
@@ -131,6 +162,10 @@ class TimedRank:
                 times.append(time.perf_counter() - start)
         engine.destroy()
         return times
+
+
+def _nothing() -> None:
+    pass
 
 
 def _weight(rows: int, columns: int) -> torch.Tensor:

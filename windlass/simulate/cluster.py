@@ -8,7 +8,7 @@ stands for all of it. The uplinks of a switch are one link whose rate is their s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,6 +17,8 @@ import networkx as nx
 from windlass.base.errors import ConfigError
 from windlass.simulate.parts import DevicePart, HostPart, LinkPart
 
+AXIS_LINK = "device along "
+"""Beginning of the kind of a device's link along one axis (`HostPart.axis_links`)."""
 TOPOLOGIES = ("switch", "fat-tree", "rail", "ring", "torus", "links")
 
 
@@ -25,8 +27,8 @@ class DirectedLink:
     """One direction of a link.
 
     Attributes:
-        kind: Links of one kind have one rate: `device`, `nic`, `leaf`, `spine`, `host`, `disk`, or the name of an
-            explicit link.
+        kind: Links of one kind have one rate: `device`, `device along AXIS`, `nic`, `leaf`, `spine`, `host`, `disk`, or
+            the name of an explicit link.
         source, target: Nodes. `device 3`, `host 0`, or a switch.
     """
 
@@ -133,11 +135,9 @@ class Cluster:
     def link_part(self, kind: str) -> LinkPart:
         """Return rate and latency of links of a kind, uplinks of a switch together."""
         network, host = self.network, self.host
-        if kind == "device":
-            peers = max(1, host.devices - 1)
-            if host.mesh == "mesh":
-                return LinkPart(host.device_link.rate / peers, host.device_link.latency, host.device_link.efficiency)
-            return host.device_link
+        if kind == "device" or kind.startswith(AXIS_LINK):
+            part = host.axis_links[kind.removeprefix(AXIS_LINK)] if kind != "device" else host.device_link
+            return replace(part, rate=part.rate / max(1, host.devices - 1)) if host.mesh == "mesh" else part
         if kind == "nic":
             return LinkPart(host.nic.rate, host.nic.latency, host.nic.efficiency)
         if kind == "leaf":
@@ -146,6 +146,12 @@ class Cluster:
                 host.nic.rate * below / network.oversubscription, network.switch_latency, host.nic.efficiency
             )
         return self._explicit[kind].part
+
+    def along(self, axis: str) -> Cluster:
+        """Return the cluster whose devices are connected by the links of an axis; itself if the axis has none."""
+        if axis not in self.host.axis_links:
+            return self
+        return replace(self, host=replace(self.host, device_link=self.host.axis_links[axis]))
 
     @cached_property
     def _explicit(self) -> dict[str, ExplicitLink]:

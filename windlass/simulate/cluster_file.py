@@ -23,8 +23,10 @@ _LINK_KEYS = {"rate", "latency", "efficiency"}
 _TOP = {"name", "cluster", "hosts", "device", "host", "network", "switches", "links", "device_mtbf_hours", "overlaps"}
 _DEVICE = {"part", "flops", "memory", "memory_rate", "matmul_efficiency", "attention_efficiency", "memory_efficiency",
            "launch"}  # fmt: skip
-_HOST = {"part", "devices", "device_link", "nic", "nics", "mesh", "host_link", "memory_rate", "disk_read", "disk_write"}
+_HOST = {"part", "devices", "device_link", "nic", "nics", "mesh", "host_link", "memory_rate", "disk_read", "disk_write",
+         "axis_links"}  # fmt: skip
 _NETWORK = {"topology", "hosts_per_leaf", "oversubscription", "shape", "switch_latency"}
+_LINKED_AXES = {"tp", "sp", "ep", "pp"}
 _EXPLICIT = {"from", "to", *_LINK_KEYS}
 MAX_HOSTS = 1 << 20
 _HOUR = 3600.0
@@ -149,13 +151,15 @@ class _Reader:
             raise ConfigError(f'{self._source}: {where}{key} is missing; write e.g. {key} = "25GB/s"')
         return parse_rate(table[key], f"{self._source}: {where}{key}")
 
-    def link(self, table: Mapping[str, Any], key: str, default: LinkPart | None) -> LinkPart | None:
+    def link(
+        self, table: Mapping[str, Any], key: str, default: LinkPart | None, inside: str = "host."
+    ) -> LinkPart | None:
         """Return a link that is a rate, or a table of rate, latency and efficiency."""
         if key not in table:
             return default
-        found, where = table[key], f"host.{key}."
+        found, where = table[key], f"{inside}{key}."
         if not isinstance(found, dict):
-            rate = parse_rate(found, f"{self._source}: host.{key}")
+            rate = parse_rate(found, f"{self._source}: {inside}{key}")
             return replace(default, rate=rate) if default is not None else LinkPart(rate)
         self.check_keys(found, _LINK_KEYS, where)
         return self.link_part(found, default, where)
@@ -239,7 +243,16 @@ class _Reader:
             memory_rate=self.rate(table, "memory_rate", part.memory_rate, "host."),
             disk_read=self.rate(table, "disk_read", part.disk_read, "host."),
             disk_write=self.rate(table, "disk_write", part.disk_write, "host."),
+            axis_links=self.axis_links(table, device_link),
         )
+
+    def axis_links(self, table: dict[str, Any], device_link: LinkPart) -> dict[str, LinkPart]:
+        """Return the links of single axes; what an entry leaves out is that of `device_link`."""
+        found = table.get("axis_links", {})
+        if not isinstance(found, dict):
+            raise self.fail("host.axis_links", found, "is no table; write [host.axis_links]")
+        self.check_keys(found, _LINKED_AXES, "host.axis_links.")
+        return {axis: self.link(found, axis, device_link, "host.axis_links.") or device_link for axis in found}
 
     def network(self, table: dict[str, Any], base: str, links: tuple[ExplicitLink, ...]) -> Network:
         """Return the network."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh_shape import MeshShape
-from windlass.simulate.cluster import Cluster, DirectedLink
+from windlass.simulate.cluster import AXIS_LINK, Cluster, DirectedLink
 
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "pairwise")
 
@@ -87,6 +87,7 @@ class CollectiveCosts:
         self.cluster, self.grid = cluster, grid
         self._unit_costs, self._messages = cache(self._analyze), cache(self._message)
         self._offsets = cache(lambda axes: grid.along(0, *axes))
+        self._axis_costs: dict[str, CollectiveCosts] = {}
 
     def size(self, pattern: RankPattern) -> int:
         """Return the number of ranks of a group."""
@@ -118,13 +119,26 @@ class CollectiveCosts:
             raise ConfigError(f"algorithm {algorithm!r} does not exist; write one of {', '.join(ALGORITHMS)}")
         if self.size(pattern) == 1:
             return CollectiveCost("none")
+        if len(pattern.axes) == 1 and pattern.axes[0] in self.cluster.host.axis_links:
+            axis = pattern.axes[0]
+            return _on_axis_link(self._along(axis).cost(pattern, operation, nbytes, algorithm), axis)
         choices = [algorithm] if algorithm != "auto" else _choices(operation, self._has_levels(pattern))
         found = [_scaled(self._unit_costs(pattern, operation, choice), nbytes) for choice in choices]
         return min(found, key=lambda one: one.seconds(self.cluster))
 
     def send(self, sender: int, receiver: int, nbytes: float) -> CollectiveCost:
         """Return the cost of one message, which all pairs with the same distance send at the same time."""
+        if "pp" in self.cluster.host.axis_links:
+            return _on_axis_link(self._along("pp").send(sender, receiver, nbytes), "pp")
         return _scaled(self._messages(sender, receiver), nbytes)
+
+    def _along(self, axis: str) -> CollectiveCosts:
+        """Return the costs on the links of an axis."""
+        if axis not in self._axis_costs:
+            cluster = self.cluster.along(axis)
+            cluster = replace(cluster, host=replace(cluster.host, axis_links={}))
+            self._axis_costs[axis] = CollectiveCosts(cluster, self.grid)
+        return self._axis_costs[axis]
 
     def _message(self, sender: int, receiver: int) -> CollectiveCost:
         # The neighbours of both ranks on their hosts send at the same time.
@@ -299,6 +313,12 @@ def _often(one: Phase, often: int) -> Phase:
 
 def _phase(one: Phase, factor: float) -> Phase:
     return Phase(one.latency, {kind: nbytes * factor for kind, nbytes in one.loads.items()})
+
+
+def _on_axis_link(one: CollectiveCost, axis: str) -> CollectiveCost:
+    names = {"device": AXIS_LINK + axis}
+    phases = (Phase(at.latency, {names.get(kind, kind): n for kind, n in at.loads.items()}) for at in one.phases)
+    return CollectiveCost(one.algorithm, tuple(phases))
 
 
 def _scaled(one: CollectiveCost, nbytes: float) -> CollectiveCost:

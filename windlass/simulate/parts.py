@@ -10,7 +10,8 @@ published training run.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from windlass.base.errors import ConfigError
 
@@ -87,6 +88,9 @@ class HostPart:
         host_link: Link of each device to host memory; None: it has no memory of its own.
         memory_rate: Rate of host memory, for optimizer updates on the host.
         disk_read, disk_write: Rates of the host's disks together; 0: there are none.
+        axis_links: Links of the devices in collectives and messages along one mesh axis ("tp", "sp", "ep", "pp"), where
+            they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. They
+            share no rate with other transfers.
     """
 
     name: str
@@ -99,6 +103,7 @@ class HostPart:
     memory_rate: float = 100e9
     disk_read: float = 0.0
     disk_write: float = 0.0
+    axis_links: Mapping[str, LinkPart] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

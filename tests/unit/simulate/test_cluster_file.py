@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from windlass.base.errors import ConfigError
+from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import load_cluster
-from windlass.simulate.parts import DEVICES, parse_rate, parse_seconds
+from windlass.simulate.parts import DEVICES, LinkPart, parse_rate, parse_seconds
 
 LINKS = """
 hosts = 3
@@ -54,6 +55,31 @@ def test_files_replace_values_of_known_parts(tmp_path: Path) -> None:
     assert found.device.memory_rate == DEVICES["a100"].memory_rate
     assert found.host.nic.usable == pytest.approx(0.9 * 12.5e9)
     assert found.link_part("leaf").rate == pytest.approx(2 * 12.5e9 / 4)
+
+
+def test_links_of_an_axis_take_what_they_leave_out_from_the_device_link(tmp_path: Path) -> None:
+    text = """
+cluster = "cpu"
+[host]
+devices = 4
+[host.axis_links]
+tp = {rate = "1GB/s", latency = "1ms"}
+pp = "3GB/s"
+"""
+    found = load(tmp_path, text, world=4)
+    assert isinstance(found, Cluster)
+    plain, links = found.host.device_link, found.host.axis_links
+    assert links["tp"] == LinkPart(1e9, 1e-3, plain.efficiency)
+    assert links["pp"] == LinkPart(3e9, plain.latency, plain.efficiency)
+    for wrong, message in (
+        ('dp = "1GB/s"', "host.axis_links.dp"),
+        ('tp = "fast"', "host.axis_links.tp = 'fast' is no rate"),
+        ("tp = {speed = 1}", "host.axis_links.tp.speed"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load(tmp_path, f'cluster = "cpu"\n[host.axis_links]\n{wrong}\n')
+    with pytest.raises(ConfigError, match=re.escape("write [host.axis_links]")):
+        load(tmp_path, 'cluster = "cpu"\n[host]\naxis_links = "1GB/s"\n')
 
 
 def test_explicit_links_are_routed(tmp_path: Path) -> None:

@@ -59,6 +59,22 @@ def test_all_to_all_pipeline_and_tree_take_the_time_of_their_formulas() -> None:
     assert hosts.cost(DATA, "all_reduce", 1e11).algorithm != "tree"
 
 
+def test_an_axis_with_links_of_its_own_takes_their_time_and_shares_no_rate() -> None:
+    slow = LinkPart(RATE / 10, 5 * LATENCY, 1.0)
+    plain = cluster(8)
+    mixed = replace(plain, host=replace(plain.host, axis_links={"tp": slow, "pp": slow}))
+    costs = CollectiveCosts(mixed, MeshShape(pp=2, dp_shard=2, tp=2))
+    along_tp = costs.cost(RankPattern(("tp",)), "all_reduce", 1e9, "ring")
+    assert set(along_tp.phases[0].loads) == {"device along tp"}
+    assert math.isclose(along_tp.seconds(mixed), 2 * 5 * LATENCY + 10.0, rel_tol=1e-9)
+    message = costs.send(0, 4, 1e9)
+    assert math.isclose(message.seconds(mixed), 5 * LATENCY + 10.0, rel_tol=1e-9)
+    data = costs.cost(DATA, "all_reduce", 1e9, "ring")
+    assert set(data.phases[0].loads) == {"device"} and math.isclose(data.seconds(mixed), 2 * LATENCY + 1.0)
+    both = RankPattern(("dp_shard", "tp"))
+    assert set(costs.cost(both, "all_gather", 1.0).phases[0].loads) == {"device"}
+
+
 def test_rings_over_hosts_use_every_network_card() -> None:
     costs = CollectiveCosts(cluster(4, 4, topology="rail"), MeshShape(dp_shard=16))
     found = costs.cost(DATA, "all_gather", 16.0, "ring").phases[0].loads
