@@ -169,10 +169,12 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
 def _count_servers(args: argparse.Namespace) -> int:
     """Return the number of parameter servers and their replicas, and set the number of ranks of this machine from it
     and the workers."""
-    servers, workers = getattr(args, "servers", 0), getattr(args, "workers", 0)
+    servers: int = getattr(args, "servers", 0)
+    workers: int = getattr(args, "workers", 0)
+    replicas: int = getattr(args, "replicas", 0)
     if not servers and not workers:
-        if getattr(args, "replicas", 0):
-            raise LaunchError(f"--replicas {args.replicas} without --servers and --workers: there is nothing to copy")
+        if replicas:
+            raise LaunchError(f"--replicas {replicas} without --servers and --workers: there is nothing to copy")
         return 0
     if not servers or not workers:
         raise LaunchError(f"--servers {servers} --workers {workers}: a parameter server job needs both; give each")
@@ -181,7 +183,7 @@ def _count_servers(args: argparse.Namespace) -> int:
             "--max-restarts with --servers: a lost server is started again by itself, and lost workers leave; "
             "leave --max-restarts out"
         )
-    servers *= 1 + args.replicas
+    servers *= 1 + replicas
     if not args.hostfile:
         if args.nproc or args.num_gpus >= 0:
             raise LaunchError("--nproc or --num_gpus with --servers and --workers, which give the number; leave it out")
