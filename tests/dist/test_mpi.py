@@ -114,6 +114,37 @@ def test_torch_distributed_over_mpi(mpi: MpiWorld) -> None:
     mpi.run(call_torch)
 
 
+def misfit() -> list[str]:
+    """Return the messages of `torch.distributed`'s calls with tensors that do not fit each other."""
+    from windlass.base.errors import CommunicationError
+
+    calls: list[Any] = [
+        lambda: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)),
+        lambda: dist.all_gather_into_tensor(torch.empty(4, dtype=torch.float64), torch.ones(2)),
+        lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(4)),
+        lambda: dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(2)),
+        lambda: dist.all_gather([torch.empty(2)], torch.ones(2)),
+        lambda: dist.all_to_all_single(torch.empty(5), torch.ones(5)),
+        lambda: dist.all_to_all_single(torch.empty(4), torch.ones(4), [3, 3], [3, 3]),
+        lambda: dist.all_to_all([torch.empty(1), torch.empty(1)], [torch.ones(2), torch.ones(2)]),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(CommunicationError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_tensors_that_do_not_fit_are_refused_before_mpi_writes_to_them(mpi: MpiWorld) -> None:
+    if mpi.world > 2:
+        return
+    texts = mpi.run(misfit)[1]
+    assert texts[0].startswith("all_gather over MPI: [2] torch.float32 does not fit [3] torch.float32; give both one")
+    assert texts[4] == "all_gather over MPI: 1 tensors for 2 ranks; pass one for each"
+    assert texts[6].startswith("all_to_all_single over MPI: [3, 3] are not 2 numbers that add up to the 4 rows")
+
+
 def train(recipe: Recipe) -> list[Any]:
     """Train at every stage over MPI."""
     over_mpi = (("comm", {"backend": "mpi", "transport": "mpi"}),)

@@ -22,8 +22,10 @@ from tests.dist.harness import RankError, run_ranks
 from tests.dist.quick_rows import in_shares, share
 from tests.models import ROWS, Place, cast
 from tests.oracle import relative_error
+from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec
 from windlass.comm.traffic import set_traffic_observer
+from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.zero.core.unit_layout import UnitLayout
 
 LR, BETA1, BETA2, EPS, DECAY = 0.01, 0.8, 0.95, 1e-6, 0.05
@@ -78,6 +80,10 @@ class Case:
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float32
+
+    def corrected(self, beta: float, steps: int) -> float:
+        """Return the divisor of a moment."""
+        return 1 - beta**steps if dict(self.params).get("bias_correction", True) else 1.0
 
 
 def train(engine: Any, case: Case, first: int, last: int) -> None:
@@ -195,9 +201,9 @@ class Simulation:
             self.m[name] = mean
         else:
             self.m[name] = self.m[name] * BETA1 + mean
-        change = self.m[name] / ((self.v[name] / (1 - BETA2**FREEZE)).sqrt() + EPS)
+        change = self.m[name] / ((self.v[name] / case.corrected(BETA2, FREEZE)).sqrt() + EPS)
         change[self.v[name] == 0] = 0
-        self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / (1 - BETA1**step))
+        self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / case.corrected(BETA1, step))
         if case.stage == 0 or ranks == 1:
             self.replicas[name] = self.x[name].to(case.dtype)
             return
@@ -309,6 +315,39 @@ def test_before_the_freeze_it_is_adam_bit_for_bit(every: bool, tmp_path: Path) -
             for key in ("params", "m", "v"):
                 for name, value in one[key].items():
                     assert torch.equal(value, other[key][name]), (case, key, name)
+
+
+class UncorrectedAdam(torch.optim.Optimizer):
+    """AdamW whose moments are used as they are, as in DeepSpeed's 1-bit optimizers."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            state["m"] = state.get("m", 0) * BETA1 + (1 - BETA1) * grad
+            state["v"] = state.get("v", 0) * BETA2 + (1 - BETA2) * grad * grad
+            parameter.mul_(1 - LR * DECAY).sub_(LR * state["m"] / (state["v"].sqrt() + EPS))
+
+
+UNCORRECTED = (("freeze_step", FREEZE), ("bias_correction", False))
+
+
+def test_without_bias_correction_moments_are_used_as_they_are(tmp_path: Path) -> None:
+    """DeepSpeed's documented configurations have this; the first steps are not torch's AdamW then."""
+    cases = [Case(stage, params=UNCORRECTED, host=stage == 2, bf16=stage == 1) for stage in (0, 1, 2)]
+    by_rank = run_ranks(run_cases, 2, cases, str(tmp_path), timeout=120.0)
+    for number, case in enumerate(cases):
+        results = [found[number] for found in by_rank]
+        recipe = oracle.Recipe(ranks=2, steps=FREEZE, clipping=0.0, precision="bf16" if case.bf16 else "fp32")
+        wanted = oracle.train(specimen(case.model), recipe, UncorrectedAdam).params
+        error, where = relative_error(results[0]["frozen"]["params"], wanted)
+        assert error < (5e-4 if case.bf16 else 1e-6), (case, where, error)
+        require_law(case, results)
+    with pytest.raises(ConfigError, match="OneBitAdam: bias_correction is false, which only an engine steps"):
+        OneBitAdam([torch.nn.Parameter(torch.ones(1))], bias_correction=False).step()
 
 
 def save(case: Case, folder: str, at: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class ZeroOneSimulation(Simulation):
                     for error in (*self.worker, self.server):
                         for value in error.values():
                             value.zero_()
-                self.rates += LR / (1 - BETA1 ** (step + 1))
+                self.rates += LR / self.case.corrected(BETA1, step + 1)
             for name in self.x:
                 self._take(kind, name, step + 1, [one[name] for one in gradients])
             if kind is StepKind.SYNC:
@@ -123,10 +123,10 @@ class ZeroOneSimulation(Simulation):
 
     def _gather(self, kind: StepKind, name: str, step: int, parts: list[torch.Tensor]) -> None:
         """Take a local step on every rank of stage 0, and synchronize."""
-        root = self._root(name)
+        root, case = self._root(name), self.case
         for rank, part in enumerate(parts):
             self.own[rank][name] = self.own[rank][name] * BETA1 + part
-            rate, change = LR / (1 - BETA1**step), self.change[rank][name]
+            rate, change = LR / case.corrected(BETA1, step), self.change[rank][name]
             move = self.own[rank][name] / root * rate
             move[self.v[name] == 0] = 0
             self.change[rank][name] = change + (move + LR * DECAY * (self.x[name] - change))
@@ -160,12 +160,12 @@ class ZeroOneSimulation(Simulation):
         return mean
 
     def _root(self, name: str) -> torch.Tensor:
-        return (self.v[name] / (1 - BETA2**self.seen)).sqrt() + EPS
+        return (self.v[name] / self.case.corrected(BETA2, self.seen)).sqrt() + EPS
 
     def _move(self, name: str, step: int) -> None:
         change = self.m[name] / self._root(name)
         change[self.v[name] == 0] = 0
-        self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / (1 - BETA1**step))
+        self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / self.case.corrected(BETA1, step))
 
     def _copy(self, name: str) -> None:
         for one in self.of_rank:
@@ -187,6 +187,8 @@ CASES = [
     replace(CASE, stage=1),
     replace(CASE, stage=2, transport="shm", accumulation=2),
     replace(CASE, stage=2, bf16=True),
+    replace(CASE, params=(*CASE.params, ("bias_correction", False))),
+    replace(CASE, stage=1, params=(*CASE.params, ("bias_correction", False))),
 ]
 
 
@@ -215,11 +217,19 @@ def test_every_kind_of_step_equals_its_simulation(ranks: int, tmp_path: Path) ->
 
 
 def test_at_first_it_is_adam_bit_for_bit(tmp_path: Path) -> None:
-    cases = [replace(case, begin=2, params=(("var_update_scaler", 2),)) for case in CASES]
+    cases = [replace(case, begin=2, params=(("var_update_scaler", 2),)) for case in CASES[:4]]
     for pairs in run_ranks(both, 2, cases, str(tmp_path), timeout=120.0):
         for case, (one, other) in zip(cases, pairs, strict=True):
             for key in ("params", "m", "v"):
                 assert all(torch.equal(value, other[key][name]) for name, value in one[key].items()), (case, key)
+
+
+def test_a_learning_rate_of_zero_changes_nothing(tmp_path: Path) -> None:
+    """As of a group that is not trained, or at the end of a schedule: no change can be divided by the rates."""
+    case = replace(CASE, params=(*CASE.params, ("lr", 0.0)), steps=10)
+    for found in run_ranks(run_cases, 2, [case], str(tmp_path), timeout=120.0):
+        for name, value in found[0]["params"].items():
+            assert torch.equal(value, found[0]["frozen"]["params"][name]), name
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from windlass.parameter_server.meeting import Meeting
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.shard_process import ShardProcess
 from windlass.parameter_server.worker import ParameterServerWorker
 
 CONNECT = timedelta(seconds=240)  # a test machine may stand still
@@ -39,6 +41,7 @@ class Job:
         self.server_count, self.worker_count, self.port = servers, workers, free_port()
         self._store = Meeting("127.0.0.1", self.port, serve=True, connect=CONNECT)
         self.servers: dict[int, ParameterServer] = {}
+        self.processes: dict[tuple[int, int], ShardProcess] = {}
         self.failures: list[BaseException] = []
         self.threads: list[threading.Thread] = []
 
@@ -56,6 +59,29 @@ class Job:
             made.serve()
 
         self.start(serve)
+
+    def start_processes(self, replicas: int) -> None:
+        """Start each server with replicas."""
+        for server in range(self.server_count):
+            for replica in range(1 + replicas):
+                self.start_process(server, replica, replicas)
+
+    def start_process(self, server: int, replica: int, replicas: int) -> None:
+        layout, parts = (
+            layout_of(self.build_from(10 * replica + server), self.server_count),
+            (server, replica, replicas),
+        )
+        process = ShardProcess(layout, *parts, self.worker_count, self.settings, self.make_optimizer, self.meeting())
+        self.processes[server, replica] = process
+        self.start(process.run)
+
+    def serving(self, server: int) -> ParameterServer:
+        """Return the server of a shard that has replicas."""
+        address = self.meeting().record(server).address
+        assert address is not None
+        found = self.processes[server, address.replica].serving
+        assert found is not None
+        return found
 
     def build_from(self, seed: int) -> nn.Module:
         """Build the model from a seed of its own: only that of server 0 counts."""
@@ -89,8 +115,13 @@ class Job:
         self.threads[-1].start()
 
     def finish(self) -> None:
-        for thread in self.threads:
-            thread.join(timeout=240)
-            assert not thread.is_alive()
+        until = time.monotonic() + 240
+        while any(thread.is_alive() for thread in self.threads):
+            if self.failures:  # the others may wait for the one that failed
+                until = min(until, time.monotonic() + 5)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
         if self.failures:
             raise self.failures[0]
+        assert not any(thread.is_alive() for thread in self.threads)

@@ -17,7 +17,7 @@ from torch import nn
 from tests.parameter_server.jobs import Job
 from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
 from windlass.optim.lamb import Lamb
-from windlass.parameter_server.job import role_of
+from windlass.parameter_server.job import role_of, start
 from windlass.parameter_server.messages import receive_gradient, receive_text
 from windlass.parameter_server.parameter_cut import CutParameter, cut_parameters
 from windlass.parameter_server.server_shard import require_elementwise
@@ -276,7 +276,7 @@ def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) ->
     job.start_servers()
     model, worker = job.worker(0)
     for step in range(STEPS):
-        train_once(model, worker, step)
+        assert train_once(model, worker, step)
         if step == 1:
             lose(job, 1)
             job.start_server(1)
@@ -431,10 +431,31 @@ def test_the_cut_is_by_bytes_and_keeps_rows_whole() -> None:
 
 def test_a_restored_server_takes_the_version_of_its_workers() -> None:
     clock = UpdateClock(ParameterServerSettings(), workers=2, version=3)
-    clock.join(0, 5)
-    assert clock.version == 5 and clock.push(0, 5) is PushResult.WAITS
-    clock.join(1, 6)  # it has seen the update that worker 0 has not
-    assert clock.push(0, 5) is PushResult.DROPPED and clock.may_pull(0, 6)
+    clock.join(0, 5, 0)
+    assert clock.version == 5 and clock.push(0, 5, 6) is PushResult.WAITS
+    assert clock.push(0, 5, 6) is PushResult.WAITS  # the same gradient again
+    clock.join(1, 6, 0)  # it has seen the update that worker 0 has not
+    assert clock.push(0, 5, 6) is PushResult.DROPPED and clock.may_pull(0, 6)
+
+
+def test_workers_that_come_back_keep_their_steps() -> None:
+    """After a restore a worker that is behind holds up one that is ahead, whichever comes back first."""
+    clock = UpdateClock(ParameterServerSettings(mode="bounded", staleness=2), workers=2, version=13)
+    clock.join(0, 0, 10)
+    clock.join(1, 0, 3)
+    assert not clock.may_pull(0, 0) and clock.may_pull(1, 0)
+    clock.join(2, 0, -1)  # a new one
+    assert clock.steps == {0: 10, 1: 3, 2: 3}
+
+
+def test_a_push_that_is_in_an_update_counts_once() -> None:
+    clock = UpdateClock(ParameterServerSettings(mode="asynchronous"), workers=1)
+    clock.join(0, 0, -1)
+    assert clock.push(0, 0, 1) is PushResult.COMPLETES
+    clock.complete({0: 1})
+    assert clock.push(0, 0, 1) is PushResult.COUNTED and clock.push(0, 1, 2) is PushResult.COMPLETES
+    clock.join(0, 0, -1)  # another process with this number
+    assert clock.push(0, 0, 1) is PushResult.COMPLETES
 
 
 class WrittenLink:
@@ -498,6 +519,81 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
         job.finish()
 
 
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def test_a_failed_update_ends_the_server_and_names_the_cause() -> None:
+    """Adam takes no sparse gradients. The worker raises instead of waiting for an answer."""
+    job = Job(Bag, adam, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    with pytest.raises(CommunicationError, match="server 0 .* failed: RuntimeError: Adam does not support sparse"):
+        train_once(model, worker, 0)
+    with pytest.raises(RuntimeError, match="Adam does not support sparse"):
+        job.finish()
+
+
+class NarrowTables(nn.Module):
+    """Sparse gradients of rows of one element, and of an embedding bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.bag = nn.Embedding(40, 1, sparse=True), nn.EmbeddingBag(40, 3, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.narrow(ids).sum(1) + self.bag(ids)
+
+
+def test_narrow_embeddings_and_bags_push_rows() -> None:
+    def batches(step: int, worker: int) -> torch.Tensor:
+        return torch.randint(0, 40, (2, 3), generator=torch.Generator().manual_seed(100 * step + worker))
+
+    job = Job(NarrowTables, sgd, ParameterServerSettings(), servers=2, workers=1)
+    wanted = job.build_from(0)
+    optimizer = sgd(list(wanted.parameters()))
+    job.start_servers()
+    model, worker = job.worker(0)
+    for step in range(STEPS):
+        worker.pull()
+        for one in (model, wanted):
+            one(batches(step, 0)).square().mean().backward()
+        worker.push()
+        optimizer.step()
+        optimizer.zero_grad()
+    worker.pull()
+    close(dict(model.named_parameters()), dict(wanted.named_parameters()))
+    assert worker.bytes_sent < STEPS * 160 * 4
+    worker.close()
+    job.finish()
+
+
+def test_sparse_adam_is_for_sparse_gradients() -> None:
+    parameters = [nn.Parameter(torch.zeros(4, 2))]
+    require_elementwise(torch.optim.SparseAdam(parameters), cuts=True)
+    with pytest.raises(ConfigError, match="SparseAdam takes sparse gradients only, and that of out.bias is dense"):
+        require_elementwise(torch.optim.SparseAdam(parameters), cuts=True, dense="out.bias")
+
+
+def test_other_settings_are_refused() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    job.start_servers()
+    job.settings = ParameterServerSettings(mode="asynchronous")
+    with pytest.raises(CommunicationError, match="worker 0 has other settings than server 0"):
+        job.worker(0)
+    job.settings = ParameterServerSettings()
+    job.start_worker(0, lambda model, worker: worker.pull())
+    job.finish()
+
+
+def test_no_worker_joins_a_synchronous_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"WINDLASS_SERVERS": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "WINDLASS_JOINS": "1"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="WINDLASS_JOINS is set, and a synchronous update"):
+        start(mlp(), sgd)
+
+
 ENVIRONMENT = {"WINDLASS_SERVERS": "2", "RANK": "3", "WORLD_SIZE": "6", "MASTER_PORT": "1234"}
 
 
@@ -515,12 +611,20 @@ def test_the_first_ranks_are_servers(changes: dict[str, str], expected: tuple[bo
 
 
 @pytest.mark.parametrize(
+    ("rank", "expected"), [("1", (True, 1, 0)), ("2", (True, 0, 1)), ("3", (True, 1, 1)), ("4", (False, 0, 0))]
+)
+def test_replicas_follow_the_servers(rank: str, expected: tuple[bool, int, int]) -> None:
+    role = role_of({**ENVIRONMENT, "RANK": rank, "WINDLASS_REPLICAS": "1"})
+    assert (role.is_server, role.index, role.replica) == expected and (role.servers, role.workers) == (2, 2)
+
+
+@pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({}, "the environment has no numbers in WINDLASS_SERVERS, RANK, WORLD_SIZE, MASTER_PORT"),
         (
             {**ENVIRONMENT, "WINDLASS_SERVERS": "6"},
-            "WINDLASS_SERVERS = 6 of 6 ranks; at least one server and one worker",
+            "WINDLASS_SERVERS = 6 and WINDLASS_REPLICAS = 0 of 6 ranks; at least one server and one worker",
         ),
     ],
 )

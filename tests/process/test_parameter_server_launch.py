@@ -65,6 +65,7 @@ def test_a_killed_worker_leaves_and_a_killed_server_continues(servers: int, tmp_
     ("words", "message"),
     [
         (("--servers", "1"), "--servers 1 --workers 0: a parameter server job needs both"),
+        (("--replicas", "1"), "--replicas 1 without --servers and --workers: there is nothing to copy"),
         (("--servers", "1", "--workers", "2", "--nproc", "3"), "--nproc or --num_gpus with --servers and --workers"),
         (("--servers", "1", "--workers", "2", "--max-restarts", "1"), "--max-restarts with --servers"),
     ],
@@ -77,3 +78,13 @@ def test_flags_that_contradict_are_refused(words: tuple[str, ...], message: str)
     with pytest.raises(LaunchError) as caught:
         plan_from_args(parse_flags(build_run_parser(), [*words, "job.py"]), {})
     assert message in str(caught.value)
+
+
+def test_replicas_are_ranks_between_servers_and_workers() -> None:
+    from windlass.launch.launch_flags import build_run_parser, parse_flags
+    from windlass.launch.plan_from_flags import plan_from_args
+
+    words = ["--servers", "2", "--replicas", "1", "--workers", "3", "job.py"]
+    plan = plan_from_args(parse_flags(build_run_parser(), words), {})
+    assert len(plan.hosts[0].slots) == 7 and plan.servers == 4  # the first four are started again
+    assert plan.env["WINDLASS_SERVERS"] == "2" and plan.env["WINDLASS_REPLICAS"] == "1"

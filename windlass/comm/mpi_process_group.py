@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.base.errors import CommunicationError
 from windlass.comm.mpi_elements import (
     MpiElements,
     bytes_to_receive,
@@ -102,10 +103,12 @@ class MpiProcessGroup(_TorchProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> MpiWork:
         """Reduce part i of every rank's inputs into rank i's output. The parts may differ in size."""
         output, parts = _first(outputs), _lists(inputs)[0]
+        self._require_own("reduce_scatter", parts, output)
         return self._scatter_sum(output, parts, [part.numel() for part in parts], _operator(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> MpiWork:
         """Reduce equal parts of one tensor."""
+        _require("reduce_scatter", output, source, source.numel() == output.numel() * self.size())
         return self._scatter_sum(output, [source], [output.numel()] * self.size(), _operator(opts))
 
     _reduce_scatter_base = reduce_scatter_single
@@ -140,6 +143,7 @@ class MpiProcessGroup(_TorchProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> MpiWork:
         """Copy every rank's tensor to its part of one output."""
+        _require("all_gather", source, output, output.numel() == source.numel() * self.size())
         elements = bytes_to_receive([output], self._cuda_aware)
         own = bytes_to_send([source], self._cuda_aware)
         # In place if the caller's input is its part of the output, since buffers of MPI must not overlap.
@@ -170,12 +174,14 @@ class MpiProcessGroup(_TorchProcessGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> MpiWork:
         """Copy every rank's tensor to the root's outputs, which may differ in size."""
-        own = bytes_to_send([_first(inputs)], self._cuda_aware)
+        source = _first(inputs)
+        own = bytes_to_send([source], self._cuda_aware)
         if self.rank() != opts.rootRank:
             return self._start(
                 "gather", lambda: self._comm.Igatherv(mpi_spec(self._mpi, own), None, opts.rootRank), [], None, own
             )
         targets = list(_lists(outputs)[0])
+        self._require_own("gather", targets, source)
         elements = bytes_to_receive(targets, self._cuda_aware)
         into = mpi_spec(self._mpi, elements.memory, _nbytes(targets))
         return self._start(
@@ -194,6 +200,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         sends, memory = None, None
         if self.rank() == opts.rootRank:
             parts = _lists(inputs)[0]
+            self._require_own("scatter", parts, target)
             memory = bytes_to_send(parts, self._cuda_aware)
             sends = mpi_spec(self._mpi, memory, _nbytes(parts))
         return self._start(
@@ -221,6 +228,7 @@ class MpiProcessGroup(_TorchProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> MpiWork:
         """Exchange a tensor with each rank. All sizes may differ."""
+        self._require_own("all_to_all", list(outputs), list(inputs)[self.rank()])
         elements = bytes_to_receive(list(outputs), self._cuda_aware)
         sent = bytes_to_send(list(inputs), self._cuda_aware)
         return self._exchange("all_to_all", sent, _nbytes(inputs), elements, _nbytes(outputs), list(outputs))
@@ -280,6 +288,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         )
 
     def _gather_all(self, outputs: Tensors, source: torch.Tensor) -> MpiWork:
+        self._require_own("all_gather", outputs, source)
         elements = bytes_to_receive(outputs, self._cuda_aware)
         own = bytes_to_send([source], self._cuda_aware)
         if len(outputs) == 1 and elements.memory.data_ptr() == own.data_ptr():  # a group of one rank
@@ -313,6 +322,15 @@ class MpiProcessGroup(_TorchProcessGroup):
             sent,
             elements.memory,
         )
+
+    def _require_own(self, name: str, parts: Tensors, own: torch.Tensor) -> None:
+        """Check the number of parts, and that this rank's fits its own tensor."""
+        if len(parts) != self.size():
+            raise CommunicationError(
+                f"{name} over MPI: {len(parts)} tensors for {self.size()} ranks; pass one for each"
+            )
+        part = parts[self.rank()]
+        _require(name, own, part, part.numel() == own.numel())
 
     def _tag(self, tag: int) -> int:
         return tag % (self._largest_tag + 1)  # equal on both sides
@@ -359,7 +377,31 @@ def _nbytes(tensors: Tensors) -> list[int]:
     return [tensor.numel() * tensor.element_size() for tensor in tensors]
 
 
+def _require(name: str, one: torch.Tensor, other: torch.Tensor, fits: bool) -> None:
+    """Check tensors of one call. MPI would write beyond the end of one that is too small.
+
+    Raises:
+        CommunicationError: `fits` is False, or the dtypes differ.
+    """
+    if not fits or one.dtype != other.dtype:
+        raise CommunicationError(
+            f"{name} over MPI: {list(one.shape)} {one.dtype} does not fit {list(other.shape)} {other.dtype}; give both "
+            "one dtype, and the one for all ranks a part of equal size for each"
+        )
+
+
 def _row_bytes(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
+    """Return the bytes of the rows for each rank.
+
+    Raises:
+        CommunicationError: the splits are not `size` numbers that add up to the rows, or `size` does not divide these.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
+    counts = list(splits) if splits else [rows // size] * size
+    if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+        raise CommunicationError(
+            f"all_to_all_single over MPI: {counts} are not {size} numbers that add up to the {rows} rows of a tensor; "
+            "pass split sizes that do"
+        )
     row = tensor.numel() * tensor.element_size() // rows if rows else 0
-    return [count * row for count in (list(splits) if splits else [rows // size] * size)]
+    return [count * row for count in counts]

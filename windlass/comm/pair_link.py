@@ -27,7 +27,7 @@ class LinkClosedError(CommunicationError):
 
 
 class PairLink:
-    """Link between two processes. Each side sends and receives on one thread at a time.
+    """Link between two processes. Each side sends and receives on one thread at a time. `idle` may be changed later.
 
     Args:
         store: rendezvous store, whose waits do not hold up its other users (`PollingStore`).
@@ -63,7 +63,7 @@ class PairLink:
             raise LinkClosedError(
                 f"{peer} did not connect within {connect.total_seconds():.0f} s: {_line(error)}"
             ) from error
-        self._idle = idle
+        self.idle = idle
 
     def send(self, header: Sequence[int], *tensors: torch.Tensor) -> None:
         """Send integers, at most `HEADER`, and contiguous CPU tensors whose sizes the other side can tell from them.
@@ -107,7 +107,7 @@ class PairLink:
         if self._group is None:
             raise LinkClosedError(f"the connection with {self.peer} is closed")
         try:
-            getattr(self._group, operation)([tensor], self._other, 0).wait(self._idle)
+            getattr(self._group, operation)([tensor], self._other, 0).wait(self.idle)
         except RuntimeError as error:
             self.close()
             raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error

@@ -65,8 +65,8 @@ _ZERO_ONE = {
 _NO_CLIP = {"max_grad_norm": refused_parameter("float", 0.0, "write gradient_clipping at the top level instead")}
 _AS_ADAMW = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_NO_AMSGRAD, **_NO_CLIP, **_MESSAGES,
-    "bias_correction": refused_parameter("bool", True, "the first steps are torch's AdamW; write true"),
-    "eps_inside_sqrt": refused_parameter("bool", False, "the first steps are torch's AdamW; write false"),
+    "bias_correction": ParameterSpec("bool", True),
+    "eps_inside_sqrt": refused_parameter("bool", False, "the steps are AdamW's; write false"),
 }  # fmt: skip
 _LAMB = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_NO_AMSGRAD,

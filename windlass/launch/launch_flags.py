@@ -143,6 +143,7 @@ def _add_placement_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in (
         ("--servers", "parameter servers, the first ranks"),
+        ("--replicas", "replicas of each parameter server, the ranks after the servers"),
         ("--workers", "workers of parameter servers"),
     ):
         add_flag(group, name, type=int_between(0, MAX_RANKS_PER_HOST), default=0, metavar="N", help=f"{what} [none]")

@@ -27,7 +27,7 @@ class LaunchPlan:
         use_devices: `slots` select devices; else ranks see the same devices as this process.
         virtual_local_rank: each rank sees only its own device, as its first.
         bind_cores_to_rank, bind_core_list: bind each rank to an equal share of the host's cores, or of the listed ones.
-        servers: number of parameter servers, which are the first ranks; 0: the ranks are equal.
+        servers: number of parameter servers with their replicas, which are the first ranks; 0: the ranks are equal.
         restarts, max_restarts: number of restarts so far, and the maximum.
     """
 

@@ -43,7 +43,7 @@ _RENDEZVOUS_ONLY_FLAGS = (
 )
 _PLACEMENT_FLAGS = (
     *("nproc", "nnodes", "hostfile", "launcher", "master_addr", "master_port", "include", "exclude"),
-    *("servers", "workers"),
+    *("servers", "replicas", "workers"),
     *("standalone", *_RENDEZVOUS_FLAGS),
 )
 
@@ -135,10 +135,10 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
         ranks = sum(len(host.slots) for host in hosts)
         if ranks != servers + args.workers:
             raise LaunchError(
-                f"--servers {servers} --workers {args.workers} are {servers + args.workers} ranks, and the hosts have "
-                f"{plural(ranks, 'slot')}; make both equal"
+                f"--servers {args.servers} --replicas {args.replicas} --workers {args.workers} are "
+                f"{servers + args.workers} ranks, and the hosts have {plural(ranks, 'slot')}; make both equal"
             )
-        env = {**env, "WINDLASS_SERVERS": str(servers)}
+        env = {**env, "WINDLASS_SERVERS": str(args.servers), "WINDLASS_REPLICAS": str(args.replicas)}
     env = {**slurm_device_environment(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
     unknown = [name for name in names if name not in signal.Signals.__members__]
@@ -167,17 +167,23 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
 
 
 def _count_servers(args: argparse.Namespace) -> int:
-    """Return the number of parameter servers, and set the number of ranks of this machine from it and the workers."""
-    servers, workers = getattr(args, "servers", 0), getattr(args, "workers", 0)
+    """Return the number of parameter servers and their replicas, and set the number of ranks of this machine from it
+    and the workers."""
+    servers: int = getattr(args, "servers", 0)
+    workers: int = getattr(args, "workers", 0)
+    replicas: int = getattr(args, "replicas", 0)
     if not servers and not workers:
+        if replicas:
+            raise LaunchError(f"--replicas {replicas} without --servers and --workers: there is nothing to copy")
         return 0
     if not servers or not workers:
         raise LaunchError(f"--servers {servers} --workers {workers}: a parameter server job needs both; give each")
     if args.max_restarts:
         raise LaunchError(
-            "--max-restarts with --servers: a lost server is started again from its snapshot, and lost workers leave; "
+            "--max-restarts with --servers: a lost server is started again by itself, and lost workers leave; "
             "leave --max-restarts out"
         )
+    servers *= 1 + replicas
     if not args.hostfile:
         if args.nproc or args.num_gpus >= 0:
             raise LaunchError("--nproc or --num_gpus with --servers and --workers, which give the number; leave it out")

@@ -61,8 +61,8 @@ class RankProcesses:
     Args:
         capture: read the output of ranks and pass it to the listener; else it goes to this process's own output.
         selector: pipes are registered here. The caller selects on it and calls the callbacks of ready pipes.
-        servers: number of parameter servers, which are the first ranks. If a signal ends one, it is started again; if a
-            signal ends a worker, the run continues with the others.
+        servers: number of parameter servers with their replicas, which are the first ranks. If a signal ends one, it is
+            started again; if a signal ends a worker, the run continues with the others.
     """
 
     def __init__(

@@ -18,12 +18,15 @@ class OneBitAdam(torch.optim.AdamW):
     The first `freeze_step` steps are those of `torch.optim.AdamW`. Afterwards the variance is constant, gradients are
     no longer reduced in full, and ranks exchange one bit for each element. Outside an engine every step is AdamW's.
 
+    Without `bias_correction` moments are used as they are, in all steps; an engine is needed then.
+
     Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
     arXiv:2102.02888.
 
     Args:
         freeze_step: steps before the variance is frozen.
-        bias_correction, eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
+        bias_correction: divide the moments by one minus the powers of their decays. DeepSpeed never does.
+        eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect: messages take the
             engine's transport.
 
@@ -48,12 +51,18 @@ class OneBitAdam(torch.optim.AdamW):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        check_one_bit_options(
-            "OneBitAdam", freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt,
-            bias_correction=bias_correction,
-        )  # fmt: skip
+        check_one_bit_options("OneBitAdam", freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        keep_options(self, {"freeze_step": freeze_step, "applied_steps": 0})
+        keep_options(self, {"freeze_step": freeze_step, "bias_correction": bias_correction, "applied_steps": 0})
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step of AdamW.
+
+        Raises:
+            ConfigError: `bias_correction` is false.
+        """
+        require_bias_correction(self)
+        return super().step(closure)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
@@ -71,7 +80,6 @@ def check_one_bit_options(
     amsgrad: bool,
     *,
     eps_inside_sqrt: bool = False,
-    bias_correction: bool = True,
     key: str = "freeze_step",
 ) -> None:
     """Raise ConfigError for options that no 1-bit optimizer supports."""
@@ -84,10 +92,21 @@ def check_one_bit_options(
         raise ConfigError(f"{name}: max_grad_norm is {max_grad_norm}; set the top-level gradient_clipping instead")
     if amsgrad:
         raise ConfigError(f"{name}: amsgrad is true, and a frozen variance has no maximum to keep; delete it")
-    if eps_inside_sqrt or not bias_correction:
+    if eps_inside_sqrt:
+        raise ConfigError(f"{name}: eps_inside_sqrt is true, and its steps are AdamW's; write false")
+
+
+def corrects_bias(optimizer: torch.optim.Optimizer) -> bool:
+    """Return False if some group has no bias correction."""
+    return all(group.get("bias_correction", True) for group in optimizer.param_groups)
+
+
+def require_bias_correction(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if an optimizer without bias correction is stepped outside an engine."""
+    if not corrects_bias(optimizer):
         raise ConfigError(
-            f"{name}: eps_inside_sqrt is {eps_inside_sqrt} and bias_correction is {bias_correction}, and its first "
-            "steps are torch's AdamW; write false and true"
+            f"{type(optimizer).__name__}: bias_correction is false, which only an engine steps; pass the optimizer to "
+            "windlass.initialize, or write true"
         )
 
 

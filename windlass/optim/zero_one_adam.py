@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep_options
+from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep_options, require_bias_correction
 
 
 class StepKind(Enum):
@@ -36,7 +36,8 @@ class ZeroOneAdam(torch.optim.AdamW):
     algorithm 1, with DeepSpeed's policies.
 
     Args:
-        bias_correction, eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
+        bias_correction: as in `OneBitAdam`.
+        eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
 
     Raises:
@@ -65,7 +66,7 @@ class ZeroOneAdam(torch.optim.AdamW):
     ) -> None:
         check_one_bit_options(
             "ZeroOneAdam", var_freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt,
-            bias_correction=bias_correction, key="var_freeze_step",
+            key="var_freeze_step",
         )  # fmt: skip
         policies = {
             "var_update_scaler": var_update_scaler,
@@ -76,8 +77,17 @@ class ZeroOneAdam(torch.optim.AdamW):
             if value < 1:
                 raise ConfigError(f"ZeroOneAdam: {name} is {value}; write at least 1")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        kept = {"var_freeze_step": var_freeze_step, **policies, "applied_steps": 0}
+        kept = {"var_freeze_step": var_freeze_step, **policies, "bias_correction": bias_correction, "applied_steps": 0}
         keep_options(self, kept)
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step of AdamW.
+
+        Raises:
+            ConfigError: `bias_correction` is false.
+        """
+        require_bias_correction(self)
+        return super().step(closure)
 
 
 def kind_of_step(step: int, group: dict[str, Any]) -> StepKind:

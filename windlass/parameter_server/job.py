@@ -9,25 +9,34 @@ from datetime import timedelta
 
 from torch import nn
 
-from windlass.base.errors import CommunicationError
+from windlass.base.errors import CommunicationError, ConfigError
 from windlass.comm.addresses import is_loopback
 from windlass.comm.loopback import bind_gloo_to_loopback
 from windlass.parameter_server.meeting import Meeting
 from windlass.parameter_server.model_layout import layout_of
-from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.server_shard import MakeOptimizer
 from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.shard_process import ShardProcess
 from windlass.parameter_server.worker import ParameterServerWorker
 
 SERVERS = "WINDLASS_SERVERS"
 """Variable with the number of servers: the ranks from 0 on. `windlass run --servers` sets it."""
+REPLICAS = "WINDLASS_REPLICAS"
+"""Variable with the number of replicas of each server, the next ranks. `windlass run --replicas` sets it."""
 JOINS = "WINDLASS_JOINS"
 """Variable of a worker that joins a running job, with any value."""
 
 
 @dataclass(frozen=True)
 class ParameterServerRole:
-    """Role of this process. `index` is the number of the server or of the worker; -1: the worker joins a run."""
+    """Role of this process.
+
+    Attributes:
+        is_server: it is a process of a shard.
+        index: number of the shard or of the worker; -1: the worker joins a run.
+        replica: number of the process among those of its shard; 0 begins as the server.
+        replicas: number of replicas of each server.
+    """
 
     is_server: bool
     index: int
@@ -35,6 +44,8 @@ class ParameterServerRole:
     workers: int
     address: str
     port: int
+    replica: int = 0
+    replicas: int = 0
 
 
 def role_of(environ: Mapping[str, str]) -> ParameterServerRole:
@@ -46,19 +57,29 @@ def role_of(environ: Mapping[str, str]) -> ParameterServerRole:
     names = (SERVERS, "RANK", "WORLD_SIZE", "MASTER_PORT")
     try:
         servers, rank, world, port = (int(environ[name]) for name in names)
+        replicas = int(environ.get(REPLICAS, "0"))
     except (KeyError, ValueError):
         raise CommunicationError(
             f"parameter server: the environment has no numbers in {', '.join(names)}; start the script with "
             "`windlass run --servers S --workers W script.py`"
         ) from None
-    if not 0 < servers < world:
+    processes = servers * (1 + replicas)
+    if not 0 < servers <= processes < world:
         raise CommunicationError(
-            f"parameter server: {SERVERS} = {servers} of {world} ranks; at least one server and one worker are needed"
+            f"parameter server: {SERVERS} = {servers} and {REPLICAS} = {replicas} of {world} ranks; at least one "
+            "server and one worker are needed"
         )
     joins = bool(environ.get(JOINS))
-    index = -1 if joins else rank if rank < servers else rank - servers
+    is_server = rank < processes and not joins
     return ParameterServerRole(
-        rank < servers and not joins, index, servers, world - servers, environ.get("MASTER_ADDR", "127.0.0.1"), port
+        is_server,
+        -1 if joins else rank % servers if is_server else rank - processes,
+        servers,
+        world - processes,
+        environ.get("MASTER_ADDR", "127.0.0.1"),
+        port,
+        replica=rank // servers if is_server else 0,
+        replicas=replicas,
     )
 
 
@@ -72,24 +93,36 @@ def start(
     Args:
         model: the same modules on all processes. The values are those of server 0; on workers, `pull` writes them.
         make_optimizer: builds an optimizer with an elementwise rule from a list of flat parameters, on servers. For
-            `nn.Embedding(sparse=True)` it must take sparse gradients (SGD, SparseAdam, Adagrad).
+            `nn.Embedding(sparse=True)` it must take sparse gradients (SGD, Adagrad; SparseAdam if there are no others).
         settings: the same on all processes.
 
     Raises:
         CommunicationError: the environment is incomplete, or a process did not come.
-        ConfigError: `backup_workers` leaves no worker.
+        ConfigError: `backup_workers` leaves no worker, or a worker joins a synchronous run.
     """
     settings = settings or ParameterServerSettings()
     role = role_of(os.environ)
     settings.check_workers(role.workers)
+    if role.index < 0 and settings.mode == "synchronous":
+        raise ConfigError(
+            f"parameter server: {JOINS} is set, and a synchronous update is the mean over the workers that began the "
+            "run; take mode asynchronous or bounded, or start all workers with the run"
+        )
     if is_loopback(role.address):
         bind_gloo_to_loopback()
-    own_store = role.is_server and role.index == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    own_store = (
+        role.is_server and role.index == role.replica == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )
     connect = timedelta(seconds=settings.connect_seconds)
     meeting = Meeting(role.address, role.port, serve=own_store, connect=connect)
     layout = layout_of(model, role.servers)
     if role.is_server:
-        ParameterServer(layout, role.index, role.workers, settings, make_optimizer, meeting).serve()
+        process = ShardProcess(
+            layout, role.index, role.replica, role.replicas, role.workers, settings, make_optimizer, meeting
+        )
+        process.run()
+        if own_store:
+            meeting.await_end(role.servers)
         return None
     index = role.index if role.index >= 0 else meeting.next_worker(role.workers)
     return ParameterServerWorker(layout, index, settings, meeting)

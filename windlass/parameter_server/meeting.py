@@ -16,19 +16,62 @@ from windlass.comm.pair_link import PairLink
 from windlass.comm.polling_store import PollingStore
 
 _PAUSE = 0.02
+_LAST_ANSWERS = 0.5  # seconds in which other processes read from the store that the run has ended
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Process that serves a shard now. `generation` counts the processes that have served it in this run."""
+    """Process that serves a shard now.
+
+    Attributes:
+        generation: number of processes that have served the shard in this run.
+        replica: number of this one among the processes of the shard; 0 begins as the server.
+    """
 
     server: int
     generation: int
     host: str
     pid: int
+    replica: int = 0
 
     def __str__(self) -> str:
         return f"server {self.server} (process {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Entry of a shard in the store.
+
+    [Note: who serves a shard] An entry is replaced as a whole, and only by a process that knows it. A replica takes a
+    shard over if the entry names it as complete, and its server removes it from the entry before it answers without it.
+    So at any time one process alone can make updates, although a process that does not answer may still run.
+
+    Attributes:
+        address: the server; None: there was none yet.
+        replicas: numbers of the processes that have all updates, each of which may take over.
+    """
+
+    address: ServerAddress | None = None
+    replicas: frozenset[int] = frozenset()
+
+    @property
+    def generation(self) -> int:
+        """That of the server; 0 if there was none yet."""
+        return self.address.generation if self.address is not None else 0
+
+    def to_text(self) -> str:
+        """Return the form in the store; empty if there is no entry."""
+        if self.address is None:
+            return ""
+        one = self.address
+        return f"{one.generation} {one.pid} {one.replica} {','.join(map(str, sorted(self.replicas)))} {one.host}"
+
+    @classmethod
+    def from_text(cls, server: int, text: str) -> ShardRecord:
+        """Return the entry of a form in the store."""
+        generation, pid, replica, replicas, host = text.split(" ", 4)
+        address = ServerAddress(server, int(generation), host, int(pid), int(replica))
+        return cls(address, frozenset(int(one) for one in replicas.split(",") if one))
 
 
 class Meeting:
@@ -46,38 +89,97 @@ class Meeting:
         self._store = PrefixStore("windlass parameter server", self._tcp)
         self._links = PollingStore(self._tcp, connect)
 
-    def register_server(self, server: int) -> ServerAddress:
-        """Register this process as the server of a shard, in place of an earlier one."""
-        here = ServerAddress(server, self._store.add(f"generations {server}", 1), socket.gethostname(), os.getpid())
-        self._store.set(f"server {server} {here.generation}", f"{here.host} {here.pid}")
-        return here
+    def record(self, server: int) -> ShardRecord:
+        """Return the entry of a shard."""
+        key = f"shard {server}"
+        if not self._store.check([key]):
+            return ShardRecord()
+        return ShardRecord.from_text(server, self._store.get(key).decode())
+
+    def _replace(self, server: int, before: ShardRecord, after: ShardRecord) -> bool:
+        """Replace the entry of a shard, unless another process has done so."""
+        text = after.to_text()
+        return bool(self._store.compare_set(f"shard {server}", before.to_text(), text).decode() == text)
+
+    def register_server(self, server: int, replica: int = 0) -> ServerAddress:
+        """Register this process as the server of a shard, in place of an earlier one that has ended."""
+        while True:
+            before = self.record(server)
+            here = ServerAddress(server, before.generation + 1, socket.gethostname(), os.getpid(), replica)
+            if self._replace(server, before, ShardRecord(here)):
+                return here
+
+    def take_over(self, lost: ServerAddress, replica: int) -> ServerAddress | None:
+        """Register this replica as the server in place of the one that it followed.
+
+        Returns:
+            The new address; None if another process has taken the shard over, or the server went on without this one.
+        """
+        while True:
+            before = self.record(lost.server)
+            if before.address != lost or replica not in before.replicas:
+                return None
+            here = ServerAddress(lost.server, lost.generation + 1, socket.gethostname(), os.getpid(), replica)
+            if self._replace(lost.server, before, ShardRecord(here)):
+                return here
+
+    def set_replicas(self, here: ServerAddress, replicas: frozenset[int]) -> bool:
+        """Set the complete replicas of a server. Returns False if a replica has taken its place."""
+        while True:
+            before = self.record(here.server)
+            if before.address != here:
+                return False
+            if self._replace(here.server, before, ShardRecord(here, replicas)):
+                return True
+
+    def remove_replica(self, server: int, replica: int) -> None:
+        """Remove a replica that has ended from the entry of its shard."""
+        before = self.record(server)
+        while replica in before.replicas:
+            if self._replace(server, before, ShardRecord(before.address, before.replicas - {replica})):
+                return
+            before = self.record(server)
 
     def find_server(self, server: int, after: int, seconds: float) -> ServerAddress | None:
         """Return the newest server of a shard, of a later generation than `after`; None if none comes in time."""
         until = time.monotonic() + seconds
         while True:
-            generation = self._generation(server)
-            if generation > after and self._store.check([f"server {server} {generation}"]):
-                host, pid = self._store.get(f"server {server} {generation}").decode().rsplit(" ", 1)
-                return ServerAddress(server, generation, host, int(pid))
+            address = self.record(server).address
+            if address is not None and address.generation > after:
+                return address
             if time.monotonic() > until:
                 return None
             time.sleep(_PAUSE)
 
-    def call_server(self, address: ServerAddress, worker: int) -> PairLink:
-        """Connect with a server, as a worker.
+    def call_server(self, address: ServerAddress) -> PairLink:
+        """Connect with a server, as a worker or a replica.
 
         Raises:
-            LinkClosedError: the server was replaced before it answered, or does not answer in time.
+            LinkClosedError: the server was replaced before it answered, has ended, or does not answer in time.
         """
         ticket = self._store.add(f"tickets {address.server} {address.generation}", 1)
         name = f"{address.server}.{address.generation}.{ticket}"
-        self._store.set(f"caller {name}", str(worker))
-        store = PollingStore(self._tcp, self._connect, lambda: self._generation(address.server) > address.generation)
+
+        def is_over() -> bool:
+            return self.record(address.server).generation > address.generation or self.is_over(address.server)
+
+        store = PollingStore(self._tcp, self._connect, is_over)
         return PairLink(store, name, first=False, peer=str(address), connect=self._connect)
 
-    def _generation(self, server: int) -> int:
-        return int(self._store.add(f"generations {server}", 0))
+    def end(self, server: int) -> None:
+        """Note that the run has ended for a shard."""
+        self._store.set(f"over {server}", "")
+
+    def await_end(self, servers: int) -> None:
+        """Wait until the run has ended for all shards, since this process serves the store that the others use."""
+        until = time.monotonic() + self._connect.total_seconds()
+        while time.monotonic() < until and not all(self.is_over(server) for server in range(servers)):
+            time.sleep(_PAUSE)
+        time.sleep(_LAST_ANSWERS)
+
+    def is_over(self, server: int) -> bool:
+        """Return True if the run has ended for a shard."""
+        return bool(self._store.check([f"over {server}"]))
 
     def count_calls(self, here: ServerAddress) -> int:
         """Return the number of workers' calls of this server so far."""
@@ -113,9 +215,19 @@ class Meeting:
             time.sleep(_PAUSE)
         return str(self._store.get(key).decode())
 
-    def has(self, key: str) -> bool:
-        """Return True if there is such a note."""
-        return bool(self._store.check([key]))
+    def leave(self, worker: int, *, retires: bool) -> None:
+        """Note that a worker has left: by `close` (`retires`), or because it was lost."""
+        if retires or not self.has_left(worker):
+            self._store.set(f"left {worker}", "retired" if retires else "lost")
+
+    def has_left(self, worker: int, *, retired: bool = False) -> bool:
+        """Return True if a worker has left.
+
+        Args:
+            retired: count those alone that have left by `close`.
+        """
+        key = f"left {worker}"
+        return bool(self._store.check([key])) and (not retired or self._store.get(key) == b"retired")
 
     def next_worker(self, workers: int) -> int:
         """Return the number of a worker that joins a run of `workers` workers."""

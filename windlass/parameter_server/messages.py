@@ -5,8 +5,11 @@ A size or number from the other side is checked before memory is allocated for i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +17,32 @@ from torch import Tensor
 from windlass.base.errors import CommunicationError
 from windlass.comm.pair_link import PairLink
 from windlass.parameter_server.server_shard import ShardGradient
+from windlass.parameter_server.snapshot import decode_content, encode_content
+from windlass.storage.safetensors_header import CODES, DTYPES
 
 SPARSE_COUNTS = torch.int64
 MOST_WORKERS = 1 << 20
 _MOST_TEXT = 1 << 16  # bytes of a problem
+_MOST_CONTENT = 1 << 26  # bytes of the text of a content, without its tensors
 
 
 class MessageKind(IntEnum):
     """First integer of a message."""
 
-    HELLO = 1  # worker, version that it pulled last, its number of pushes, fingerprint of the model
-    WELCOME = 2  # version
+    HELLO = 1  # worker, version that it pulled last, its pushes or -1, fingerprints of the model and the settings
+    WELCOME = 2  # version, pushes of the worker as the server counts them
     PULL = 3  # least version, in synchronous mode
     PARAMETERS = 4  # version; then all elements of the shard
-    PUSH = 5  # version that was pulled; then the gradient
+    PUSH = 5  # version that was pulled, number of the push; then the gradient
     PUSHED = 6  # result, version
     BYE = 7
     PROBLEM = 8  # number of bytes; then a text
+    FOLLOW = 9  # replica, fingerprints of the model and the settings
+    CONTENT = 10  # number of bytes of a text, number of tensors; then both
+    UPDATE = (
+        11  # version before, number of pushes in it; then the mean gradient, and the worker and number of each push
+    )
+    DONE = 12  # of a replica, with the content or an update
 
 
 def refused(link: PairLink, found: str, expected: str) -> CommunicationError:
@@ -59,11 +71,73 @@ def receive_text(link: PairLink, size: int) -> str:
     return bytes(link.receive(torch.empty(size, dtype=torch.uint8)).tolist()).decode(errors="replace")
 
 
-def send_gradient(link: PairLink, pulled: int, gradient: ShardGradient) -> None:
-    """Send a gradient: rows of sparse fragments, all elements of the others."""
+def send_content(link: PairLink, content: dict[str, Any]) -> None:
+    """Send the content of a shard to a replica."""
+    data, tensors = encode_content(content)
+    here = [tensor.detach().to("cpu").contiguous() for tensor in tensors.values()]
+    sizes = [(name, CODES[one.dtype], list(one.shape)) for name, one in zip(tensors, here, strict=True)]
+    text = torch.frombuffer(bytearray(json.dumps([data, sizes]).encode()), dtype=torch.uint8)
+    link.send([MessageKind.CONTENT, text.numel(), len(here)], text, *here)
+
+
+def receive_content(link: PairLink, size: int, count: int, most: int) -> dict[str, Any]:
+    """Receive the content of a shard.
+
+    Args:
+        size, count: numbers of the message.
+        most: elements of the shard, which no tensor of it exceeds.
+
+    Raises:
+        CommunicationError: a size is none of a shard.
+    """
+    if not 0 < size <= _MOST_CONTENT or not 0 <= count <= size:
+        raise refused(link, f"a content of {size} bytes and {count} tensors", f"1 to {_MOST_CONTENT} bytes")
+    data, sizes = json.loads(link.receive(torch.empty(size, dtype=torch.uint8)).numpy().tobytes())
+    tensors = {}
+    for name, code, shape in sizes:
+        if math.prod(shape) > max(1, most) or min(shape, default=0) < 0:
+            raise refused(link, f"a state of shape {shape}", f"at most {most} elements")
+        tensors[name] = link.receive(torch.empty(shape, dtype=DTYPES[code]))
+    return decode_content(data, tensors)
+
+
+def send_update(link: PairLink, version: int, gradient: ShardGradient, counted: Mapping[int, int]) -> None:
+    """Send an update to a replica.
+
+    Args:
+        version: version before the update.
+        counted: number of each worker's push in it.
+    """
+    pushes = torch.tensor(list(counted.items()), dtype=torch.int64).view(-1, 2)
+    _send_gradient(link, [MessageKind.UPDATE, version, len(counted)], gradient, pushes)
+
+
+def receive_counted(link: PairLink, count: int) -> dict[int, int]:
+    """Receive the pushes of an update, after its gradient.
+
+    Raises:
+        CommunicationError: there are more of them than workers.
+    """
+    if not 0 < count <= MOST_WORKERS:
+        raise refused(link, f"{count} pushes of an update", f"1 to {MOST_WORKERS}")
+    return {worker: number for worker, number in link.receive(torch.empty(count, 2, dtype=torch.int64)).tolist()}
+
+
+def send_push(link: PairLink, pulled: int, number: int, gradient: ShardGradient) -> None:
+    """Send a gradient to a server.
+
+    Args:
+        pulled: version of its parameters.
+        number: number of the push, from 1.
+    """
+    _send_gradient(link, [MessageKind.PUSH, pulled, number], gradient)
+
+
+def _send_gradient(link: PairLink, header: Sequence[int], gradient: ShardGradient, *after: Tensor) -> None:
+    """Send a message with a gradient: rows of sparse fragments, all elements of the others."""
     counts = torch.tensor([indices.numel() for indices, _ in gradient.rows], dtype=SPARSE_COUNTS)
     rows = [tensor.contiguous() for pair in gradient.rows for tensor in pair]
-    link.send([MessageKind.PUSH, pulled], gradient.dense, counts, *rows)
+    link.send(header, gradient.dense.contiguous(), counts, *rows, *after)
 
 
 def receive_gradient(

@@ -60,12 +60,14 @@ class ModelLayout:
 
 
 def layout_of(model: nn.Module, servers: int) -> ModelLayout:
-    """Return the layout of a model. The weights of `nn.Embedding(sparse=True)` have sparse gradients.
+    """Return the layout of a model. The weights of `nn.Embedding(sparse=True)` and of `nn.EmbeddingBag(sparse=True)`
+    have sparse gradients.
 
     Raises:
         ModelError: the model has no trainable parameter, or one that is not contiguous.
     """
-    sparse = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse}
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    sparse = {id(table.weight) for table in tables if table.sparse}
     named = [(name, tensor) for name, tensor in model.named_parameters() if tensor.requires_grad]
     if not named:
         raise ModelError("parameter server: the model has no trainable parameter; set requires_grad on some")
@@ -73,10 +75,16 @@ def layout_of(model: nn.Module, servers: int) -> ModelLayout:
         if not tensor.is_contiguous():
             raise ModelError(f"parameter server: parameter {name} is not contiguous; make it so before the start")
     parameters = tuple(
-        CutParameter(name, tensor.numel(), tensor.shape[-1] if id(tensor) in sparse else 1) for name, tensor in named
+        CutParameter(name, tensor.numel(), tensor.shape[-1] if id(tensor) in sparse else 1, id(tensor) in sparse)
+        for name, tensor in named
     )
     wide = any(tensor.dtype is torch.float64 for _, tensor in named)
-    text = repr([(name, tuple(tensor.shape), row.row) for (name, tensor), row in zip(named, parameters, strict=True)])
+    text = repr(
+        [
+            (name, tuple(tensor.shape), row.row, row.is_sparse)
+            for (name, tensor), row in zip(named, parameters, strict=True)
+        ]
+    )
     return ModelLayout(
         parameters,
         tuple(tensor for _, tensor in named),

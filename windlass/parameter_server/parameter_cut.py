@@ -13,17 +13,14 @@ class CutParameter:
     Args:
         name: name in the model.
         numel: number of elements.
-        row: elements of a row, which stays whole: those of an embedding's vector if gradients are sparse, else 1.
+        row: elements of a row, which stays whole: those of an embedding's vector; 1 if gradients are not rows.
+        is_sparse: gradients are rows.
     """
 
     name: str
     numel: int
     row: int = 1
-
-    @property
-    def is_sparse(self) -> bool:
-        """True if gradients are rows."""
-        return self.row > 1
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,47 @@
-"""Server of one shard: a thread for each worker, and one lock around the parameters."""
+"""Server of one shard: a thread for each worker, and one lock around the parameters.
+
+[Note: replicas of a shard] A replica of a shard gets the content of its server when it connects, and then the mean
+gradient of every update before any worker receives its version. It makes the same update with an optimizer of its own.
+So a worker has seen nothing that a replica lacks, and a replica that takes over continues with the next update. Workers
+send again what was not answered; pushes are numbered, and one that is in an update already counts once.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
-from windlass.comm.pair_link import PairLink
-from windlass.parameter_server.meeting import Meeting
-from windlass.parameter_server.messages import MOST_WORKERS, MessageKind, receive_gradient, refused, send_problem
+from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.messages import (
+    MOST_WORKERS,
+    MessageKind,
+    receive_gradient,
+    refused,
+    send_content,
+    send_problem,
+    send_update,
+)
 from windlass.parameter_server.model_layout import ModelLayout
-from windlass.parameter_server.server_shard import MakeOptimizer, ServerShard, ShardGradient
+from windlass.parameter_server.server_shard import MakeOptimizer, ServerShard, ShardGradient, mean_gradient
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
+
+
+@dataclass(frozen=True)
+class TakenShard:
+    """Shard that a replica has taken over from its server."""
+
+    address: ServerAddress
+    shard: ServerShard
+    clock: UpdateClock
 
 
 class ParameterServer:
@@ -29,6 +54,8 @@ class ParameterServer:
         settings: those of the job.
         make_optimizer: builds the optimizer of the shard.
         meeting: the job's store.
+        replicas: number of replicas that must be complete before the first worker is answered.
+        taken: the shard, if this process was its replica; else it is built.
     """
 
     def __init__(
@@ -39,58 +66,87 @@ class ParameterServer:
         settings: ParameterServerSettings,
         make_optimizer: MakeOptimizer,
         meeting: Meeting,
+        *,
+        replicas: int = 0,
+        taken: TakenShard | None = None,
     ) -> None:
         self._layout, self._server, self._workers, self._settings = layout, server, workers, settings
         self._meeting = meeting
-        self._clock = UpdateClock(settings, workers)
+        self._clock = UpdateClock(settings, workers) if taken is None else taken.clock
         self._changed = threading.Condition()
         self._pending: dict[int, ShardGradient] = {}
         self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
         self._idle_since = time.monotonic()  # if there is none
         self._reason = ""  # for which no update can follow
         self._links: dict[int, PairLink] = {}
-        self._ends = False
+        self._replicas: dict[int, PairLink] = {}
+        self._awaited_replicas = replicas
+        self._had_worker = self._ends = False
+        self._failure: BaseException | None = None
         self.dropped = 0
-        self._here = meeting.register_server(server)
-        self._shard = self._start_shard(make_optimizer)
+        self._here = meeting.register_server(server) if taken is None else taken.address
+        self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
+        if self._here.generation > 1:
+            self._awaited_replicas = 0
+            self._clock.retired = {one for one in range(workers) if meeting.has_left(one, retired=True)}
 
     @property
     def version(self) -> int:
         """Number of updates."""
         return self._clock.version
 
-    def serve(self) -> None:
-        """Serve workers until all have left.
+    def serve(self) -> bool:
+        """Serve workers until all have left. Returns False if a replica has taken the shard over.
 
         Raises:
             CommunicationError: no worker came in time.
         """
         answered, began, threads = 0, time.monotonic(), []
-        while not self._is_over(may_be_alone=bool(answered) or self._here.generation > 1):
-            for ticket in range(answered + 1, self._meeting.count_calls(self._here) + 1):
-                thread = threading.Thread(target=self._serve_worker, args=(ticket,), daemon=True)
-                threads.append(thread)
-                thread.start()
-                answered = ticket
-            if not answered and time.monotonic() - began > self._settings.connect_seconds:
-                raise CommunicationError(
-                    f"parameter server: no worker connected with {self._here} within "
-                    f"{self._settings.connect_seconds:.0f} s; start the workers, or raise connect_seconds"
-                )
-            time.sleep(_PAUSE)
+        try:
+            while not self._is_over():
+                for ticket in range(answered + 1, self._meeting.count_calls(self._here) + 1):
+                    thread = threading.Thread(target=self._answer, args=(ticket,), daemon=True)
+                    threads.append(thread)
+                    thread.start()
+                    answered = ticket
+                if not self._had_worker and time.monotonic() - began > self._settings.connect_seconds:
+                    self._refuse_to_wait()
+                time.sleep(_PAUSE)
+        except BaseException:
+            self.abandon()
+            raise
         if self._ends:
-            return
+            return False
         for thread in threads:
             thread.join(timeout=5)
         with self._changed:
             self._save()
+        self._meeting.end(self._server)
+        for link in self._replicas.values():  # which then find that the run has ended
+            link.close()
+        return True
 
     def abandon(self) -> None:
         """End at once, without a snapshot: the links of all workers close, as when the process is killed."""
         with self._changed:
             self._ends = True
-            for link in self._links.values():
+            for link in (*self._links.values(), *self._replicas.values()):
                 link.close()
+            self._changed.notify_all()
+
+    def _refuse_to_wait(self) -> None:
+        """Raise CommunicationError for the processes that did not come in time."""
+        seconds, missing = self._settings.connect_seconds, self._awaited_replicas - len(self._replicas)
+        if missing > 0:
+            raise CommunicationError(
+                f"parameter server: {missing} of {self._awaited_replicas} replicas of {self._here} did not connect "
+                f"within {seconds:.0f} s; see their output, or raise connect_seconds"
+            )
+        if self._here.generation == 1:
+            raise CommunicationError(
+                f"parameter server: no worker connected with {self._here} within {seconds:.0f} s; start the workers, "
+                "or raise connect_seconds"
+            )
 
     def _start_shard(self, make_optimizer: MakeOptimizer) -> ServerShard:
         """Build the shard: from the snapshot, or from server 0's model."""
@@ -108,17 +164,17 @@ class ParameterServer:
         shard = ServerShard(layout.parameters, layout.fragments[self._server], own, make_optimizer, cuts=layout.cuts)
         if stored:
             assert path is not None
-            self._clock.version = shard.load(path)
-            if self._here.generation > 1:
-                self._clock.retired = {one for one in range(self._workers) if self._meeting.has(f"left {one}")}
+            shard.load(path, self._clock)
+            if self._here.generation == 1:
+                self._clock.counted = {}  # of the workers of another run
             logger.info("%s continues from version %d of %s", self._here, self._clock.version, path)
         elif self._here.generation > 1:
             raise CommunicationError(
                 f"parameter server: {self._here} replaces a server that was lost, and there is no snapshot to continue "
-                "from; set `snapshot`, and start the run again"
+                "from; set `snapshot` or start a replica of each server, and start the run again"
             )
         elif path is not None:
-            shard.save(path, 0)
+            shard.save(path, self._clock)
         return shard
 
     def _send_first_values(self) -> None:
@@ -139,14 +195,16 @@ class ParameterServer:
 
     def _save(self) -> None:
         if self._snapshot is not None:
-            self._shard.save(self._snapshot, self._clock.version)
+            self._shard.save(self._snapshot, self._clock)
 
-    def _is_over(self, *, may_be_alone: bool) -> bool:
+    def _is_over(self) -> bool:
         with self._changed:
+            if self._failure is not None:
+                raise self._failure
             if self._live or self._ends:
                 return self._ends
-            alone = time.monotonic() - self._idle_since
-        rest = [worker for worker in range(self._workers) if not self._meeting.has(f"left {worker}")]
+            alone, may_be_alone = time.monotonic() - self._idle_since, self._had_worker or self._here.generation > 1
+        rest = [worker for worker in range(self._workers) if not self._meeting.has_left(worker)]
         if not rest:
             return True
         # No connection ends with a worker that is killed before it connects, or while the shard has no server.
@@ -160,50 +218,121 @@ class ParameterServer:
         )
         return True
 
-    def _serve_worker(self, ticket: int) -> None:
-        worker, said_bye = -1, False
+    def _answer(self, ticket: int) -> None:
+        """Serve one connection. A failure that is not of the connection ends the server."""
+        try:
+            self._serve_caller(ticket)
+        except BaseException as error:
+            with self._changed:
+                if not self._ends:
+                    self._failure = self._failure or error
+
+    def _serve_caller(self, ticket: int) -> None:
+        worker, said_bye, link = -1, False, None
         try:
             link = self._meeting.answer_call(self._here, ticket)
             worker = self._welcome(link, ticket)
             if worker < 0:
                 return
             while not said_bye:
-                kind, number, *_ = link.receive_header()
+                kind, *numbers = link.receive_header()
                 if kind == MessageKind.PULL:
-                    self._answer_pull(link, worker, number)
+                    self._answer_pull(link, worker, numbers[0])
                 elif kind == MessageKind.PUSH:
-                    self._answer_push(link, worker, number)
+                    self._answer_push(link, worker, numbers[0], numbers[1])
                 elif kind == MessageKind.BYE:
                     said_bye = True
                 else:
                     raise refused(link, f"message kind {kind}", "pull, push or bye")
         except CommunicationError as error:
-            logger.warning("%s: worker %d has left: %s", self._here, worker, error)
+            if not self._ends:
+                logger.warning("%s: worker %d has left: %s", self._here, worker, error)
+        except Exception as error:
+            if link is not None:
+                send_problem(link, f"{self._here} failed: {type(error).__name__}: {error}")
+            raise
         finally:
             if worker >= 0:
                 self._remove(worker, ticket, retires=said_bye)
 
     def _welcome(self, link: PairLink, ticket: int) -> int:
-        """Add the worker, and return its number; -1 if it cannot take part."""
-        kind, worker, pulled, pushes, fingerprint, *_ = link.receive_header()
-        if kind != MessageKind.HELLO or not 0 <= worker < MOST_WORKERS or pulled < 0 or pushes < 0:
-            raise refused(link, f"{[kind, worker, pulled, pushes]}", f"a hello of worker 0 to {MOST_WORKERS - 1}")
-        if fingerprint != self._layout.fingerprint:
-            send_problem(
-                link,
-                f"worker {worker} has another model than {self._here}: names or shapes of the parameters differ; build "
-                "the same model on all servers and workers",
-            )
+        """Add the worker, and return its number; -1 if it cannot take part, or is a replica."""
+        kind, *numbers = link.receive_header()
+        if kind == MessageKind.FOLLOW:
+            self._add_replica(link, *numbers[:3])
+            return -1
+        worker, pulled, step, model, settings, *_ = numbers
+        if kind != MessageKind.HELLO or not 0 <= worker < MOST_WORKERS or pulled < 0 or step < -1:
+            raise refused(link, f"{[kind, worker, pulled, step]}", f"a hello of worker 0 to {MOST_WORKERS - 1}")
+        if not self._is_alike(link, f"worker {worker}", model, settings):
             return -1
         link.peer = f"worker {worker}"
         with self._changed:
+            while len(self._replicas) < self._awaited_replicas and not self._ends:
+                self._changed.wait()
+            self._require_place()
+            self._awaited_replicas = 0
             self._live[worker] = ticket
             self._links[worker] = link
-            self._clock.join(worker, pulled if self._settings.mode == "synchronous" else pushes)
+            self._had_worker = True
+            self._clock.join(worker, pulled, step)
+            self._pending = {one: gradient for one, gradient in self._pending.items() if one in self._clock.waiting}
             self._changed.notify_all()
-            version = self._clock.version
-        link.send([MessageKind.WELCOME, version])
+            version, step = self._clock.version, self._clock.steps[worker]
+        link.send([MessageKind.WELCOME, version, step])
         return worker
+
+    def _is_alike(self, link: PairLink, caller: str, model: int, settings: int) -> bool:
+        """Return True if the caller has the same model and settings; else send it the problem."""
+        problem = ""
+        if model != self._layout.fingerprint:
+            problem = (
+                f"{caller} has another model than {self._here}: names or shapes of the parameters differ; build the "
+                "same model on all servers and workers"
+            )
+        elif settings != self._settings.fingerprint:
+            problem = (
+                f"{caller} has other settings than {self._here}: mode, staleness, backup_workers and max_age must be "
+                "equal on all servers and workers"
+            )
+        if problem:
+            send_problem(link, problem)
+        return not problem
+
+    def _add_replica(self, link: PairLink, replica: int, model: int, settings: int) -> None:
+        """Send the content of the shard to a replica, which gets every update from now on."""
+        link.peer = f"replica {replica} of server {self._server}"
+        if not 0 <= replica < MOST_WORKERS:
+            raise refused(link, f"replica {replica}", f"0 to {MOST_WORKERS - 1}")
+        if not self._is_alike(link, link.peer, model, settings):
+            return
+        link.idle = timedelta(seconds=self._settings.reconnect_seconds)  # one that stands still stops no update
+        with self._changed:
+            self._require_place()
+            send_content(link, self._shard.content(self._clock))
+            self._await_done(link)
+            self._replicas[replica] = link
+            self._note_replicas()
+            self._changed.notify_all()
+
+    def _await_done(self, link: PairLink) -> None:
+        if (kind := link.receive_header()[0]) != MessageKind.DONE:
+            raise refused(link, f"message kind {kind}", "done")
+
+    def _note_replicas(self) -> None:
+        """Enter the complete replicas in the store. The caller holds the lock.
+
+        Raises:
+            LinkClosedError: a replica has taken the shard over; this process serves it no longer.
+        """
+        if not self._meeting.set_replicas(self._here, frozenset(self._replicas)):
+            logger.warning("%s: a replica has taken the shard over", self._here)
+            self.abandon()
+            self._require_place()
+
+    def _require_place(self) -> None:
+        if self._ends:
+            raise LinkClosedError(f"{self._here} no longer serves the shard")
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
@@ -214,15 +343,16 @@ class ParameterServer:
             self._clock.leave(worker, retires=retires)
             if self._clock.is_complete:
                 self._update()
-            self._meeting.post(f"left {worker}")
+            self._meeting.leave(worker, retires=retires)
             if self._live:  # else the run ends
                 self._reason = self._clock.stuck_because()
             self._changed.notify_all()
 
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
         with self._changed:
-            while not self._clock.may_pull(worker, wanted) and not self._reason:
+            while not self._clock.may_pull(worker, wanted) and not self._reason and not self._ends:
                 self._changed.wait()
+            self._require_place()
             possible = self._clock.may_pull(worker, wanted)
             version, values = self._clock.version, self._shard.values()
         if possible:
@@ -230,13 +360,14 @@ class ParameterServer:
         else:
             send_problem(link, f"{self._here} cannot make update {version + 1}: {self._reason}; start the run again")
 
-    def _answer_push(self, link: PairLink, worker: int, pulled: int) -> None:
+    def _answer_push(self, link: PairLink, worker: int, pulled: int, number: int) -> None:
         layout, server = self._layout, self._server
-        if pulled < 0:
-            raise refused(link, f"a gradient of version {pulled}", "0 or more")
+        if pulled < 0 or number < 1:
+            raise refused(link, f"push {number} of version {pulled}", "a push from 1, of version 0 or more")
         gradient = receive_gradient(link, layout.dense_numel(server), layout.sparse_shapes(server), layout.dtype)
         with self._changed:
-            result = self._clock.push(worker, pulled)
+            self._require_place()
+            result = self._clock.push(worker, pulled, number)
             if result in (PushResult.WAITS, PushResult.COMPLETES):
                 self._pending[worker] = gradient
             elif result is PushResult.DROPPED:
@@ -248,10 +379,28 @@ class ParameterServer:
         link.send([MessageKind.PUSHED, result.value, version])
 
     def _update(self) -> None:
-        """Make one update with the gradients that are here. The caller holds the lock."""
+        """Make one update with the gradients that are here, on the replicas too. The caller holds the lock."""
         # In the order of workers, so that the sum does not depend on which one came first.
-        self._shard.update([self._pending[number] for number in sorted(self._pending)])
+        gradient = mean_gradient([self._pending[number] for number in sorted(self._pending)])
+        counted, lost = dict(self._clock.waiting), set()
+        for replica, link in self._replicas.items():
+            try:
+                send_update(link, self._clock.version, gradient, counted)
+            except LinkClosedError as error:
+                logger.warning("%s goes on without %s: %s", self._here, link.peer, error)
+                lost.add(replica)
+        self._shard.update(gradient)
+        for replica, link in self._replicas.items():
+            try:
+                if replica not in lost:
+                    self._await_done(link)
+            except CommunicationError as error:
+                logger.warning("%s goes on without %s: %s", self._here, link.peer, error)
+                lost.add(replica)
+        if lost:
+            self._replicas = {replica: link for replica, link in self._replicas.items() if replica not in lost}
+            self._note_replicas()
         self._pending.clear()
-        self._clock.complete()
+        self._clock.complete(counted)
         if self._clock.version % self._settings.snapshot_every == 0:
             self._save()

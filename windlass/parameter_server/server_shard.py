@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError, ConfigError
 from windlass.parameter_server.parameter_cut import CutParameter, Fragment
 from windlass.parameter_server.snapshot import read_snapshot, write_snapshot
+from windlass.parameter_server.update_clock import UpdateClock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -29,6 +31,23 @@ class ShardGradient:
 
     dense: Tensor
     rows: list[tuple[Tensor, Tensor]]
+
+
+def mean_gradient(gradients: Sequence[ShardGradient]) -> ShardGradient:
+    """Return the mean of gradients of one shard, added in the given order."""
+    count = len(gradients)
+    if count == 1:
+        return gradients[0]
+    total = gradients[0].dense.clone()
+    for gradient in gradients[1:]:
+        total.add_(gradient.dense)
+    rows = []
+    for parts in zip(*(gradient.rows for gradient in gradients), strict=True):
+        indices, places = torch.unique(torch.cat([numbers for numbers, _ in parts]), return_inverse=True)
+        values = torch.cat([values for _, values in parts])
+        summed = values.new_zeros(indices.numel(), values.shape[1]).index_add_(0, places, values)
+        rows.append((indices, summed.div_(count)))
+    return ShardGradient(total.div_(count), rows)
 
 
 class ServerShard:
@@ -55,16 +74,17 @@ class ServerShard:
         cuts: bool = False,
     ) -> None:
         self.fragments = list(fragments)
-        self.rows = [parameters[fragment.parameter].row for fragment in fragments]
+        cuts_of = [parameters[fragment.parameter] for fragment in fragments]
+        self._sparse = [parameter.is_sparse for parameter in cuts_of]
         parts = values.split([fragment.numel for fragment in fragments]) if fragments else []
         self._parameters = [
-            nn.Parameter(part.clone().view(-1, row) if row > 1 else part.clone())
-            for part, row in zip(parts, self.rows, strict=True)
+            nn.Parameter(part.clone().view(-1, parameter.row) if parameter.is_sparse else part.clone())
+            for part, parameter in zip(parts, cuts_of, strict=True)
         ]
         # An optimizer of torch refuses an empty list, which a server has if there are more servers than elements.
         self._optimizer = make_optimizer(self._parameters) if self._parameters else None
         if self._optimizer is not None:
-            require_elementwise(self._optimizer, cuts)
+            require_elementwise(self._optimizer, cuts, next((one.name for one in cuts_of if not one.is_sparse), ""))
 
     def values(self) -> Tensor:
         """Return a copy of all elements, `[n]`."""
@@ -72,80 +92,91 @@ class ServerShard:
             return torch.empty(0)
         return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
 
-    def update(self, gradients: Sequence[ShardGradient]) -> None:
-        """Make one update with the mean of the gradients, added in the given order."""
+    def update(self, gradient: ShardGradient) -> None:
+        """Make one update."""
         if self._optimizer is None:
             return
-        count = len(gradients)
-        total = gradients[0].dense.clone()
-        for gradient in gradients[1:]:
-            total.add_(gradient.dense)
-        total /= count
-        begin, sparse = 0, 0
-        for parameter, row in zip(self._parameters, self.rows, strict=True):
-            if row == 1:
-                parameter.grad = total[begin : begin + parameter.numel()]
+        begin, rows = 0, iter(gradient.rows)
+        for parameter, is_sparse in zip(self._parameters, self._sparse, strict=True):
+            if is_sparse:
+                indices, values = next(rows)
+                if indices.numel():
+                    found = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=True)
+                    parameter.grad = found.coalesce()
+            else:
+                parameter.grad = gradient.dense[begin : begin + parameter.numel()]
                 begin += parameter.numel()
-                continue
-            indices = torch.cat([gradient.rows[sparse][0] for gradient in gradients])
-            rows = torch.cat([gradient.rows[sparse][1] for gradient in gradients]) / count
-            sparse += 1
-            if indices.numel():
-                grad = torch.sparse_coo_tensor(indices[None], rows, parameter.shape, check_invariants=True)
-                parameter.grad = grad.coalesce()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def save(self, path: Path, version: int) -> None:
-        """Write parameters and states to `path`, by one rename, and return when they are on the disk."""
-        make_directory(path.parent)
-        stored = {
-            "version": version,
+    def content(self, clock: UpdateClock) -> dict[str, Any]:
+        """Return all that another process needs to continue from here."""
+        return {
+            "version": clock.version,
+            "counted": clock.counted,
             "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
             "values": self.values(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
         }
-        write_snapshot(path, stored)
+
+    def has_fragments_of(self, content: dict[str, Any]) -> bool:
+        """Return True if `content` is of the same fragments."""
+        return bool(content["fragments"] == [(one.parameter, one.begin, one.end) for one in self.fragments])
+
+    @torch.no_grad()
+    def restore(self, content: dict[str, Any], clock: UpdateClock) -> None:
+        """Continue from the content of a shard of the same fragments."""
+        parts = content["values"].split([fragment.numel for fragment in self.fragments]) if self.fragments else []
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.copy_(part.view(parameter.shape))
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(content["optimizer"])
+        clock.version, clock.counted = int(content["version"]), dict(content["counted"])
+
+    def save(self, path: Path, clock: UpdateClock) -> None:
+        """Write parameters and states to `path`, by one rename, and return when they are on the disk."""
+        make_directory(path.parent)
+        write_snapshot(path, self.content(clock))
         _sync_directory(path.parent)
 
-    def load(self, path: Path) -> int:
-        """Restore from `path`, and return the version.
+    def load(self, path: Path, clock: UpdateClock) -> None:
+        """Restore from `path`.
 
         Raises:
             CheckpointError: the snapshot is of another model or number of servers, or damaged.
         """
         try:
             found = read_snapshot(path)
-            same = found["fragments"] == [(one.parameter, one.begin, one.end) for one in self.fragments]
+            same = self.has_fragments_of(found)
         except Exception as error:  # a damaged file raises many kinds
             raise CheckpointError(f"{path} is no snapshot of a parameter server: {error}; remove it") from error
         if not same:
             raise CheckpointError(
                 f"{path} is of another model or number of servers; start as many servers as before, or remove it"
             )
-        parts = found["values"].split([fragment.numel for fragment in self.fragments]) if self.fragments else []
-        with torch.no_grad():
-            for parameter, part in zip(self._parameters, parts, strict=True):
-                parameter.copy_(part.view(parameter.shape))
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(found["optimizer"])
-        return int(found["version"])
+        self.restore(found, clock)
 
 
 _WHOLE_NORMS = ("Lamb", "CPULamb", "OneBitLamb", "LARS")
-_WHOLE_SHAPES = ("Muon", "Adafactor", "LBFGS", "SparseAdam")
+_WHOLE_SHAPES = ("Muon", "Adafactor", "LBFGS")
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer, cuts: bool) -> None:
+def require_elementwise(optimizer: torch.optim.Optimizer, cuts: bool, dense: str = "") -> None:
     """Check that the rule of an optimizer is the same on the flat fragments that a server has.
 
     Args:
         cuts: some parameter is cut.
+        dense: name of a parameter with dense gradients; empty if there is none.
 
     Raises:
         ConfigError: it is not.
     """
     names = [cls.__name__ for cls in type(optimizer).__mro__]
+    if dense and "SparseAdam" in names:
+        raise ConfigError(
+            f"parameter server: SparseAdam takes sparse gradients only, and that of {dense} is dense; write SGD or "
+            "Adagrad, which take both"
+        )
     if found := next((name for name in names if name in _WHOLE_SHAPES), ""):
         raise ConfigError(
             f"parameter server: {found} reads the shape of a parameter or calls the model again, and a server has flat "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ class ParameterServerSettings:
         max_age: with `asynchronous` and `bounded`, the number of updates since its pull at which a gradient is refused;
             None: never.
         snapshot: folder in which each server stores its parameters and states; None: nowhere.
-        snapshot_every: updates between two snapshots: the most that the loss of a server costs.
+        snapshot_every: updates between two snapshots: the most that the loss of a server without replica costs.
         connect_seconds: longest wait for the others at the start. A server also ends if it had no worker for so long,
             and some of them were killed without a goodbye.
         reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
@@ -66,6 +67,11 @@ class ParameterServerSettings:
             )
         if self.snapshot_every < 1:
             raise ConfigError(f"parameter server: snapshot_every = {self.snapshot_every}; use 1 or more")
+
+    @property
+    def fingerprint(self) -> int:
+        """Checksum of what servers and workers must agree on."""
+        return zlib.crc32(repr((self.mode, self.staleness, self.backup_workers, self.max_age)).encode())
 
     def check_workers(self, workers: int) -> None:
         """Raise ConfigError unless a synchronous update waits for at least one of `workers` workers."""

@@ -13,7 +13,7 @@ from windlass.base.atomic_file import temporary_path_beside
 from windlass.base.errors import CheckpointError
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _DATA = "windlass_parameter_server"
 
 
@@ -27,8 +27,7 @@ def write_snapshot(path: Path, content: dict[str, Any]) -> None:
         CheckpointError: it has a value of another type.
         OSError: the file cannot be written; `path` is unchanged.
     """
-    tensors: dict[str, Tensor] = {}
-    data = json.dumps({"format_version": FORMAT_VERSION, "content": _encode(content, "", tensors)})
+    data, tensors = encode_content(content)
     new = temporary_path_beside(path)
     try:
         write_tensors(new, tensors, {_DATA: data}, durable=True)
@@ -45,10 +44,29 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         CheckpointError: the file is no snapshot, of another version, or damaged.
     """
     tensors, metadata = read_tensors(path)
-    data = json.loads(metadata[_DATA])
-    if data["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(f"it has format {data['format_version']!r}, not {FORMAT_VERSION}")
-    content: dict[str, Any] = _decode(data["content"], tensors)
+    return decode_content(metadata[_DATA], tensors)
+
+
+def encode_content(content: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """Return `content` as JSON, and its tensors by their names in it.
+
+    Raises:
+        CheckpointError: it has a value of a type that `write_snapshot` does not list.
+    """
+    tensors: dict[str, Tensor] = {}
+    return json.dumps({"format_version": FORMAT_VERSION, "content": _encode(content, "", tensors)}), tensors
+
+
+def decode_content(data: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what `encode_content` encoded.
+
+    Raises:
+        CheckpointError: it is of another version.
+    """
+    found = json.loads(data)
+    if found["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"it has format {found['format_version']!r}, not {FORMAT_VERSION}")
+    content: dict[str, Any] = _decode(found["content"], tensors)
     return content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,6 +16,7 @@ class PushResult(Enum):
     COMPLETES = 1  # an update can be made now
     DROPPED = 2  # its step was completed without it
     TOO_OLD = 3  # more updates than `max_age` since its pull
+    COUNTED = 4  # it is in an update already: it was sent again to the process that took over
 
 
 @dataclass
@@ -24,7 +26,8 @@ class UpdateClock:
     Attributes:
         version: number of updates so far.
         steps: number of pushes of each live worker.
-        waiting: workers whose gradients are here for the next synchronous update.
+        waiting: numbers of the pushes that are here for the next synchronous update, by worker.
+        counted: number of each worker's last push that is in an update.
         retired: workers that have left by `close`: synchronous updates no longer need them.
     """
 
@@ -32,31 +35,36 @@ class UpdateClock:
     workers: int
     version: int = 0
     steps: dict[int, int] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
+    waiting: dict[int, int] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
     retired: set[int] = field(default_factory=set)
 
     @property
     def needed(self) -> int:
         """Number of gradients of the next synchronous update."""
-        return max(1, self.workers - len(self.retired - self.waiting) - self.settings.backup_workers)
+        return max(1, self.workers - len(self.retired - self.waiting.keys()) - self.settings.backup_workers)
 
     @property
     def is_complete(self) -> bool:
         """True if a synchronous update can be made now."""
         return self.settings.mode == "synchronous" and len(self.waiting) >= self.needed
 
-    def join(self, worker: int, step: int) -> None:
-        """Add a worker. `step`: the version of its last pull in synchronous mode; else ignored for new ones.
+    def join(self, worker: int, pulled: int, step: int) -> None:
+        """Add a worker.
 
         A server that was restored has an older version than its workers in synchronous mode, and takes theirs.
+
+        Args:
+            pulled: the version of its last pull.
+            step: its number of pushes to this shard, as `steps` counts them; -1: it is new.
         """
-        if self.settings.mode == "synchronous":
-            if step > self.version:
-                self.version = step
-                self.waiting.clear()
-            self.steps[worker] = step
-        else:  # a worker that comes late holds no other worker up
-            self.steps[worker] = max(step, min(self.steps.values(), default=0))
+        if step < 0:
+            self.counted.pop(worker, None)  # of a worker before it with the same number
+        if self.settings.mode == "synchronous" and pulled > self.version:
+            self.version = pulled
+            self.waiting.clear()
+        # a worker that comes late holds no other worker up
+        self.steps[worker] = step if step >= 0 else min(self.steps.values(), default=0)
 
     def leave(self, worker: int, *, retires: bool) -> None:
         """Remove a worker: the others no longer wait for its steps. A gradient that it has pushed still counts.
@@ -68,21 +76,32 @@ class UpdateClock:
         if retires:
             self.retired.add(worker)
 
-    def push(self, worker: int, pulled: int) -> PushResult:
-        """Register a gradient that belongs to version `pulled` of the parameters."""
+    def push(self, worker: int, pulled: int, number: int) -> PushResult:
+        """Register a gradient that belongs to version `pulled` of the parameters.
+
+        Args:
+            number: number of this push among those of the worker, from 1.
+        """
+        if number <= self.counted.get(worker, 0):
+            self.steps[worker] = self.steps.get(worker, 0) + 1
+            return PushResult.COUNTED
         if self.settings.mode == "synchronous":
+            if self.waiting.get(worker) == number:
+                return PushResult.WAITS
             if pulled < self.version or worker in self.waiting:
                 return PushResult.DROPPED
-            self.waiting.add(worker)
+            self.waiting[worker] = number
             return PushResult.COMPLETES if self.is_complete else PushResult.WAITS
         if self.settings.max_age is not None and self.version - pulled > self.settings.max_age:
             return PushResult.TOO_OLD
         self.steps[worker] = self.steps.get(worker, 0) + 1
+        self.waiting[worker] = number
         return PushResult.COMPLETES
 
-    def complete(self) -> None:
-        """Register an update."""
+    def complete(self, counted: Mapping[int, int]) -> None:
+        """Register an update with these pushes, by worker."""
         self.version += 1
+        self.counted |= counted
         self.waiting.clear()
 
     def may_pull(self, worker: int, wanted: int) -> bool:
@@ -102,7 +121,7 @@ class UpdateClock:
         """Return the reason for which no synchronous update can follow; empty if one can."""
         if self.settings.mode != "synchronous":
             return ""
-        able = len(self.waiting | set(self.steps))
+        able = len(self.waiting.keys() | self.steps.keys())
         if able >= self.needed:
             return ""
         return f"{able} of the {self.needed} workers that a synchronous update needs remain"

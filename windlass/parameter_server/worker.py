@@ -13,7 +13,7 @@ from windlass.base.errors import CommunicationError, ModelError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server.meeting import Meeting, ServerAddress
-from windlass.parameter_server.messages import MessageKind, receive_text, send_gradient
+from windlass.parameter_server.messages import MessageKind, receive_text, send_push
 from windlass.parameter_server.model_layout import ModelLayout
 from windlass.parameter_server.server_shard import ShardGradient
 from windlass.parameter_server.settings import ParameterServerSettings
@@ -54,7 +54,11 @@ class ParameterServerWorker:
         self._links: dict[int, PairLink] = {}
         self._addresses: dict[int, ServerAddress] = {}
         self._pulled = dict.fromkeys(self._servers, 0)
-        self._last: dict[int, tuple[int, ShardGradient]] = {}  # pushed, and not yet in a version that was pulled
+        self._steps = dict.fromkeys(
+            self._servers, -1
+        )  # pushes as the server counts them; -1: it does not know this one
+        # version, number and gradient of a push that is not yet in a version that was pulled
+        self._last: dict[int, tuple[int, int, ShardGradient]] = {}
         self._closed_bytes = [0, 0]
         for server in self._servers:
             self._connect(server, settings.connect_seconds, "")
@@ -103,7 +107,7 @@ class ParameterServerWorker:
         gradients = [self._gradient_of(server) for server in self._servers]
         results = []
         for server in self._servers:
-            self._last[server] = (self._pulled[server], gradients[server])
+            self._last[server] = (self._pulled[server], self.pushes + 1, gradients[server])
             results.append(self._with_server(server, lambda server=server: self._push_to(server)))  # type: ignore[misc]
         for tensor in self._layout.tensors:
             tensor.grad = None
@@ -155,19 +159,21 @@ class ParameterServerWorker:
                 )
             self._addresses[server] = address
             try:
-                self._greet(server, self._meeting.call_server(address, self.index))
+                self._greet(server, self._meeting.call_server(address))
             except LinkClosedError as error:  # it was lost meanwhile
                 cause = str(error)
                 continue
             return
 
     def _greet(self, server: int, link: PairLink) -> None:
-        step = self._pulled[server] if self._settings.mode == "synchronous" else 0
-        link.send([MessageKind.HELLO, self.index, step, self.pushes, self._layout.fingerprint])
-        version = self._receive(link, MessageKind.WELCOME)[0]
+        synchronous, layout = self._settings.mode == "synchronous", self._layout
+        pulled = self._pulled[server] if synchronous else 0
+        step = self._steps[server]
+        link.send([MessageKind.HELLO, self.index, pulled, step, layout.fingerprint, self._settings.fingerprint])
+        version, self._steps[server], *_ = self._receive(link, MessageKind.WELCOME)
         self._links[server] = link
         last = self._last.get(server)
-        if last is not None and self._settings.mode == "synchronous" and version <= last[0]:
+        if last is not None and synchronous and version <= last[0]:
             self._push_to(server)  # the server that was lost may have had it
 
     def _with_server(self, server: int, action: Callable[[], T]) -> T:
@@ -199,10 +205,12 @@ class ParameterServerWorker:
         self._last.pop(server, None)
 
     def _push_to(self, server: int) -> tuple[PushResult, int]:
-        pulled, gradient = self._last[server]
+        pulled, number, gradient = self._last[server]
         link = self._links[server]
-        send_gradient(link, pulled, gradient)
+        send_push(link, pulled, number, gradient)
         result, version, *_ = self._receive(link, MessageKind.PUSHED)
+        if self._settings.mode != "synchronous" and result != PushResult.TOO_OLD.value:
+            self._steps[server] += 1
         return PushResult(result), version
 
     def _receive(self, link: PairLink, expected: MessageKind) -> list[int]:
@@ -235,7 +243,7 @@ class ParameterServerWorker:
             elif grad is None:
                 dense.append(torch.zeros(fragment.numel, dtype=layout.dtype))
             else:
-                part = grad.detach().reshape(-1)[fragment.begin : fragment.end]
+                part = grad.detach().to_dense().reshape(-1)[fragment.begin : fragment.end]
                 dense.append(part.to("cpu", layout.dtype))
         return ShardGradient(torch.cat(dense) if dense else torch.empty(0, dtype=layout.dtype), rows)
 

@@ -21,7 +21,7 @@ _ONE_BIT_ADAM = differs(
 _ZERO_ONE_ADAM = differs(
     f"{_STEPS}.one_bit_optimizers:ZeroOneAdam", "the first steps are torch's AdamW, with its bias correction"
 )
-_ONE_BIT_LAMB = differs(f"{_STEPS}.one_bit_optimizers:OnebitLamb", "max_grad_norm is refused; stage 0 alone")
+_ONE_BIT_LAMB = differs(f"{_STEPS}.one_bit_optimizers:OnebitLamb", "max_grad_norm is refused; stages 0 to 2")
 _ITERATION = "always orthogonalised by the Newton-Schulz iteration"
 _LAYER = refused("windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model")
 _BUILDERS = (

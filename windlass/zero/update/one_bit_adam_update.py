@@ -15,7 +15,8 @@ difference, and the rest stays in the next difference, so that it needs no error
 arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding of 16-bit parameters is a part of it.
 `ShardedModel.finish_update` makes parameters equal to the master weights again.
 
-The frozen variance has the bias correction of its last step, and the momentum that of its own. Elements whose frozen
+The frozen variance has the bias correction of its last step, and the momentum that of its own. Without bias correction
+the first steps are taken here too, since torch's AdamW has no such option. Elements whose frozen
 variance is 0 have never had a gradient, and are not updated: the sign of nothing would be divided by eps.
 """
 
@@ -27,7 +28,7 @@ from typing import ClassVar
 import torch
 
 from windlass.base.log import logger
-from windlass.optim.one_bit_adam import count_step, is_frozen
+from windlass.optim.one_bit_adam import corrects_bias, count_step, is_frozen
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
@@ -57,6 +58,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         )
         self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
         self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
+        self._reduced_divisor: float | None = None  # of the gradients that the engine reduced; None: they are messages
         if self.takes_local_gradients:
             self._phase.begin()
 
@@ -87,13 +89,25 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective in the compressed phase."""
-        if not self.takes_local_gradients:
-            return self._counted(super().run(used, divisor))
-        return self._counted(self._run_compressed(used, divisor, self._phase.options()))
+        if self.takes_local_gradients:
+            return self._counted(self._run_compressed(used, divisor, self._phase.options()))
+        if not corrects_bias(self.optimizer):
+            return self._counted(self._run_reduced(used, divisor, self._phase.options()))
+        return self._counted(super().run(used, divisor))
 
     def _counted(self, batches: Iterator[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
         yield from batches
         count_step(self.optimizer)
+
+    def _run_reduced(
+        self, used: dict[int, list[bool]], divisor: float, options: Options
+    ) -> Iterator[list[UpdateChunk]]:
+        """Update momentum and variance with gradients that the engine reduced."""
+        self._reduced_divisor = divisor
+        try:
+            yield from self._step_chunks(used, options)
+        finally:
+            self._reduced_divisor = None
 
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
@@ -139,6 +153,9 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         self, segment: ParameterSegment, values: torch.Tensor, received: torch.Tensor, options: Options
     ) -> None:
         """Update a fragment with the momentum (stage 0) or the mean of messages (stages 1 and 2) in `received`."""
+        if self._reduced_divisor is not None:
+            self._step_exactly(segment, values, received / self._reduced_divisor, options)
+            return
         given, momentum = options[id(segment.parameter)], self._opened(segment, values)["exp_avg"]
         if self._shards:
             momentum.mul_(given["betas"][0]).add_(received)
@@ -146,26 +163,39 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             momentum.copy_(received)
         self._move(segment, values, options)
 
+    def _step_exactly(
+        self, segment: ParameterSegment, values: torch.Tensor, gradient: torch.Tensor, options: Options
+    ) -> None:
+        """Update momentum, variance and values of a fragment with its reduced gradient."""
+        state, (beta1, beta2) = self._opened(segment, values), options[id(segment.parameter)]["betas"]
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state["variance_steps"] += 1
+        self._move(segment, values, options)
+
     def _opened(self, segment: ParameterSegment, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states of a fragment, complete for a compressed step."""
+        """Return the states of a fragment, complete for a step of this class."""
         state: dict[str, torch.Tensor] = self._inner.state[segment.tensor]
-        if "exp_avg" not in state:  # its first gradient came after the freeze, so its variance is 0
+        if "exp_avg" not in state:
+            self._create_state(segment, state, values)
+        if "variance_steps" not in state:
+            state["variance_steps"] = torch.tensor(float(state["step"]))
+        return state
+
+    def _create_state(self, segment: ParameterSegment, state: dict[str, torch.Tensor], values: torch.Tensor) -> None:
+        if self._reduced_divisor is None:  # its first gradient came after the freeze, so its variance is 0
             logger.warning(
                 f"{segment.name!r} had no gradient in the steps before the freeze, so its variance is 0 and it is not "
                 "trained; unfreeze it before freeze_step, or continue with AdamW"
             )
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
-        if "variance_steps" not in state:
-            state["variance_steps"] = torch.tensor(float(state["step"]))
-        return state
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
 
     def _move(self, segment: ParameterSegment, values: torch.Tensor, options: Options) -> None:
         """Count a step of a fragment, and update its values with its momentum and variance."""
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         state["step"] += 1
-        lr, beta1 = float(given["lr"]), given["betas"][0]
-        rate, decay = lr / (1 - beta1 ** float(state["step"])), 1 - lr * given["weight_decay"]
+        rate, decay = self._rate(segment, options), 1 - float(given["lr"]) * given["weight_decay"]
         momenta, variances, parts = (t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
         masks = self._may_have_zeros(segment)
         for momentum, variance, part in zip(momenta, variances, parts, strict=True):
@@ -173,6 +203,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             if masks:
                 change.masked_fill_(variance == 0, 0.0)
             part.mul_(decay).sub_(change, alpha=rate)
+
+    def _rate(self, segment: ParameterSegment, options: Options) -> float:
+        """Return the learning rate of a fragment with the bias correction of its momentum."""
+        given, lr = options[id(segment.parameter)], float(options[id(segment.parameter)]["lr"])
+        if not given.get("bias_correction", True):
+            return lr
+        return float(lr / (1 - given["betas"][0] ** float(self._inner.state[segment.tensor]["step"])))
 
     def _may_have_zeros(self, segment: ParameterSegment) -> bool:
         """Return False if no element of a fragment's variance is 0. A variance in memory is read once per change."""
@@ -192,7 +229,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         """Return `_denominator` for some elements of a fragment, given their variance."""
         state, given = self._inner.state[segment.tensor], options[id(segment.parameter)]
         seen = float(state["variance_steps"])
-        correction = 1 - given["betas"][1] ** seen if seen else 1.0
+        correction = 1 - given["betas"][1] ** seen if seen and given.get("bias_correction", True) else 1.0
         return (variance / correction).sqrt_().add_(given["eps"])
 
     def _note_change(self, chunk: UpdateChunk) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
-from windlass.optim.one_bit_adam import applied_steps
+from windlass.optim.one_bit_adam import applied_steps, corrects_bias
 from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
@@ -78,23 +78,16 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective unless the variance is updated."""
         kind = self.kind
-        if kind is StepKind.EXACT:
+        if kind is StepKind.EXACT and corrects_bias(self.optimizer):
             return self._counted(ElementwiseUpdate.run(self, used, divisor))
         options = self._phase.options()
-        if kind is StepKind.VARIANCE:
-            return self._counted(self._run_variance(used, divisor, options))
+        if kind in (StepKind.EXACT, StepKind.VARIANCE):
+            return self._counted(self._run_reduced(used, divisor, options))
         if kind is StepKind.COMPRESSED:
             return self._counted(self._run_compressed(used, divisor, options))
         if applied_steps(self.optimizer) == self.optimizer.param_groups[0]["var_freeze_step"]:
             self._phase.forget(WORKER_ERROR, SERVER_ERROR)  # they are in units of gradients, not of changes
         return self._counted((self._run_summed if self._shards else self._run_local)(used, divisor, options))
-
-    def _run_variance(
-        self, used: dict[int, list[bool]], divisor: float, options: Options
-    ) -> Iterator[list[UpdateChunk]]:
-        """Update momentum and variance with gradients that the engine reduced."""
-        self._divisor = divisor
-        yield from self._step_chunks(used, options)
 
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
@@ -133,16 +126,11 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _step_segment(
         self, segment: ParameterSegment, values: torch.Tensor, received: torch.Tensor, options: Options
     ) -> None:
-        state, (beta1, beta2) = self._opened(segment, values), options[id(segment.parameter)]["betas"]
-        momentum, kind = state["exp_avg"], self.kind
-        if kind is StepKind.VARIANCE:
-            gradient = received / self._divisor
-            momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            state["variance_steps"] += 1
-            self._move(segment, values, options)
+        if self._reduced_divisor is not None:
+            self._step_exactly(segment, values, received / self._reduced_divisor, options)
             return
-        for _ in range(self._repeats if kind is StepKind.SYNC else 1):
+        momentum, beta1 = self._opened(segment, values)["exp_avg"], options[id(segment.parameter)]["betas"][0]
+        for _ in range(self._repeats if self.kind is StepKind.SYNC else 1):
             momentum.mul_(beta1).add_(received)
             self._move(segment, values, options)
 
@@ -175,7 +163,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
             momentum.copy_(state["exp_avg"])
         momentum.mul_(beta1).add_(gradient)
         state["step"] += 1
-        rate = lr / (1 - beta1 ** float(state["step"]))
+        rate = self._rate(segment, options)
         state[RATES] += rate
         root = self._denominator(segment, change, options)
         move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0).mul_(rate)
@@ -189,7 +177,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         state, master = self._inner.state[segment.tensor], self._master(segment)
         move = mean / self._denominator(segment, mean, options)
         master.sub_(move.masked_fill_(state["exp_avg_sq"] == 0, 0.0))
-        state["exp_avg"].copy_(mean / float(state[RATES]))
+        if rates := float(state[RATES]):  # else all learning rates were 0, and the changes say nothing of momenta
+            state["exp_avg"].copy_(mean / rates)
         state[RATES].zero_()
 
     @torch.no_grad()

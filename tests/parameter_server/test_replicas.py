@@ -1,0 +1,208 @@
+"""Laws of replicas of parameter servers: whatever process of a shard is lost, nothing else is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parameter_server.jobs import Job
+from tests.parameter_server.test_parameter_server import STEPS, Bag, adamw, close, mlp, plain, sgd, train, train_once
+from windlass.base.errors import CommunicationError
+from windlass.parameter_server.meeting import ServerAddress, ShardRecord
+from windlass.parameter_server.messages import receive_content, receive_counted
+from windlass.parameter_server.server import ParameterServer
+from windlass.parameter_server.settings import ParameterServerSettings
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def has_replicas(job: Job, server: int, count: int) -> bool:
+    return len(job.meeting().record(server).replicas) == count
+
+
+def lose(job: Job, server: int) -> None:
+    """End the server of a shard, as a kill does. Its process becomes a replica, as one that is started again."""
+    before = job.meeting().record(server).generation
+    job.serving(server).abandon()
+    wait_for(lambda: job.meeting().record(server).generation > before and has_replicas(job, server, 1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "build", "make_optimizer"),
+    [("synchronous", mlp, adamw), ("asynchronous", mlp, adamw), ("bounded", mlp, sgd), ("synchronous", Bag, sgd)],
+)
+def test_a_replica_continues_where_its_server_was_lost(mode: Any, build: Any, make_optimizer: Any) -> None:
+    """Without a snapshot, and more than once: the training equals the one without a loss."""
+    workers = 2 if mode == "synchronous" else 1
+    job = Job(build, make_optimizer, ParameterServerSettings(mode=mode), servers=2, workers=workers)
+    wanted = plain(job.build_from(0), make_optimizer, workers)
+    job.start_processes(replicas=1)
+    if workers == 2:
+        job.start_worker(1, train)
+    model, worker = job.worker(0)
+    for step in range(STEPS):
+        assert train_once(model, worker, step)
+        if 0 < step < 3:
+            lose(job, 1)
+    assert worker.pull() == STEPS
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    job.finish()
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_push_whose_answer_was_lost_counts_once(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=1, workers=1)
+    wanted = plain(job.build_from(0), sgd, 1)
+    job.start_processes(replicas=1)
+    model, worker = job.worker(0)
+    update = ParameterServer._update
+
+    def lost_after(server: ParameterServer) -> None:
+        update(server)
+        server.abandon()
+
+    for step in range(STEPS):
+        wait_for(lambda: has_replicas(job, 0, 1))
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(ParameterServer, "_update", lost_after)
+            assert train_once(model, worker, step)
+    assert worker.pull() == STEPS
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    job.finish()
+
+
+def test_a_replica_that_was_lost_comes_back() -> None:
+    """The server goes on without it, and sends it everything when it comes back."""
+    job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
+    wanted = plain(job.build_from(0), adamw, 1)
+    job.start_processes(replicas=1)
+    model, worker = job.worker(0)
+    for step in range(STEPS):
+        if step == 1:
+            next(iter(job.serving(0)._replicas.values())).close()
+        if step == 2:
+            wait_for(lambda: has_replicas(job, 0, 1))
+            lose(job, 0)
+        assert train_once(model, worker, step)
+    worker.pull()
+    close(dict(model.named_parameters()), wanted)
+    worker.close()
+    job.finish()
+
+
+def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.LogCaptureFixture) -> None:
+    """Only the entry in the store decides: a server without an answer of its replica asks whether it still is one."""
+    job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
+    wanted = plain(job.build_from(0), adamw, 1)
+    job.start_processes(replicas=1)
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    old = job.serving(0)
+    old._replicas[1].close()  # as if the connection broke: the replica takes over
+    wait_for(lambda: job.meeting().record(0).generation == 2)
+    for step in range(1, STEPS):
+        assert train_once(model, worker, step)
+    worker.pull()
+    close(dict(model.named_parameters()), wanted)
+    assert old.version == 1 and "a replica has taken the shard over" in caplog.text
+    worker.close()
+    job.finish()
+
+
+def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> None:
+    """The replica is lost, then the server: the process that is started in its place reads the snapshot."""
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=1)
+    job = Job(mlp, adamw, settings, servers=1, workers=1)
+    wanted = plain(job.build_from(0), adamw, 1)
+    job.start_process(0, 0, replicas=0)
+    model, worker = job.worker(0)
+    for step in range(STEPS):
+        assert train_once(model, worker, step)
+        if step == 1:
+            job.serving(0).abandon()
+    worker.pull()
+    close(dict(model.named_parameters()), wanted)
+    assert job.meeting().record(0).generation == 2
+    worker.close()
+    job.finish()
+
+
+def test_missing_replicas_are_named() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(connect_seconds=0.3), servers=1, workers=1)
+    job.start_process(0, 0, replicas=2)
+    job.start_process(0, 1, replicas=2)
+    with pytest.raises(CommunicationError, match="1 of 2 replicas of server 0 .* did not connect within 0 s"):
+        job.finish()
+
+
+def test_only_a_complete_replica_takes_over() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    meeting = job.meeting()
+    first = meeting.register_server(0)
+    assert meeting.take_over(first, 1) is None
+    assert meeting.set_replicas(first, frozenset({1, 2}))
+    meeting.remove_replica(0, 2)
+    assert meeting.take_over(first, 2) is None
+    second = meeting.take_over(first, 1)
+    assert second is not None and (second.generation, second.replica) == (2, 1)
+    assert not meeting.set_replicas(first, frozenset()) and meeting.take_over(first, 1) is None
+    assert meeting.record(0) == ShardRecord(second)
+
+
+@pytest.mark.parametrize("replicas", [frozenset(), frozenset({1, 12})])
+def test_an_entry_is_read_as_it_was_written(replicas: frozenset[int]) -> None:
+    record = ShardRecord(ServerAddress(3, 7, "a host", 4711, 1), replicas)
+    assert ShardRecord.from_text(3, record.to_text()) == record
+
+
+class WrittenLink:
+    """Link whose other side has sent these tensors."""
+
+    peer = "server 0"
+
+    def __init__(self, *sent: torch.Tensor) -> None:
+        self.sent, self.is_closed = list(sent), False
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self.sent.pop(0))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("shape", ["[1099511627776]", "[-1, -1]"])
+def test_sizes_of_a_content_are_checked(shape: str) -> None:
+    text = torch.frombuffer(bytearray(b'["{}", [["tensor.0", "F32", ' + shape.encode() + b"]]]"), dtype=torch.uint8)
+    link: Any = WrittenLink(text)
+    with pytest.raises(CommunicationError, match="a state of shape .* at most 10 elements"):
+        receive_content(link, text.numel(), 1, 10)
+    assert link.is_closed
+    with pytest.raises(CommunicationError, match="a content of -1 bytes"):
+        receive_content(WrittenLink(), -1, 1, 10)  # type: ignore[arg-type]
+    with pytest.raises(CommunicationError, match="1073741824 pushes of an update"):
+        receive_counted(WrittenLink(), 1 << 30)  # type: ignore[arg-type]
+
+
+def test_the_modules_of_a_replica_may_have_other_values() -> None:
+    """The content of the server replaces them."""
+    job = Job(lambda: nn.Linear(3, 2), sgd, ParameterServerSettings(), servers=1, workers=1)
+    job.start_processes(replicas=2)
+    model, worker = job.worker(0)
+    worker.pull()
+    close(dict(model.named_parameters()), dict(job.build_from(0).named_parameters()))
+    worker.close()
+    job.finish()

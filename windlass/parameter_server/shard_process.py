@@ -1,0 +1,99 @@
+"""Process of a shard: its server, or a replica that takes the server's place when it is lost."""
+
+from __future__ import annotations
+
+import time
+
+from windlass.base.errors import CommunicationError
+from windlass.parameter_server.meeting import Meeting, ShardRecord
+from windlass.parameter_server.model_layout import ModelLayout
+from windlass.parameter_server.server import ParameterServer, TakenShard
+from windlass.parameter_server.server_shard import MakeOptimizer
+from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.shard_replica import ShardReplica
+
+_PAUSE = 0.02
+
+
+class ShardProcess:
+    """One of the processes of a shard, until the run ends.
+
+    The first one begins as the server, the others as its replicas. A process that is started again becomes a replica.
+    If it was the server, and there is no complete replica, it is the server again, from the snapshot.
+
+    Args:
+        layout: the model's layout.
+        server: number of the shard.
+        replica: number of this process among those of the shard.
+        replicas: number of replicas at the start.
+        workers: number of workers at the start.
+        settings: those of the job.
+        make_optimizer: builds the optimizer of the shard.
+        meeting: the job's store.
+
+    Attributes:
+        serving: the server in this process, if it is or was one.
+        following: the replica in this process.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        server: int,
+        replica: int,
+        replicas: int,
+        workers: int,
+        settings: ParameterServerSettings,
+        make_optimizer: MakeOptimizer,
+        meeting: Meeting,
+    ) -> None:
+        self._layout, self._server, self._replica, self._replicas = layout, server, replica, replicas
+        self._workers, self._settings, self._make_optimizer, self._meeting = workers, settings, make_optimizer, meeting
+        self.serving: ParameterServer | None = None
+        self.following = ShardReplica(layout, server, replica, workers, settings, make_optimizer, meeting)
+
+    def run(self) -> None:
+        """Serve and follow until the run ends.
+
+        Raises:
+            CommunicationError: another process did not come in time.
+        """
+        self._meeting.remove_replica(self._server, self._replica)  # the copy of the process before this one is gone
+        last_contact = time.monotonic()
+        while not self._meeting.is_over(self._server):
+            record = self._meeting.record(self._server)
+            if self._is_server_of(record):
+                self._serve(None)
+                last_contact = time.monotonic()
+            elif record.address is not None and record.address.replica != self._replica:
+                taken = self.following.follow(record.address)
+                if taken is not None:
+                    self._serve(taken)
+                if self.following.has_copy:
+                    last_contact = time.monotonic()
+            if time.monotonic() - last_contact > self._settings.connect_seconds:
+                raise CommunicationError(
+                    f"parameter server: replica {self._replica} of server {self._server} found no server for "
+                    f"{self._settings.connect_seconds:.0f} s ({record.address or 'none was started'}); see its output, "
+                    "or raise connect_seconds"
+                )
+            time.sleep(_PAUSE)
+
+    def _is_server_of(self, record: ShardRecord) -> bool:
+        """Return True if this process is to be the server, without a copy of the one before."""
+        if record.address is None:
+            return self._replica == 0
+        return record.address.replica == self._replica and not record.replicas
+
+    def _serve(self, taken: TakenShard | None) -> None:
+        self.serving = ParameterServer(
+            self._layout,
+            self._server,
+            self._workers,
+            self._settings,
+            self._make_optimizer,
+            self._meeting,
+            replicas=self._replicas,
+            taken=taken,
+        )
+        self.serving.serve()

@@ -1,0 +1,115 @@
+"""Replica of a shard: makes every update of its server, and takes its place ([Note: replicas of a shard])."""
+
+from __future__ import annotations
+
+from windlass.base.errors import CommunicationError
+from windlass.base.log import logger
+from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server.meeting import Meeting, ServerAddress
+from windlass.parameter_server.messages import (
+    MessageKind,
+    receive_content,
+    receive_counted,
+    receive_gradient,
+    receive_text,
+    refused,
+)
+from windlass.parameter_server.model_layout import ModelLayout
+from windlass.parameter_server.server import TakenShard
+from windlass.parameter_server.server_shard import MakeOptimizer, ServerShard
+from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.update_clock import UpdateClock
+
+
+class ShardReplica:
+    """Copy of a shard in another process than its server.
+
+    Args:
+        layout: the model's layout.
+        server: number of the shard.
+        replica: number of this process among those of the shard.
+        workers: number of workers at the start.
+        settings: those of the job.
+        make_optimizer: builds the optimizer of the shard.
+        meeting: the job's store.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        server: int,
+        replica: int,
+        workers: int,
+        settings: ParameterServerSettings,
+        make_optimizer: MakeOptimizer,
+        meeting: Meeting,
+    ) -> None:
+        self._layout, self._server, self._replica, self._workers = layout, server, replica, workers
+        self._settings, self._make_optimizer, self._meeting = settings, make_optimizer, meeting
+        self._shard: ServerShard | None = None
+        self._clock = UpdateClock(settings, workers)
+
+    @property
+    def has_copy(self) -> bool:
+        """True if the content of the last server that was followed has arrived."""
+        return self._shard is not None
+
+    @property
+    def version(self) -> int:
+        """Number of updates."""
+        return self._clock.version
+
+    def follow(self, address: ServerAddress) -> TakenShard | None:
+        """Make the updates of a server until it is lost.
+
+        Returns:
+            The shard, if this process has taken it over; None: another one has, or the run has ended.
+
+        Raises:
+            CommunicationError: the server has another model or other settings.
+        """
+        self._shard = None
+        try:
+            link = self._meeting.call_server(address)
+            self._shard = self._receive_shard(link)
+            link.send([MessageKind.DONE])
+            while True:
+                self._make_update(link, self._shard)
+        except LinkClosedError as error:
+            cause = error
+        if self._shard is None or self._meeting.is_over(self._server):
+            return None
+        here = self._meeting.take_over(address, self._replica)
+        if here is None:
+            return None
+        logger.warning("%s takes over at version %d: %s", here, self.version, cause)
+        return TakenShard(here, self._shard, self._clock)
+
+    def _receive_shard(self, link: PairLink) -> ServerShard:
+        layout, server = self._layout, self._server
+        link.send([MessageKind.FOLLOW, self._replica, layout.fingerprint, self._settings.fingerprint])
+        kind, size, count, *_ = link.receive_header()
+        if kind == MessageKind.PROBLEM:
+            raise CommunicationError(f"parameter server: {receive_text(link, size)}")
+        if kind != MessageKind.CONTENT:
+            raise refused(link, f"message kind {kind}", "the content of the shard")
+        content = receive_content(link, size, count, layout.numel(server))
+        shard = ServerShard(
+            layout.parameters, layout.fragments[server], layout.values(server), self._make_optimizer, cuts=layout.cuts
+        )
+        if not shard.has_fragments_of(content):
+            raise refused(link, "a shard of other fragments", "those of this one")
+        self._clock = UpdateClock(self._settings, self._workers)
+        shard.restore(content, self._clock)
+        return shard
+
+    def _make_update(self, link: PairLink, shard: ServerShard) -> None:
+        layout, server = self._layout, self._server
+        kind, version, count, *_ = link.receive_header()
+        if kind != MessageKind.UPDATE or version != self._clock.version:
+            raise refused(link, f"message {kind} at version {version}", f"an update of version {self._clock.version}")
+        gradient = receive_gradient(link, layout.dense_numel(server), layout.sparse_shapes(server), layout.dtype)
+        counted = receive_counted(link, count)
+        shard.update(gradient)
+        self._clock.complete(counted)
+        link.send([MessageKind.DONE])
