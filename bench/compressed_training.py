@@ -58,13 +58,19 @@ class Method:
         return config
 
 
+_BOUNDED = {"max_update": 1.0}
 _ZERO_ONE = {"var_update_scaler": 4, "local_step_clipper": 4}
 METHODS = {
     BASE: Method("AdamW", 0),
-    "1-bit Adam": Method("OneBitAdam", 0, phases={"freeze_step": 0.15}, goal=0.01),
-    "1-bit Adam, stage 1": Method("OneBitAdam", 1, phases={"freeze_step": 0.15}, goal=0.01),
+    "1-bit Adam": Method("OneBitAdam", 0, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
+    "1-bit Adam, stage 1": Method("OneBitAdam", 1, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
+    "1-bit Adam, unbounded steps": Method("OneBitAdam", 0, phases={"freeze_step": 0.3}),
     "0/1 Adam": Method(
-        "ZeroOneAdam", 0, params=_ZERO_ONE, phases={"var_freeze_step": 0.5, "local_step_scaler": 0.1}, goal=0.01
+        "ZeroOneAdam",
+        0,
+        params=_ZERO_ONE | _BOUNDED,
+        phases={"var_freeze_step": 0.5, "local_step_scaler": 0.1},
+        goal=0.01,
     ),
     "DiLoCo, 2 replicas": Method("DiLoCo", 0, params={"inner_steps": 32}, goal=0.03),
     "DiLoCo, 4 replicas": Method("DiLoCo", 0, ranks=4, params={"inner_steps": 32}, goal=0.03),

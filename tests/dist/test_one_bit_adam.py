@@ -85,6 +85,11 @@ class Case:
         """Return the divisor of a moment."""
         return 1 - beta**steps if dict(self.params).get("bias_correction", True) else 1.0
 
+    def bounded(self, change: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return a change without learning rate, bounded by `max_update` times `factor`."""
+        limit = dict(self.params).get("max_update")
+        return change if limit is None else change.clamp(-limit * factor, limit * factor)
+
 
 def train(engine: Any, case: Case, first: int, last: int) -> None:
     subject, rank = specimen(case.model), dist.get_rank()
@@ -203,6 +208,7 @@ class Simulation:
             self.m[name] = self.m[name] * BETA1 + mean
         change = self.m[name] / ((self.v[name] / case.corrected(BETA2, FREEZE)).sqrt() + EPS)
         change[self.v[name] == 0] = 0
+        change = case.bounded(change, case.corrected(BETA1, step))
         self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / case.corrected(BETA1, step))
         if case.stage == 0 or ranks == 1:
             self.replicas[name] = self.x[name].to(case.dtype)
@@ -330,6 +336,29 @@ class UncorrectedAdam(torch.optim.Optimizer):
             state["m"] = state.get("m", 0) * BETA1 + (1 - BETA1) * grad
             state["v"] = state.get("v", 0) * BETA2 + (1 - BETA2) * grad * grad
             parameter.mul_(1 - LR * DECAY).sub_(LR * state["m"] / (state["v"].sqrt() + EPS))
+
+
+BOUNDED = (("freeze_step", FREEZE), ("max_update", 0.05))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bounded_steps_equal_their_simulation(stage: int, tmp_path: Path) -> None:
+    case = Case(stage, transport="shm", accumulation=2, params=BOUNDED)
+    free = replace(case, params=CASES[0].params)
+    by_rank = run_ranks(run_cases, 2, [case, free], str(tmp_path), timeout=120.0)
+    require_law(case, [found[0] for found in by_rank])
+    before, bounded, unbounded = by_rank[0][0]["frozen"]["params"], by_rank[0][0]["params"], by_rank[0][1]["params"]
+    moved, free_move = (
+        max(float((after[name] - before[name]).abs().max()) for name in before) for after in (bounded, unbounded)
+    )
+    most = (case.steps - FREEZE) * LR * (0.05 + DECAY * max(float(value.abs().max()) for value in before.values()))
+    assert moved <= most * 1.001 < free_move
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_bound_that_is_not_positive_is_refused(limit: float) -> None:
+    with pytest.raises(ConfigError, match="max_update is"):
+        OneBitAdam([torch.nn.Parameter(torch.ones(1))], max_update=limit)
 
 
 UNCORRECTED = (("freeze_step", FREEZE), ("bias_correction", False))

@@ -94,7 +94,7 @@ class ZeroOneSimulation(Simulation):
             mean = torch.stack(gradients).sum(0) * (1 / ranks)
             self.m[name] = self.m[name] * BETA1 + mean * (1 - BETA1)
             self.v[name] = self.v[name] * BETA2 + (1 - BETA2) * mean * mean
-            self._move(name, step)
+            self._move(name, step, bounded=False)
             self._copy(name)
             return
         parts = [gradient * (1 - BETA1) for gradient in gradients]
@@ -127,14 +127,15 @@ class ZeroOneSimulation(Simulation):
         for rank, part in enumerate(parts):
             self.own[rank][name] = self.own[rank][name] * BETA1 + part
             rate, change = LR / case.corrected(BETA1, step), self.change[rank][name]
-            move = self.own[rank][name] / root * rate
+            move = self.own[rank][name] / root
             move[self.v[name] == 0] = 0
+            move = case.bounded(move, case.corrected(BETA1, step)) * rate
             self.change[rank][name] = change + (move + LR * DECAY * (self.x[name] - change))
         if kind is StepKind.SYNC:
             mean = self._two_phases(name, [one[name] * root for one in self.change])
             move = mean / root
             move[self.v[name] == 0] = 0
-            self.x[name] = self.x[name] - move
+            self.x[name] = self.x[name] - case.bounded(move, case.corrected(BETA1, step) * self.rates)
             self.m[name] = mean / self.rates
             for rank in range(len(parts)):
                 self.change[rank][name] = torch.zeros_like(mean)
@@ -162,9 +163,11 @@ class ZeroOneSimulation(Simulation):
     def _root(self, name: str) -> torch.Tensor:
         return (self.v[name] / self.case.corrected(BETA2, self.seen)).sqrt() + EPS
 
-    def _move(self, name: str, step: int) -> None:
+    def _move(self, name: str, step: int, *, bounded: bool = True) -> None:
         change = self.m[name] / self._root(name)
         change[self.v[name] == 0] = 0
+        if bounded:
+            change = self.case.bounded(change, self.case.corrected(BETA1, step))
         self.x[name] = self.x[name] * (1 - LR * DECAY) - change * (LR / self.case.corrected(BETA1, step))
 
     def _copy(self, name: str) -> None:
@@ -189,6 +192,8 @@ CASES = [
     replace(CASE, stage=2, bf16=True),
     replace(CASE, params=(*CASE.params, ("bias_correction", False))),
     replace(CASE, stage=1, params=(*CASE.params, ("bias_correction", False))),
+    replace(CASE, params=(*CASE.params, ("max_update", 0.1))),
+    replace(CASE, stage=2, params=(*CASE.params, ("max_update", 0.1), ("bias_correction", False))),
 ]
 
 

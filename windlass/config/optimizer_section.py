@@ -67,6 +67,7 @@ _AS_ADAMW = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_GRADS, **_NO_AMSGRAD, **_NO_CLIP, **_MESSAGES,
     "bias_correction": ParameterSpec("bool", True),
     "eps_inside_sqrt": refused_parameter("bool", False, "the steps are AdamW's; write false"),
+    "max_update": ParameterSpec("float", None, greater_than=0),
 }  # fmt: skip
 _LAMB = {
     **_LR, **_BETAS, **_EPS, **_DECAY, **_NO_AMSGRAD,

@@ -26,6 +26,9 @@ class OneBitAdam(torch.optim.AdamW):
     Args:
         freeze_step: steps before the variance is frozen.
         bias_correction: divide the moments by one minus the powers of their decays. DeepSpeed never does.
+        max_update: bound of |m| / (sqrt(v) + eps) of each element in the compressed steps, with bias correction; None:
+            unbounded, as in the paper. Steps of Adam rarely exceed 1. A variance that was frozen early underestimates
+            many elements, whose steps are then far too large ([Note: bounded steps]).
         eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect: messages take the
             engine's transport.
@@ -50,10 +53,13 @@ class OneBitAdam(torch.optim.AdamW):
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        max_update: float | None = None,
     ) -> None:
         check_one_bit_options("OneBitAdam", freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt)
+        check_max_update("OneBitAdam", max_update)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        keep_options(self, {"freeze_step": freeze_step, "bias_correction": bias_correction, "applied_steps": 0})
+        options = {"freeze_step": freeze_step, "bias_correction": bias_correction, "max_update": max_update}
+        keep_options(self, {**options, "applied_steps": 0})
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of AdamW.
@@ -94,6 +100,14 @@ def check_one_bit_options(
         raise ConfigError(f"{name}: amsgrad is true, and a frozen variance has no maximum to keep; delete it")
     if eps_inside_sqrt:
         raise ConfigError(f"{name}: eps_inside_sqrt is true, and its steps are AdamW's; write false")
+
+
+def check_max_update(name: str, max_update: float | None) -> None:
+    """Raise ConfigError for a bound of steps that is not positive."""
+    if max_update is not None and not max_update > 0:
+        raise ConfigError(
+            f"{name}: max_update is {max_update}; write a positive number, e.g. 1.0, or null for no bound"
+        )
 
 
 def corrects_bias(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,7 +10,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep_options, require_bias_correction
+from windlass.optim.one_bit_adam import (
+    FREEZE_STEP,
+    check_max_update,
+    check_one_bit_options,
+    keep_options,
+    require_bias_correction,
+)
 
 
 class StepKind(Enum):
@@ -36,7 +42,8 @@ class ZeroOneAdam(torch.optim.AdamW):
     algorithm 1, with DeepSpeed's policies.
 
     Args:
-        bias_correction: as in `OneBitAdam`.
+        bias_correction, max_update: as in `OneBitAdam`. The bound holds for all steps with gradients that are not
+            reduced in full; at stage 0 a synchronization moves an element by at most as much as bounded steps would.
         eps_inside_sqrt, max_grad_norm, amsgrad: must have their defaults.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
 
@@ -63,6 +70,7 @@ class ZeroOneAdam(torch.optim.AdamW):
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        max_update: float | None = None,
     ) -> None:
         check_one_bit_options(
             "ZeroOneAdam", var_freeze_step, max_grad_norm, amsgrad, eps_inside_sqrt=eps_inside_sqrt,
@@ -76,9 +84,10 @@ class ZeroOneAdam(torch.optim.AdamW):
         for name, value in policies.items():
             if value < 1:
                 raise ConfigError(f"ZeroOneAdam: {name} is {value}; write at least 1")
+        check_max_update("ZeroOneAdam", max_update)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        kept = {"var_freeze_step": var_freeze_step, **policies, "bias_correction": bias_correction, "applied_steps": 0}
-        keep_options(self, kept)
+        kept = {"var_freeze_step": var_freeze_step, **policies, "bias_correction": bias_correction}
+        keep_options(self, {**kept, "max_update": max_update, "applied_steps": 0})
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of AdamW.

@@ -18,6 +18,11 @@ arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding 
 The frozen variance has the bias correction of its last step, and the momentum that of its own. Without bias correction
 the first steps are taken here too, since torch's AdamW has no such option. Elements whose frozen
 variance is 0 have never had a gradient, and are not updated: the sign of nothing would be divided by eps.
+
+[Note: bounded steps] A message gives all elements of a block one magnitude. Divided by the root of a variance that few
+gradients have measured, it moves some elements by many times the learning rate, which Adam never does, since there each
+gradient is a part of the variance that divides it. `max_update` bounds the quotient, on the rank that steps the
+element, so it changes no message; the error feedback is that of the messages alone.
 """
 
 from __future__ import annotations
@@ -198,10 +203,13 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         rate, decay = self._rate(segment, options), 1 - float(given["lr"]) * given["weight_decay"]
         momenta, variances, parts = (t.split(PART) for t in (state["exp_avg"], state["exp_avg_sq"], values))
         masks = self._may_have_zeros(segment)
+        bound = self._bound(segment, options) if self._reduced_divisor is None else None
         for momentum, variance, part in zip(momenta, variances, parts, strict=True):
             change = momentum.to(values.dtype) / self._root(segment, variance.to(values.dtype), options)
             if masks:
                 change.masked_fill_(variance == 0, 0.0)
+            if bound is not None:
+                change.clamp_(-bound, bound)
             part.mul_(decay).sub_(change, alpha=rate)
 
     def _rate(self, segment: ParameterSegment, options: Options) -> float:
@@ -210,6 +218,14 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         if not given.get("bias_correction", True):
             return lr
         return float(lr / (1 - given["betas"][0] ** float(self._inner.state[segment.tensor]["step"])))
+
+    def _bound(self, segment: ParameterSegment, options: Options) -> float | None:
+        """Return the bound of a fragment's momentum over the root of its variance; see [Note: bounded steps]."""
+        given = options[id(segment.parameter)]
+        limit = given.get("max_update")
+        if limit is None or not given.get("bias_correction", True):
+            return limit
+        return float(limit * (1 - given["betas"][0] ** float(self._inner.state[segment.tensor]["step"])))
 
     def _may_have_zeros(self, segment: ParameterSegment) -> bool:
         """Return False if no element of a fragment's variance is 0. A variance in memory is read once per change."""

@@ -166,7 +166,10 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         rate = self._rate(segment, options)
         state[RATES] += rate
         root = self._denominator(segment, change, options)
-        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0).mul_(rate)
+        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
+        if (bound := self._bound(segment, options)) is not None:
+            move.clamp_(-bound, bound)
+        move.mul_(rate)
         change.add_(move.add_(master.to(change.dtype) - change, alpha=lr * given["weight_decay"]))
         if syncs:
             torch.mul(change, root, out=gradient)
@@ -175,9 +178,12 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def _take_common_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
         """Move the master weights by the mean of all ranks' changes, and set the common momentum."""
         state, master = self._inner.state[segment.tensor], self._master(segment)
-        move = mean / self._denominator(segment, mean, options)
-        master.sub_(move.masked_fill_(state["exp_avg_sq"] == 0, 0.0))
-        if rates := float(state[RATES]):  # else all learning rates were 0, and the changes say nothing of momenta
+        rates = float(state[RATES])
+        move = (mean / self._denominator(segment, mean, options)).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
+        if (bound := self._bound(segment, options)) is not None:
+            move.clamp_(-bound * rates, bound * rates)
+        master.sub_(move)
+        if rates:  # else all learning rates were 0, and the changes say nothing of momenta
             state["exp_avg"].copy_(mean / rates)
         state[RATES].zero_()
 
