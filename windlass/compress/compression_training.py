@@ -113,8 +113,12 @@ def read_compression_training(config: Any) -> CompressionTraining:
 
 
 def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup, str]]:
-    """Yield the groups of a technique that is enabled, and their keys."""
-    groups = technique.different_groups if technique.shared_parameters.enabled else {}
+    """Yield the groups of a technique that is enabled, and their keys; of `snip_momentum` without any, all layers."""
+    shared, groups = technique.shared_parameters, technique.different_groups
+    if not shared.enabled:
+        return
+    if not groups and getattr(shared, "method", "") == "snip_momentum":
+        yield CompressionGroup(), f"{SECTION}.{name}.shared_parameters"
     for key, group in groups.items():
         yield group, f"{SECTION}.{name}.different_groups.{key}"
 
