@@ -77,6 +77,43 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
     )
 
 
+def check_layers(model: Any) -> None:
+    """Check that the configuration of a model with fewer layers describes it.
+
+    Raises:
+        ModelError: it does not, e.g. since every second layer has experts.
+    """
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    with suppress(ValueError, TypeError, KeyError, IndexError, RuntimeError, ModelError, ZeroDivisionError):
+        with torch.device("meta"):
+            empty = type(model)(copy.deepcopy(model.config))
+        apply_widths(empty, getattr(model.config, PRUNING_ENTRY, None) or {})
+        if {name: tuple(value.shape) for name, value in empty.state_dict().items()} == wanted:
+            return
+    raise ModelError(
+        f"no configuration of {type(model).__name__} describes the model without these layers, whose kind follows from "
+        "their number; prune other kinds"
+    )
+
+
+def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[int, int]) -> dict[str, int]:
+    """Return an entry `windlass_pruning` for a model with fewer layers.
+
+    Args:
+        prefix: name of the list of layers.
+        new_numbers: number of each layer that stays, by its number before.
+    """
+    found: dict[str, int] = {}
+    for key, kept in entry.items():
+        kind, _, name = key.partition(":")
+        number, dot, rest = name.removeprefix(f"{prefix}.").partition(".")
+        if not name.startswith(f"{prefix}.") or not number.isdigit():
+            found[key] = kept
+        elif int(number) in new_numbers:
+            found[f"{kind}:{prefix}.{new_numbers[int(number)]}{dot}{rest}"] = kept
+    return found
+
+
 def _copy_values(source: Any, target: Any) -> None:
     """Copy the values of a configuration, and of those inside it, to the objects that modules hold."""
     for name, value in vars(source).items():
