@@ -16,6 +16,7 @@ from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.layer_importance import remove_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.prune_model import prune_model
 from windlass.compress.pruned_config import PRUNING_ENTRY, describe_widths
 from windlass.compress.pruning_units import UnitGroup, choose_units, count_kept, mask_units, remove_units
@@ -315,6 +316,18 @@ def test_layers_are_removed_after_heads(tmp_path: Path) -> None:
     prune_model(model, {"heads": 1}, importance="magnitude")
     prune_model(model, {"layers": 1}, batches=[IDS])
     model.save_pretrained(tmp_path / "small")
+    found = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "small")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert all(one.requires_grad for one in load_wide_model(ModelDirectory(tmp_path / "small")).parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_a_number_of_heads_that_does_not_divide_the_hidden_size_is_loaded(name: str, tmp_path: Path) -> None:
+    model: Any = build(name, num_attention_heads=4, num_key_value_heads=4).eval()
+    prune_model(model, {"heads": 1}, importance="magnitude")
+    model.save_pretrained(tmp_path / "small")
+    assert PRUNING_ENTRY in ModelDirectory(tmp_path / "small").config, "transformers refuses 3 heads of 32 features"
     found = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "small")
     with torch.no_grad():
         torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)

@@ -2,9 +2,10 @@
 
 [Note: widths of pruned models] transformers builds a smaller model from its configuration where that states the number
 of heads, their size and the features of the feed-forward layers. Some families derive the size of a head from the
-hidden size, so that none of their configurations has fewer heads of the same size. Their `config.json` keeps the
-numbers of the whole model and has an entry `windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained`
-apply to the empty model; transformers refuses the shapes.
+hidden size, so that none of their configurations has fewer heads of the same size, and some refuse a number of heads
+that does not divide the hidden size. Their `config.json` keeps the numbers of the whole model and has an entry
+`windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model; transformers refuses
+the shapes.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
                 _state_width(text, stated, group, kept)
         entry = {**earlier, **{_key(group): kept for group, kept in pruned if group.kind in recorded}}
         with suppress(ValueError, TypeError, KeyError, RuntimeError, ModelError, ZeroDivisionError):
+            _check_valid(trial)
+            _check_valid(text)
             with torch.device("meta"):
                 empty = type(model)(copy.deepcopy(trial))
             apply_widths(empty, entry)
@@ -85,6 +88,7 @@ def check_layers(model: Any) -> None:
     """
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     with suppress(ValueError, TypeError, KeyError, IndexError, RuntimeError, ModelError, ZeroDivisionError):
+        _check_valid(model.config)
         with torch.device("meta"):
             empty = type(model)(copy.deepcopy(model.config))
         apply_widths(empty, getattr(model.config, PRUNING_ENTRY, None) or {})
@@ -94,6 +98,20 @@ def check_layers(model: Any) -> None:
         f"no configuration of {type(model).__name__} describes the model without these layers, whose kind follows from "
         "their number; prune other kinds"
     )
+
+
+def _check_valid(config: Any) -> None:
+    """Check a configuration by its own rules, without which transformers neither saves nor loads it.
+
+    Raises:
+        ModelError: it breaks one, e.g. since the number of heads does not divide the hidden size.
+    """
+    validate = getattr(config, "validate", None)
+    try:
+        if validate is not None:
+            validate()
+    except Exception as error:  # transformers and huggingface_hub raise types of their own
+        raise ModelError(f"{type(config).__name__}: {error}") from error
 
 
 def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[int, int]) -> dict[str, int]:
