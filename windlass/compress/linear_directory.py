@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.conv1d_layers import conv1d_layers
@@ -48,7 +49,11 @@ def as_linear_directory(directory: ModelDirectory, *, trust_remote_code: bool = 
     """Return the directory of a wide model with linear layers alone: the same one, or a `LinearDirectory` of it."""
     if directory.has_linear_layers or not any(_MARK in name for name in directory.places):
         return directory
-    model = build_empty(directory, trust_remote_code=trust_remote_code)
+    return linear_view(directory, build_empty(directory, trust_remote_code=trust_remote_code))
+
+
+def linear_view(directory: ModelDirectory, model: nn.Module) -> ModelDirectory:
+    """Return the directory of a wide model as `as_linear_directory` does, for the empty model that was built of it."""
     sources = CheckpointNames(model, directory.places).source_of
     names = [f"{name}.weight" for name in conv1d_layers(model)]
     found = [sources[name] for name in names if name in sources]

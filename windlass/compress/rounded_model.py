@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ModelError, WeightFormatError
 from windlass.compress.checkpoint_names import CheckpointNames
-from windlass.compress.linear_directory import as_linear_directory
+from windlass.compress.conv1d_layers import make_linear
+from windlass.compress.linear_directory import linear_view
 from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.packed_model import fill_wide
 from windlass.compress.weight_quantization import empty_packed, misfit
@@ -45,8 +46,9 @@ def load_rounded_model(
     directory = ModelDirectory(path)
     if directory.quantization is not None:
         raise ModelError(f"{path} is quantized already; load it without weights={form.name!r}")
-    directory = as_linear_directory(directory, trust_remote_code=trust_remote_code)
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
+    directory = linear_view(directory, model)
+    make_linear(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = (nn.Linear, nn.Embedding) if everything else (nn.Linear,)
     chosen = {
