@@ -87,6 +87,9 @@ def test_budgets_are_read_and_refused() -> None:
     assert parse_shares("heads=0.25, layers=4") == {"heads": 0.25, "layers": 4}
     with pytest.raises(ConfigError, match=r"prune \(--prune\) has 'heads'"):
         parse_shares("heads")
+    for text in ("heads=0", "heads=nan", "ffn=-1", "heads=0.2,heads=0.3"):
+        with pytest.raises(ConfigError, match=r"prune \(--prune\) has"):
+            parse_shares(text)
 
 
 @pytest.fixture(scope="module")

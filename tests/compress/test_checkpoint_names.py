@@ -18,6 +18,7 @@ from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
 from windlass.compress.quantization_config import describe_formats
+from windlass.compress.rounded_model import load_rounded_model
 from windlass.inference.llm import LLM
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import get_weight_format
@@ -132,3 +133,41 @@ def test_a_directory_of_w8a8_is_served_with_int8_inputs(activations: str, rounds
     path.write_text(json.dumps(config))
     with LLM(tmp_path / "packed", activations=activations, **options) as llm:
         assert not any(group.panels.quantize_inputs for group in llm.engine.runner._packed.groups)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", *EXPERTS])
+def test_a_model_is_rounded_while_it_is_read_by_the_names_of_its_files(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", name)
+    found = load_rounded_model(tmp_path / "wide", "int4_g32")
+    with torch.no_grad():
+        wanted = round_layers(model, "int4_g32", head=False)(IDS).logits
+        torch.testing.assert_close(found(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_other_readers_find_a_renamed_layer_by_its_name_in_the_model(tmp_path: Path) -> None:
+    saved(tmp_path / "wide", "gpt_neox")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    entry = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert entry["ignore"] == ["embed_out", "lm_head"]
+    write_packed_directory(
+        tmp_path / "wide", tmp_path / "mixed", lambda layer: "int8_g32" if layer == "embed_out" else "int4_g32"
+    )
+    entry = json.loads((tmp_path / "mixed" / "config.json").read_text())["quantization_config"]
+    targets = [group["targets"] for group in entry["config_groups"].values()]
+    assert ["embed_out", "lm_head"] in targets
+
+
+def test_subclasses_that_compute_the_same_are_packed(tmp_path: Path) -> None:
+    model: Any = build("falcon", hidden_size=64, num_attention_heads=4).eval()
+    assert type(model.transformer.h[0].mlp.dense_h_to_4h) is not torch.nn.Linear
+    model.save_pretrained(tmp_path / "wide")
+    report, results = compress_directory(
+        tmp_path / "wide", tmp_path / "packed", "int4_g32", RoundingOptions("gptq"), batches=[IDS]
+    )
+    assert len(report.layers) == 8 and all(one.error is not None for one in results)
+    found = load_packed_model(tmp_path / "packed")
+    state = {f"{name}.weight": m.weight for name, m in found.named_modules() if isinstance(m, PackedLinear)}
+    state |= {name: value for name, value in found.state_dict().items() if name in model.state_dict()}
+    model.load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)

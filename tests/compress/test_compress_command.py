@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.causal_models import build
 from windlass.cli import compression_choice, compression_stages
@@ -100,6 +102,13 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     assert "smoothing of int8 activations needs" in failed(capsys, model, out, "--activations", "int8")
     assert "has no integers to choose" in failed(capsys, model, out, "--weights", "fp8", "--method", "awq")
     assert "is no model" in failed(capsys, tmp_path, out)
+    assert "contains" in failed(capsys, model, model.parent, "--overwrite")
+    text = model.parent / "text.txt"
+    assert "is a file; choose a directory" in failed(capsys, model, text, "--overwrite")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("ab")
+    message = failed(capsys, model, tmp_path / "texts", "--overwrite", "--data", tmp_path / "texts" / "a.txt")
+    assert "which is read; choose another directory" in message
     (tmp_path / "one.txt").write_text("ab")
     assert "tokens; give at least 8" in failed(capsys, model, out, "--data", tmp_path / "one.txt")
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
@@ -229,6 +238,9 @@ def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert "14 layers as wide by magnitude, 2:4" in capsys.readouterr().out
     weight = load(tmp_path / "out").get_parameter("model.layers.0.mlp.up_proj.weight")
     assert int((weight.view(-1, 4) != 0).sum(1).max()) == 2
+    load(model).half().save_pretrained(tmp_path / "half")
+    run(tmp_path / "half", tmp_path / "out16", "--sparsity", "0.5", "--no-measure")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out16" / "model.safetensors").values()} == {torch.float16}
     assert "round the result in a second run" in failed(
         capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "int4"
     )
@@ -236,3 +248,41 @@ def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert "heads = 9, but" in failed(capsys, model, tmp_path / "no", "--prune", "heads=9")
     assert "has 'heads'" in failed(capsys, model, tmp_path / "no", "--prune", "heads")
     assert not (tmp_path / "no").exists()
+
+
+def stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_of_the_measurement_is_continued(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["--data", str(model.parent / "text.txt"), "--sequences", "4", "--length", "32"]
+    arguments = ["compress", str(model), str(tmp_path / "out"), "--budget", "loss=+9", *text, "--no-measure"]
+    measure = compression_stages.measure_bits
+
+    def measured(path: Path, *rest: Any, **options: Any) -> float:
+        if path.name.startswith("rounded"):
+            raise KeyboardInterrupt
+        return measure(path, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compression_stages, "measure_bits", measured)
+        with pytest.raises(SystemExit):
+            main(arguments)
+    assert "the same command continues there" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:  # what was rounded is measured
+        patch.setattr(compression_stages, "compress_directory", None)
+        run(*arguments[1:])
+    assert (tmp_path / "out" / "compression.json").is_file()
+
+
+def test_an_interruption_of_the_report_leaves_a_complete_directory(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression_stages, "measure_figures", stop)
+    with pytest.raises(SystemExit) as ended:
+        main(["compress", str(model), str(tmp_path / "out"), "--prune", "ffn=0.25", "--weights", "int8"])
+    assert ended.value.code == 130 and f"{tmp_path / 'out'} is complete" in capsys.readouterr().err
+    assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
+    assert not list(tmp_path.glob(".out*"))

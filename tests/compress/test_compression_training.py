@@ -287,6 +287,45 @@ def test_channels_are_removed() -> None:
     torch.testing.assert_close(model(image), before, rtol=1e-5, atol=1e-5)
 
 
+class TiedHead(nn.Module):
+    """Embedding whose weight is that of the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 16), nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(ids))
+        return out
+
+
+@pytest.mark.parametrize("modules", [["embedding", "head"], ["head"], ["embedding"]])
+def test_a_shared_weight_keeps_the_values_that_each_layer_uses(modules: list[str]) -> None:
+    torch.manual_seed(0)
+    model = TiedHead()
+    with torch.no_grad():
+        model.embedding.weight[3, 2] = 4.0  # a positive extreme: rounding is not idempotent
+    config = section(weight_quantization=technique({}, {"target_bits": 4}, modules))
+    init_compression(model, config)
+    before = model(IDS).detach()
+    redundancy_clean(model, config)
+    torch.testing.assert_close(model(IDS), before)
+    assert (model.head.weight is model.embedding.weight) == (len(modules) == 2)
+
+
+def test_a_head_with_other_values_is_untied_in_the_configuration() -> None:
+    from tests.causal_models import build
+
+    model: Any = build("llama", tie_word_embeddings=True).eval()
+    config = section(weight_quantization=technique({}, {"target_bits": 3}, ["lm_head"]))
+    init_compression(model, config)
+    before = model(IDS).logits.detach()
+    redundancy_clean(model, config)
+    assert model.config.tie_word_embeddings is False
+    torch.testing.assert_close(model(IDS).logits, before)
+
+
 def test_a_student_begins_with_layers_of_its_teacher() -> None:
     teacher, student = encoder(4), encoder(2)
     with torch.no_grad():
@@ -353,3 +392,57 @@ def test_bad_input_names_the_key() -> None:
     model = init_compression(encoder(), config)
     with pytest.raises(ConfigError, match="does not fit a mask of 24"):
         redundancy_clean(model, config)
+
+
+def test_the_techniques_of_an_example_for_bert_leave_its_function(caplog: pytest.LogCaptureFixture) -> None:
+    """Names, periods of 0 steps and expressions are those of configurations for BERT that are in use."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 2}
+    model: Any = BertForSequenceClassification(BertConfig(vocab_size=41, max_position_embeddings=16, **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    bits = {"start_bits": 4, "target_bits": 4, "quantization_period": 0}
+    late = {"schedule_offset": 2000, "method": "topk"}
+    config = section(
+        weight_quantization=technique({"quantize_groups": 8}, bits, ["attention.self", "word_embeddings"]),
+        sparse_pruning=technique({"schedule_offset": 2000}, {"dense_ratio": 0.5}, ["pooler.dense"]),
+        row_pruning=technique(
+            late, {"dense_ratio": 0.5}, ["intermediate.dense"], related_modules=[["layer.\\w+.output.dense"]]
+        ),
+        head_pruning=technique(
+            {**late, "num_heads": 4}, {"dense_ratio": 0.5}, ["attention.output.dense"],
+            related_modules=[["self.query", "self.key", "self.value"]],
+        ),
+    )  # fmt: skip
+    init_compression(model, config)
+    compression_clock(model).step = 2000
+    ids = torch.arange(1, 13).view(2, 6)
+    before = model(ids).logits.detach()
+    redundancy_clean(model, config)
+    layer = model.bert.encoder.layer[1]
+    assert layer.attention.self.query.weight.shape == (12, 24) and layer.output.dense.weight.shape == (24, 16)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-5, atol=1e-5)
+    assert not caplog.records
+
+
+def test_snip_without_groups_prunes_all_layers_that_are_not_excluded() -> None:
+    shared = {"method": "snip_momentum", "block_pattern": "1x1", "dense_ratio": 0.5, "excluded_modules": ["attention"]}
+    config = section(sparse_pruning={**technique(shared, {}, []), "different_groups": {}})
+    model = init_compression(encoder(), config)
+    found = [name for name, module in model.named_modules() if isinstance(module, CompressedLayer)]
+    masked = [name for name in found if model.get_submodule(name).compression.prunings]
+    assert masked == ["layer.0.fc1", "layer.0.fc2", "layer.1.fc1", "layer.1.fc2"]
+
+
+def test_constants_behind_a_norm_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[1].bias.fill_(0.5)
+    related = [["^1$", "^3$"]]
+    config = section(channel_pruning=technique({}, {"dense_ratio": 0.5}, ["^0$"], related_modules=related))
+    redundancy_clean(init_compression(model, config), config)
+    assert "up to 0.5 behind a BatchNorm2d" in caplog.text

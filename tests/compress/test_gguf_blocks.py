@@ -8,6 +8,7 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.compress.gguf_blocks import BLOCK_TYPES, BlockType, decode_blocks, encode_blocks, find_block_type
+from windlass.compress.gguf_file import find_splitting
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.weight_format import get_weight_format
 
@@ -63,3 +64,19 @@ def test_damaged_blocks_and_formats_without_a_type_are_refused() -> None:
             find_block_type(get_weight_format(name), 256)
     with pytest.raises(ModelError, match="100 input features do not divide into blocks of 32"):
         find_block_type(get_weight_format("int8_g32"), 100)
+
+
+def test_tokenizers_name_their_splitting() -> None:
+    split = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}# ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    split += r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    bytes_alone = {"type": "ByteLevel", "use_regex": False}
+
+    def of(expression: str) -> dict[str, object]:
+        steps = [{"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated"}, bytes_alone]
+        return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+
+    assert find_splitting({"pre_tokenizer": {"type": "ByteLevel", "use_regex": True}}) == "gpt-2"
+    assert find_splitting(of(split.replace("#", "|"))) == "qwen2"
+    assert find_splitting(of(split.replace("#", "{1,3}|"))) == "llama-bpe"
+    assert find_splitting(of(r"\s+")) is None and find_splitting({}) is None
+    assert find_splitting({"pre_tokenizer": bytes_alone}) is None

@@ -19,6 +19,7 @@ from windlass.base.errors import ModelError, WeightFormatError
 from windlass.compress import packed_directory
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
+from windlass.compress.post_training import RoundingOptions, compress_directory
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_linear import PackedLinear
@@ -218,3 +219,115 @@ def test_directories_that_cannot_be_packed_or_loaded(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ModelError, match="truncated or damaged"):
         load_packed_model(tmp_path / "packed")
+
+
+def edited(directory: Path, entry: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Change the quantization and the tensors of a directory."""
+    path, file = directory / "config.json", directory / "model.safetensors"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": {**config["quantization_config"], **entry}}))
+    save_file({**load_file(file), **tensors}, file)
+
+
+def test_groups_in_activation_order_have_their_own_features(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    torch.manual_seed(0)
+    order, layer = (torch.arange(64) // 32)[torch.randperm(64)], "model.layers.0.self_attn.q_proj"
+    plain = load_packed_model(tmp_path / "packed").get_submodule(layer)
+    unused = torch.full((64,), -1, dtype=torch.int32)
+    edited(tmp_path / "packed", {}, {
+        f"{layer}.weight_g_idx": order.int(), "model.layers.0.self_attn.k_proj.weight_g_idx": unused,
+    })  # fmt: skip
+    found = load_packed_model(tmp_path / "packed")
+    coded = get_weight_format("int4_g32").unpack_codes(plain.packed())
+    wanted = (coded.codes.float() - 8) * coded.scale.float()[:, order]
+    assert torch.equal(found.get_submodule(layer).weight, wanted) and not torch.equal(plain.weight, wanted)
+    assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
+
+
+def test_targets_are_names_expressions_or_the_class(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    formats = {"mlp": "int4_g32", "self_attn": "int8_g32"}
+    write_packed_directory(
+        tmp_path / "wide", tmp_path / "packed", lambda name: next((f for k, f in formats.items() if k in name), None)
+    )
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    by_bits = {group["weights"]["num_bits"]: group for group in groups.values()}
+    for targets in ((["re:.*mlp.*"], ["Linear"]), (["re:model.layers.[01].mlp"], ["re:.*self_attn"])):
+        by_bits[4]["targets"], by_bits[8]["targets"] = targets
+        edited(tmp_path / "packed", {"config_groups": {"b": by_bits[8], "a": by_bits[4]}}, {})
+        found = load_packed_model(tmp_path / "packed")
+        assert {found.get_submodule(f"model.layers.1.{name}").format.name for name in ("mlp.up_proj",)} == {"int4_g32"}
+        assert found.get_submodule("model.layers.1.self_attn.o_proj").format.name == "int8_g32"
+    by_bits[8]["targets"] = ["re:.*k_proj"]
+    edited(tmp_path / "packed", {"config_groups": {"b": by_bits[8], "a": by_bits[4]}}, {})
+    with pytest.raises(ModelError, match=r"no target for the packed layer 'model\.layers\.0\.self_attn\.o_proj'"):
+        load_packed_model(tmp_path / "packed")
+
+
+def test_a_target_that_holds_the_model_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "models" / "wide")
+    for target, said in (("models/wide", "is"), ("models", "contains")):
+        with pytest.raises(ModelError, match=f"{said} .*wide, which is read; choose another directory"):
+            write_packed_directory(tmp_path / "models" / "wide", tmp_path / target, "int8", overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="file is a file; choose a directory"):
+        write_packed_directory(tmp_path / "models" / "wide", tmp_path / "file", "int8", overwrite=True)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    write_packed_directory(tmp_path / "models" / "wide", tmp_path / "link", "int8")
+    write_packed_directory(tmp_path / "models" / "wide", tmp_path / "models" / "wide" / "inside", "int8")
+    assert (tmp_path / "disk" / "config.json").is_file() and (tmp_path / "link").is_symlink()
+    assert is_packed_directory(tmp_path / "models" / "wide" / "inside")
+
+
+def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    (tmp_path / "wide" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has an adapter beside the model .*merge it"):
+        write_packed_directory(tmp_path / "wide", tmp_path / "out", "int8")
+    (tmp_path / "wide" / "config.json").unlink()
+    with pytest.raises(ModelError, match="is an adapter of peft and no whole model; merge it into its base"):
+        write_packed_directory(tmp_path / "wide", tmp_path / "out", "int8")
+
+
+def with_packed_values(model: Any, packed: torch.nn.Module) -> Any:
+    """Give a GPT-2 the values of a packed one."""
+    state = {name: value for name, value in packed.state_dict().items() if name in model.state_dict()}
+    for name, module in packed.named_modules():
+        if isinstance(module, PackedLinear) or type(module) is torch.nn.Linear and name != "lm_head":
+            state[f"{name}.weight"] = module.weight.t()
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    return model
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_conv1d_layers_are_packed_as_linear_ones(method: str, tmp_path: Path) -> None:
+    model: Any = build("gpt2", n_embd=64, n_head=4, n_positions=96).eval()
+    model.save_pretrained(tmp_path / "wide")
+    batches = [torch.arange(40).view(2, 20)] if method == "gptq" else []
+    report, _ = compress_directory(
+        tmp_path / "wide",
+        tmp_path / "packed",
+        lambda name: None if name.endswith("1.mlp.c_fc") else "int4_g32",
+        RoundingOptions(method),  # type: ignore[arg-type]
+        batches=batches,
+    )
+    assert len(report.layers) == 7 and report.kept["transformer.h.1.mlp.c_fc"] == "no format was chosen"
+    found = load_packed_model(tmp_path / "packed")
+    kept = found.get_submodule("transformer.h.1.mlp.c_fc")
+    assert type(kept) is torch.nn.Linear and kept.weight.shape == (256, 64)
+    if method == "rtn":
+        assert torch.equal(kept.weight, model.transformer.h[1].mlp.c_fc.weight.t())
+    reference = with_packed_values(model, found)
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, reference(IDS).logits, rtol=1e-4, atol=1e-4)
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, max_sequences=2, activations="float") as llm:
+        prompts = make_prompts(2, VOCABULARY)
+        assert_greedy(reference, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)))
+    rounded_while_read = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "wide", weights="int4_g32")
+    assert rounded_while_read.get_submodule("transformer.h.0.attn.c_attn").format.name == "int4_g32"
+    with pytest.raises(ModelError, match="written as linear ones with packed weights alone"):
+        write_packed_directory(tmp_path / "wide", tmp_path / "plain", "fp32")

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 import windlass
 from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
+from windlass.compress.layer_importance import remove_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.prune_model import prune_model
 from windlass.compress.pruned_config import PRUNING_ENTRY, describe_widths
 from windlass.compress.pruning_units import UnitGroup, choose_units, count_kept, mask_units, remove_units
@@ -270,6 +272,15 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         prune_model(model, {"ffn": 0.5}, importance="l1")
     with pytest.raises(ConfigError, match=r"ffn = 1.5; write a share below 1, or a whole number"):
         prune_model(model, {"ffn": 1.5})
+    for wrong in (float("nan"), float("inf"), -0.5):
+        with pytest.raises(ConfigError, match=r"ffn = \S+; write a share below 1, or a whole number"):
+            prune_model(model, {"ffn": wrong}, importance="magnitude")
+    with pytest.raises(ConfigError, match=r"heads = 0.2 removes none of the 2 heads of .* with one key head"):
+        prune_model(model, {"heads": 0.2}, importance="magnitude")
+    with pytest.raises(ConfigError, match=r"layers = 0.2 removes none of the 2 layers"):
+        prune_model(model, {"layers": 0.2}, batches=[IDS])
+    with pytest.raises(ConfigError, match=r"ffn = 3 leaves 21 features of the experts .* in multiples of 8"):
+        prune_model(build("mixtral"), {"ffn": 3}, importance="magnitude")
     with pytest.raises(ConfigError, match="has no experts that can be removed"):
         prune_model(model, {"experts": 1}, importance="magnitude")
     with pytest.raises(ConfigError, match="needs example inputs"):
@@ -283,3 +294,40 @@ def test_sizes_stay_multiples_that_kernels_like() -> None:
     assert count_kept(group, 0.25) == 8192 and count_kept(group, 0.3) % 128 == 0
     assert count_kept(UnitGroup("mlp", "ffn", 48, ()), 0.25) == 36
     assert count_kept(group, 100) == 10908, "a number is taken as it is"
+
+
+def test_lists_that_are_not_one_entry_a_layer_stay() -> None:
+    model: Any = build("llama", num_hidden_layers=3, eos_token_id=[1, 2, 3])
+    remove_layers(model, [1])
+    assert model.config.eos_token_id == [1, 2, 3] and model.config.num_hidden_layers == 2
+
+
+def test_layers_whose_function_follows_from_their_number_are_not_removed() -> None:
+    sparse: Any = build("qwen2_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[])
+    with pytest.raises(ModelError, match="whose kind follows from their number; prune other kinds"):
+        prune_model(sparse, {"layers": 1}, batches=[IDS])
+    scaled: Any = build("gpt2", scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ModelError, match="divide their attention scores by their number"):
+        prune_model(scaled, {"layers": 1}, batches=[IDS])
+
+
+def test_layers_are_removed_after_heads(tmp_path: Path) -> None:
+    model: Any = build("gpt2", n_head=4, n_layer=3).eval()
+    prune_model(model, {"heads": 1}, importance="magnitude")
+    prune_model(model, {"layers": 1}, batches=[IDS])
+    model.save_pretrained(tmp_path / "small")
+    found = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "small")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert all(one.requires_grad for one in load_wide_model(ModelDirectory(tmp_path / "small")).parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_a_number_of_heads_that_does_not_divide_the_hidden_size_is_loaded(name: str, tmp_path: Path) -> None:
+    model: Any = build(name, num_attention_heads=4, num_key_value_heads=4).eval()
+    prune_model(model, {"heads": 1}, importance="magnitude")
+    model.save_pretrained(tmp_path / "small")
+    assert PRUNING_ENTRY in ModelDirectory(tmp_path / "small").config, "transformers refuses 3 heads of 32 features"
+    found = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "small")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import windlass
 from tests.dist.harness import run_ranks
@@ -305,3 +306,81 @@ def unprepared() -> str:
 
 def test_a_model_that_was_not_prepared_is_refused() -> None:
     assert "call init_compression(model, config)" in run_ranks(unprepared, 1, transport="gloo")[0]
+
+
+# ------------------------------------------------------------------------ shared, repeated, frozen and recomputed parts
+
+
+class Unusual(nn.Module):
+    """Embedding tied to the head, a block that runs twice and is recomputed, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 16), nn.Linear(16, 11, bias=False)
+        self.head.weight = self.table.weight
+        self.block = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.table(rows)
+        for _ in range(2):
+            x = x + checkpoint(self.block, x, use_reentrant=False)
+        logits = self.head(self.frozen(x))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+
+
+def unusual_config(**more: Any) -> dict[str, Any]:
+    snip = {"method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 3, "block_pattern": "1x1"}
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "train_batch_size": ROWS,
+        "compression_training": {
+            "weight_quantization": technique({"schedule_offset": 0}, {"target_bits": 4}, "table|head|frozen"),
+            "activation_quantization": technique({"schedule_offset": 1}, {"bits": 6}, "block"),
+            "sparse_pruning": technique(snip, {"dense_ratio": 0.5}, "block.0"),
+        },
+        **more,
+    }
+
+
+def unusual_rows(step: int) -> Tensor:
+    return torch.randint(11, (ROWS, 6), generator=torch.Generator().manual_seed(step))
+
+
+def train_unusual(stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(2)
+    config = unusual_config(zero_optimization={"stage": stage})
+    engine = windlass.initialize(model=init_compression(Unusual(), config), config=config)[0]
+    losses = []
+    for step in range(STEPS):
+        loss = engine(unusual_rows(step).chunk(dist.get_world_size())[dist.get_rank()])
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    state = engine.full_state_dict()
+    engine.destroy()
+    return losses, state if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(1, "gloo"), (3, "shm")])
+def test_shared_repeated_frozen_and_recomputed_layers_train_as_in_plain_torch(stage: int, transport: str) -> None:
+    torch.manual_seed(2)
+    model, losses = init_compression(Unusual(), unusual_config()), []
+    assert model.head.weight is model.table.weight
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.02, eps=1e-4, weight_decay=0.0)
+    compression_clock(model).step = 0
+    for step in range(STEPS):
+        loss = model(unusual_rows(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_compression_step(model)
+        losses.append(float(loss.detach()))
+    found, state = run_ranks(train_unusual, 2, stage, transport=transport)[0]
+    assert found == pytest.approx(losses, rel=1e-4)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)

@@ -126,5 +126,8 @@ def compress(
         run.run()
     except KeyboardInterrupt:
         run.progress.end()
-        print_escaped(f"interrupted after {run.progress.text}; the same command continues there", to_stderr=True)
+        if run.is_complete:
+            print_escaped(f"interrupted while {out} was measured; {out} is complete", to_stderr=True)
+        else:
+            print_escaped(f"interrupted after {run.progress.text}; the same command continues there", to_stderr=True)
         raise

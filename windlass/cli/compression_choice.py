@@ -25,7 +25,9 @@ from windlass.compress.budget_choice import (
 from windlass.compress.calibration_text import CalibrationText
 from windlass.compress.compression_budget import CompressionBudget
 from windlass.compress.compression_workspace import CompressionWorkspace
+from windlass.compress.conv1d_layers import make_linear
 from windlass.compress.layer_sensitivity import mean_nats, sample_tokens
+from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.prune_directory import load_wide_model
 
@@ -76,6 +78,8 @@ class FormatChooser:
         times = self._times()
         whole, directory = ModelDirectory(settings.source), ModelDirectory(self._source)
         model = load_wide_model(directory, trust_remote_code=settings.trust_remote_code)
+        directory = as_linear_directory(directory, trust_remote_code=settings.trust_remote_code)
+        make_linear(model)
         bits_per_nat = self._text.held_out.bits_per_byte(len(self._text.held_out.tokens) - 1)
         bits, bits_whole = 0.0, None
         if self._source != settings.source and budget.loss is not None:  # it is that of the model before it was pruned
@@ -171,7 +175,8 @@ def _write_and_measure(
     write: Callable[[Path, BudgetChoice], int],
     measure: Callable[[Path], float],
 ) -> dict[str, float]:
-    return {"nbytes": write(path, choice), "loss": measure(path)}
+    nbytes = tensor_bytes(ModelDirectory(path)) if path.is_dir() else write(path, choice)  # an earlier run wrote it
+    return {"nbytes": nbytes, "loss": measure(path)}
 
 
 def _missed(asked: str, reached: list[float], reason: str) -> ConfigError:

@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.compute_device import local_device
-from windlass.base.errors import ConfigError, LossError
+from windlass.base.errors import ConfigError, LossError, ModelError
 from windlass.comm.bootstrap import end_distributed
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.compression_training import init_compression
 from windlass.compress.distillation import Distillation, check_tokenizers
 from windlass.compress.model_directory import ModelDirectory, linear_layers
-from windlass.compress.packed_directory import companion_files
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
-from windlass.compress.prune_directory import common_dtype, load_wide_model
+from windlass.compress.prune_directory import common_dtype, load_wide_model, save_wide_model
 from windlass.config.distillation_section import DistillationConfig
 from windlass.data.pack_corpus import PackedCorpus
 from windlass.data.resumable_loaders import SequenceLoader
@@ -133,6 +132,11 @@ def distil_directory(
             one.set_attn_implementation("eager")  # the others return no attention maps
     rounded = _rounded_names(model, directory, settings)
     config = _training_config(settings, rounded)
+    if settings.format is not None and not rounded:
+        raise ModelError(
+            f"{source} has no linear layer that rounds itself while it is trained (Conv1D layers do not); choose "
+            "--method rtn or gptq, which round the trained model"
+        )
     if rounded:
         init_compression(model, config)
     distillation = Distillation(teacher, cache=None, **settings.losses)
@@ -152,9 +156,7 @@ def distil_directory(
         if tensor.is_floating_point() and name not in latent:
             tensor.data = tensor.data.to(dtype)
     model.config.dtype = dtype
-    model.save_pretrained(target)
-    for path in companion_files(directory.path):
-        shutil.copyfile(path, target / path.name)
+    save_wide_model(model, directory, target)
     return losses
 
 

@@ -39,9 +39,10 @@ def format_name(weights: str, group: int | None) -> str:
     Raises:
         ConfigError: no format has these bits in these groups.
     """
+    from windlass.compress.packed_directory import WIDE_FORMATS
     from windlass.kernels.weight_format import list_weight_formats
 
-    known = [name for name in list_weight_formats() if name not in ("fp32", "bf16")]
+    known = [name for name in list_weight_formats() if name not in WIDE_FORMATS.values()]
     base, zeros = (weights[:-3], "_zp") if weights.endswith("_zp") else (weights, "")
     if "_g" in weights and group is None:
         name = weights

@@ -19,6 +19,7 @@ _BEFORE_ROUNDING = (
     *("budget", "prune", "importance", "data", "text_field", "sequences", "length", "head", "force"),
     *("distill_loss", "steps", "rows", "rate"),
 )
+_ROUNDING = ("method", "activations", "rotate")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class CompressionSettings:
     def before_rounding(self) -> dict[str, Any]:
         """Return the options that the stages before the rounding depend on, of JSON types."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _BEFORE_ROUNDING}
+        if self.limits is not None and self.limits.loss is not None:  # then rounded models are measured before the end
+            found |= {name: getattr(self, name) for name in _ROUNDING}
         return {**found, "trained": self.format if self.is_trained else None, "teacher": str(self.distill)}
 
     def given(self) -> dict[str, str]:

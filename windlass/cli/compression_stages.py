@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError
 from windlass.base.text import plural, print_escaped
 from windlass.cli.compression_choice import FormatChooser, budget_lines, loss_text, round_within_loss, tensor_bytes
 from windlass.cli.compression_distillation import check_teacher_directory, distil_directory
@@ -29,10 +29,13 @@ from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.format_rounding import pack_values
+from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
-from windlass.compress.packed_directory import PackedReport, source_state, write_packed_directory
-from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory
+from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
+from windlass.compress.partial_directory import check_target
+from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory, fingerprint_tokens
 from windlass.compress.prune_directory import prune_directory
+from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.data.pack_corpus import pack_corpus
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
 from windlass.launch.supervisor import capture_signals
@@ -46,6 +49,7 @@ class CompressionRun:
     def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
         self.progress = StageProgress()
+        self.is_complete = False  # the directory is there, and perhaps not yet measured
         self._bits_before: float | None = None  # of the model before, on held-out text
         self._speed: float | None = None  # of the model before
         self._pruned: list[str] = []
@@ -55,16 +59,14 @@ class CompressionRun:
         """Write the directory, and print and write the report."""
         settings = self._settings
         self._directory = ModelDirectory(settings.source)
-        if self._directory.quantization is not None:
-            method = self._directory.quantization.get("quant_method")
-            raise ModelError(f"{settings.source} is quantized already ({method}); give the wide model")
-        out = settings.out
-        if out.exists() and not settings.overwrite and not (out.is_dir() and not any(out.iterdir())):
-            raise ModelError(f"{out} exists; choose another directory, or overwrite it")
+        self._directory.check_wide()
+        read = [settings.source, *([] if settings.distill is None else [settings.distill])]
+        texts = [spec for spec in settings.data if Path(spec).exists()]
+        check_target(settings.out, [*read, *texts], overwrite=settings.overwrite)
         if settings.distill is not None:
             check_teacher_directory(settings.distill, settings.source)
         text = self._read_text()
-        work = CompressionWorkspace(settings.out, self._fingerprint())
+        work = CompressionWorkspace(settings.out, self._fingerprint(text))
         source = self._prune(work, text) if settings.shares else settings.source
         if settings.distill is not None:
             source = self._distil(work, source)
@@ -74,8 +76,9 @@ class CompressionRun:
             after, choice = self._round_for_budget(work, source, text)
         else:
             after = self._round(source, text, None, settings.out)
-        self._report(after, text, choice)
+        self.is_complete = True
         work.remove()
+        self._report(after, text, choice)
 
     def _read_text(self) -> CalibrationText | None:
         settings = self._settings
@@ -94,9 +97,11 @@ class CompressionRun:
         """Return the tokens of a sequence, which the model may limit."""
         return min(self._settings.length, longest_sequence(self._directory.config) or self._settings.length)
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self, text: CalibrationText | None) -> dict[str, Any]:
         """Return everything that the stages before the rounding depend on."""
         found = {**self._settings.before_rounding(), "source": source_state(self._directory)}
+        if text is not None:
+            found["text"] = [fingerprint_tokens(batch) for batch in text.batches]
         if self._settings.distill is not None:
             found["teacher_state"] = source_state(ModelDirectory(self._settings.distill))
         return found
@@ -124,6 +129,10 @@ class CompressionRun:
         print_escaped(f"pruned by {importance}:")
         for line in self._pruned:
             print_escaped(f"  {line}")
+        if PRUNING_ENTRY in ModelDirectory(found).config:
+            print_escaped(
+                "  transformers builds no such numbers of heads: LLM and from_pretrained of windlass load them"
+            )
         return found
 
     def _distil(self, work: CompressionWorkspace, source: Path) -> Path:
@@ -237,7 +246,8 @@ class CompressionRun:
         what = names[0] if len(names) == 1 else f"{len(names)} formats"
         layers = plural(len(report.layers), "layer")
         print_escaped(f"{settings.out}: {layers} as {what} by {how}, in {self.progress.seconds:.0f} s")
-        self._print_layers(ModelDirectory(source), report, results, names)
+        directory = as_linear_directory(ModelDirectory(source), trust_remote_code=settings.trust_remote_code)
+        self._print_layers(directory, report, results, names)
         return report.bytes_after
 
     def _pack_trained(self, source: Path, target: Path) -> tuple[str, PackedReport, list[LayerResult]]:
@@ -337,6 +347,7 @@ class CompressionRun:
 
 def _move(source: Path, target: Path) -> None:
     """Give a complete directory its name."""
+    target = target.resolve()
     if target.exists():
         shutil.rmtree(target)
     source.rename(target)
@@ -346,4 +357,4 @@ def _wide_format(directory: ModelDirectory, head: bool, layer: str) -> str | Non
     """Return the format that keeps the dtype of a layer's file; the head stays as it is unless asked."""
     if not head and layer.rpartition(".")[2] in ("lm_head", "embed_out"):
         return None
-    return "bf16" if directory.places[f"{layer}.weight"].dtype == torch.bfloat16 else "fp32"
+    return WIDE_FORMATS.get(directory.places[f"{layer}.weight"].dtype, "fp32")

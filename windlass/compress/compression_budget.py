@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -78,15 +79,17 @@ def parse_shares(text: str) -> dict[str, float]:
     """Read shares of units to remove, e.g. `heads=0.25,layers=4`.
 
     Raises:
-        ConfigError: a part is no `kind=number`.
+        ConfigError: a part is no `kind=number` with a number above 0, or a kind is given twice.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
         try:
-            found[key] = float(value)
-        except ValueError as error:
-            raise ConfigError(
-                f"prune (--prune) has {part.strip()!r}; write e.g. heads=0.25,ffn=0.25,layers=4"
-            ) from error
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < math.inf or key in found:
+            twice = ", a kind that is given twice" if key in found else ""
+            raise ConfigError(f"prune (--prune) has {part.strip()!r}{twice}; write e.g. heads=0.25,ffn=0.25,layers=4")
+        found[key] = number
     return found

@@ -23,6 +23,7 @@ from windlass.compress.compressed_layers import (
     add_pruning,
     replace_class,
 )
+from windlass.compress.conv1d_layers import use_linear_class
 from windlass.compress.format_rounding import format_values
 from windlass.compress.layer_reduction import copy_teacher_layers
 from windlass.compress.snip_pruning import check_blocks, read_block_pattern, update_masks
@@ -58,6 +59,7 @@ def init_compression(
         if teacher_model is None:
             raise ConfigError(f"{SECTION}.layer_reduction needs the teacher; pass teacher_model to init_compression")
         copy_teacher_layers(model, teacher_model, section.layer_reduction)
+    use_linear_class(model)
     clock = compression_clock(model) or CompressionClock()
     model.__dict__[CLOCK] = clock
     _add_weight_rounding(model, section, clock)
@@ -113,8 +115,12 @@ def read_compression_training(config: Any) -> CompressionTraining:
 
 
 def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup, str]]:
-    """Yield the groups of a technique that is enabled, and their keys."""
-    groups = technique.different_groups if technique.shared_parameters.enabled else {}
+    """Yield the groups of a technique that is enabled, and their keys; of `snip_momentum` without any, all layers."""
+    shared, groups = technique.shared_parameters, technique.different_groups
+    if not shared.enabled:
+        return
+    if not groups and getattr(shared, "method", "") == "snip_momentum":
+        yield CompressionGroup(), f"{SECTION}.{name}.shared_parameters"
     for key, group in groups.items():
         yield group, f"{SECTION}.{name}.different_groups.{key}"
 

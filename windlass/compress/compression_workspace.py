@@ -25,7 +25,7 @@ class CompressionWorkspace:
     """
 
     def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
-        target = target.absolute()
+        target = target.resolve()
         self.path = target.with_name(f".{target.name}.work")
         self._settings = parse_json(json.dumps(dict(settings), sort_keys=True).encode())
         if self.path.exists() and self._read(_SETTINGS) != self._settings:

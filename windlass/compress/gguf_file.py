@@ -39,6 +39,12 @@ _LAYER_PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 _OUTER_PARTS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+# regular expression of a tokenizer -> name in GGUF of this rule
+_SPLITTINGS = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+": name
+    for digits, name in (("{1,3}", "llama-bpe"), ("", "qwen2"))
+}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -47,7 +53,8 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
     """Write a directory of packed weights as a GGUF file, which appears complete or not at all.
 
     Packed layers keep their numbers (see `find_block_type`); the other matrices keep their dtype, vectors become
-    float32. Byte-level BPE tokenizers are written; of others the file has no vocabulary.
+    float32. Byte-level BPE tokenizers that split text as GPT-2, Llama 3 or Qwen 2 are written; of others the file has
+    no vocabulary.
 
     Returns:
         The GGUF type of each tensor, as `name: type`.
@@ -159,9 +166,14 @@ def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:
     path = directory.path / "tokenizer.json"
     stored = parse_json(path.read_bytes()) if path.is_file() else {}
     model = stored.get("model") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
+    splitting = find_splitting(stored)
+    if model.get("type") != "BPE" or model.get("byte_fallback") or splitting is None:
         writer.add_tokenizer_model("no_vocab")
-        logger.warning("%s has no byte-level BPE tokenizer, so the GGUF file has no vocabulary", directory.path)
+        logger.warning(
+            "%s has no byte-level BPE tokenizer that splits text as GPT-2, Llama 3 or Qwen 2, so the GGUF file has no "
+            "vocabulary",
+            directory.path,
+        )
         return
     size = directory.config["vocab_size"]
     tokens = [f"[PAD{number}]" for number in range(size)]
@@ -175,7 +187,7 @@ def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:
             tokens[added["id"]], types[added["id"]] = added["content"], int(kind)
     merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(splitting)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
@@ -184,6 +196,22 @@ def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and number < size:
             add(number)
+
+
+def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
+    """Return the name in GGUF of the rule by which a tokenizer splits text before its merges; None of another rule.
+
+    Args:
+        tokenizer: content of `tokenizer.json`.
+    """
+    found = tokenizer.get("pre_tokenizer") or {}
+    steps = found.get("pretokenizers", [found])
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        return "gpt-2" if steps[0].get("use_regex", True) else None
+    if [step.get("type") for step in steps] != ["Split", "ByteLevel"] or steps[1].get("use_regex", True):
+        return None
+    expression: Any = (steps[0].get("pattern") or {}).get("Regex")
+    return _SPLITTINGS.get(expression)
 
 
 def _sources(directory: ModelDirectory, formats: Mapping[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:

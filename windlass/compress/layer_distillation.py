@@ -19,6 +19,7 @@ from windlass.base.errors import ConfigError
 from windlass.compress.block_calibration import CalibratedBlock
 from windlass.compress.fake_rounding import straight_through
 from windlass.compress.integer_grid import IntegerGrid
+from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import PackedReport, write_packed_directory
 from windlass.compress.post_training import PostTraining, RoundingOptions, fingerprint_tokens
@@ -99,7 +100,7 @@ class LayerDistillation(PostTraining):
             self._learn(block, targets, learned)
             for one in learned:
                 codes = one.codes()
-                packed[f"{block.prefix}.{one.name}"] = one.grid.pack(codes)
+                packed[block.layer(one.name)] = one.grid.pack(codes)
                 block.linear(one.name).weight = torch.nn.Parameter(one.grid.values(codes), requires_grad=False)
         return packed
 
@@ -163,7 +164,7 @@ def distil_directory(
             f"layer-by-layer distillation begins with gptq without input_scales, not with {asdict(start)}; pass "
             'RoundingOptions("gptq", input_scales=False)'
         )
-    directory = ModelDirectory(source)
+    directory = as_linear_directory(ModelDirectory(source), trust_remote_code=trust_remote_code)
     producer = LayerDistillation(directory, start, batches, trust_remote_code=trust_remote_code, distillation=chosen)
     learning = {f"lkd_{name}": value for name, value in asdict(chosen).items()}
     method = {**asdict(start), **learning, "text": [fingerprint_tokens(batch) for batch in batches]}
@@ -181,14 +182,14 @@ def distil_directory(
 
 
 def _is_chosen(block: CalibratedBlock, name: str, layers: Mapping[str, str]) -> bool:
-    format_name = layers.get(f"{block.prefix}.{name}")
+    format_name = layers.get(block.layer(name))
     return format_name is not None and isinstance(get_weight_format(format_name), IntegerWeightFormat)
 
 
 def _start(
     block: CalibratedBlock, name: str, weight: Tensor, packed: Mapping[str, PackedWeight], layers: Mapping[str, str]
 ) -> _LearnedCodes:
-    layer = f"{block.prefix}.{name}"
+    layer = block.layer(name)
     form = get_weight_format(layers[layer])
     assert isinstance(form, IntegerWeightFormat)
     coded = form.unpack_codes(packed[layer])

@@ -19,9 +19,11 @@ from torch.nn import functional
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.block_calibration import find_longest_list
+from windlass.compress.pruned_config import PRUNING_ENTRY, renumber_layers
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
+_NO_LAYERS = ("token_id", "token_ids", "architectures")  # ends of names of lists that are not one entry a layer
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -129,8 +131,17 @@ def skip_layers(model: nn.Module, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
-    """Remove layers in place: list, numbers that layers state, and the lists of the configuration."""
+    """Remove layers in place: list, numbers that layers state, and the lists of the configuration.
+
+    Raises:
+        ModelError: the function of the layers that stay depends on their numbers.
+    """
     name = find_layer_list(model)
+    if getattr(getattr(model, "config", None), "scale_attn_by_inverse_layer_idx", False):
+        raise ModelError(
+            f"layers of this {type(model).__name__} divide their attention scores by their number "
+            "(scale_attn_by_inverse_layer_idx), so that none can be removed; prune other kinds"
+        )
     layers = _layers(model)
     total = len(layers)
     gone = set(numbers)
@@ -147,6 +158,10 @@ def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
         return
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     _keep_in_config(text, kept, total)
+    widths = getattr(config, PRUNING_ENTRY, None)
+    if widths:
+        new_numbers = {old: new for new, old in enumerate(kept)}
+        setattr(config, PRUNING_ENTRY, renumber_layers(widths, name, new_numbers))
 
 
 def _keep_in_config(config: Any, kept: Sequence[int], total: int) -> None:
@@ -157,7 +172,7 @@ def _keep_in_config(config: Any, kept: Sequence[int], total: int) -> None:
         elif name == "attention_types" and isinstance(value, list):  # GPT-Neo's form of attention_layers
             kinds = [kind for kinds, times in value for _ in range(times) for kind in kinds]
             setattr(config, name, [[[kinds[old] for old in kept], 1]])
-        elif isinstance(value, (list, tuple)) and len(value) == total:
+        elif isinstance(value, (list, tuple)) and len(value) == total and not name.endswith(_NO_LAYERS):
             setattr(config, name, [value[old] for old in kept])
         elif name in ("first_k_dense_replace", "max_window_layers") and isinstance(value, int):
             setattr(config, name, sum(old < value for old in kept))

@@ -12,7 +12,7 @@ from windlass.compress.distillation import check_tokenizers
 from windlass.compress.merge_models import check_merge, merge_tensors
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import FILE_BYTES, companion_files, source_state
-from windlass.compress.partial_directory import open_partial_directory
+from windlass.compress.partial_directory import check_target, open_partial_directory
 from windlass.data.tokenizer import load_tokenizer
 from windlass.kernels.weight_format import PackedTensorForm
 
@@ -43,7 +43,8 @@ def merge_directories(
 
     Raises:
         ConfigError: the options do not fit together, or two models have different tokenizers.
-        ModelError: a model is quantized, a tensor is missing or has another shape in one of them, or the target exists.
+        ModelError: a model is quantized, a tensor is missing or has another shape in one of them, or the target exists
+            or contains a source.
     """
     check_merge(len(sources), method, weights, base is not None, density)
     models = [ModelDirectory(source) for source in sources]
@@ -52,8 +53,7 @@ def merge_directories(
     for one in everyone:
         _check_fits(one, models[0])
     to = Path(target)
-    if to.exists() and not overwrite and not (to.is_dir() and not any(to.iterdir())):
-        raise ModelError(f"{to} exists; choose another directory, or overwrite it")
+    check_target(to, [one.path for one in everyone], overwrite=overwrite)
     values = list(weights) if weights is not None else [1.0] * len(models)
     places = models[0].places
     forms = {name: {name: PackedTensorForm(place.dtype, place.shape)} for name, place in places.items()}

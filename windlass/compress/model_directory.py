@@ -17,11 +17,14 @@ from windlass.base.atomic_file import write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.regular_file import open_regular
+from windlass.compress.conv1d_layers import make_linear, use_linear_class
 from windlass.compress.pruned_config import PRUNING_ENTRY, apply_widths
 from windlass.kernels.mapped_bytes import MappedBytes, map_bytes
 from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
 
 _MAPPED_BYTES = 1 << 14
+_ADAPTER = "adapter_config.json"
+LINEAR_ENTRY = "linear_layers"  # of quantization_config
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -50,6 +53,11 @@ class ModelDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "config.json").is_file():
+            if (self.path / _ADAPTER).is_file():
+                raise ModelError(
+                    f"{path} is an adapter of peft and no whole model; merge it into its base (merge_and_unload), and "
+                    "give the directory of the result"
+                )
             raise ModelError(f"{path} is no model: it has no config.json; give a directory that save_pretrained wrote")
         self.config: dict[str, Any] = self._read_json(self.path / "config.json")
         self.places: dict[str, TensorPlace] = {}
@@ -61,6 +69,26 @@ class ModelDirectory:
         """Entry `quantization_config` of the configuration, if there is one."""
         found = self.config.get("quantization_config")
         return found if isinstance(found, dict) else None
+
+    @property
+    def has_linear_layers(self) -> bool:
+        """True if weights of `Conv1D` layers have the layout of linear ones in the files."""
+        return bool((self.quantization or {}).get(LINEAR_ENTRY))
+
+    def check_wide(self) -> None:
+        """Check that the directory is a whole model whose weights are not packed.
+
+        Raises:
+            ModelError: it is quantized, or has an adapter beside the model.
+        """
+        if self.quantization is not None:
+            method = self.quantization.get("quant_method")
+            raise ModelError(f"{self.path} is quantized already ({method}); give the wide model")
+        if (self.path / _ADAPTER).is_file():
+            raise ModelError(
+                f"{self.path} has an adapter beside the model ({_ADAPTER}), which would be left out; merge it "
+                "(merge_and_unload) and save the result, or move it away"
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor.
@@ -94,6 +122,12 @@ class ModelDirectory:
         place = self.places[name]
         content, pages = map_bytes(place.path, place.offset, place.nbytes)
         return content.view(place.dtype).view(place.shape), pages
+
+    def can_map(self, name: str) -> bool:
+        """Return True if a tensor is better mapped than copied: it is large, and its elements are aligned in the
+        file."""
+        place = self.places[name]
+        return place.nbytes >= _MAPPED_BYTES and place.offset % place.dtype.itemsize == 0
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX
@@ -130,13 +164,9 @@ class ModelDirectory:
         return found
 
 
-def can_map(place: TensorPlace) -> bool:
-    """Return True if a tensor is better mapped than copied: it is large, and its elements are aligned in the file."""
-    return place.nbytes >= _MAPPED_BYTES and place.offset % place.dtype.itemsize == 0
-
-
 def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_remote_code: bool = False) -> Any:
-    """Build the model of a directory with its parameters on the meta device and its buffers on the CPU.
+    """Build the model of a directory with its parameters on the meta device and its buffers on the CPU, and with the
+    kinds of layers that its files have.
 
     Args:
         model_class: class of transformers; None: `AutoModelForCausalLM`.
@@ -161,6 +191,9 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"transformers cannot build the model of {directory.path}: {error}") from error
     apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
+    use_linear_class(model)
+    if directory.has_linear_layers:
+        make_linear(model)
     return model
 
 

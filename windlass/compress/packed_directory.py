@@ -12,14 +12,16 @@ import torch
 from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.checkpoint_names import CheckpointNames
-from windlass.compress.model_directory import INDEX, ModelDirectory, build_empty, linear_layers
-from windlass.compress.partial_directory import WrittenTensors, open_partial_directory
+from windlass.compress.linear_directory import as_linear_directory
+from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers
+from windlass.compress.partial_directory import WrittenTensors, check_target, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
 FILE_BYTES = 5 * 10**9
-WIDE_FORMATS = ("fp32", "bf16")  # a directory of these alone is an ordinary one
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", INDEX)
+WIDE_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Formats of plain floats, by their dtype. A directory of these alone is an ordinary one."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
 """Packs the weight of a layer, given its name, its weight and its format."""
@@ -87,19 +89,22 @@ def write_packed_directory(
         group: ranks that make the same call; `produce` is called on each, and the first one writes.
 
     Raises:
-        ModelError: the source is no model, is packed already, or the target exists.
+        ModelError: the source is no model, is packed already, or the target exists or contains the source.
         WeightFormatError: a weight does not fit its format.
     """
     directory, to = source if isinstance(source, ModelDirectory) else ModelDirectory(source), Path(target)
-    if directory.quantization is not None:
-        raise ModelError(
-            f"{directory.path} is quantized already ({directory.quantization.get('quant_method')}); give the wide model"
-        )
-    if to.exists() and not overwrite and not (to.is_dir() and not any(to.iterdir())):
-        raise ModelError(f"{to} exists; choose another directory, or overwrite it")
+    directory.check_wide()
+    directory = as_linear_directory(directory, trust_remote_code=trust_remote_code)
+    check_target(to, [directory.path], overwrite=overwrite)
     model = build_empty(directory, trust_remote_code=trust_remote_code)
-    layers, kept = _choose(directory, model, formats, head)
+    layers, kept, renamed = _choose(directory, model, formats, head)
     forms = _file_forms(directory, layers)
+    is_packed = any(name not in WIDE_FORMATS.values() for name in layers.values())
+    if directory.has_linear_layers and not is_packed:
+        raise ModelError(
+            f"{directory.path} has Conv1D layers, which are written as linear ones with packed weights alone; choose a "
+            "weight format"
+        )
     plan = {"layers": layers, "method": dict(method or {}), "source": source_state(directory)}
     if group is not None:
         group.barrier()  # no rank finds the directory that this call writes
@@ -117,8 +122,10 @@ def write_packed_directory(
             del tensors
         features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
         config = dict(directory.config)
-        if any(name not in WIDE_FORMATS for name in layers.values()):
-            config["quantization_config"] = describe_formats(layers, features, sorted(kept))
+        if is_packed:
+            ignored = sorted({*kept, *(renamed[name] for name in kept if name in renamed)})
+            entry = describe_formats(layers, features, ignored, renamed, of_conv1d=directory.has_linear_layers)
+            config["quantization_config"] = entry
         partial.finish(config, companion_files(directory.path))
     if group is not None:
         group.barrier()
@@ -127,11 +134,12 @@ def write_packed_directory(
 
 def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the format of each layer to be packed by its name in the files, and the reason for each other linear
-    layer."""
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Return the format of each layer to be packed by its name in the files, the reason for each other linear layer,
+    and the names in the model of layers that have another one there."""
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     sources = CheckpointNames(model, directory.places).source_of
     for module_name, module in linear_layers(model).items():
@@ -140,6 +148,8 @@ def _choose(
             kept[module_name] = "it shares another tensor"
             continue
         name, is_head = source.removesuffix(".weight"), module is output
+        if name != module_name:
+            renamed[name] = module_name
         chosen = formats(name) if callable(formats) else formats if head or not is_head else None
         if chosen is None:
             kept[name] = "the output head stays wide" if is_head else "no format was chosen"
@@ -148,7 +158,7 @@ def _choose(
             layers[name] = chosen
     if not layers:
         raise ModelError(f"{directory.path} has no linear layer to be packed: {kept or 'there is none'}")
-    return layers, kept
+    return layers, kept, renamed
 
 
 def _file_forms(directory: ModelDirectory, layers: dict[str, str]) -> dict[str, dict[str, PackedTensorForm]]:

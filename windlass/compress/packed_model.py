@@ -15,15 +15,17 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
-from windlass.compress.model_directory import ModelDirectory, build_empty, can_map
+from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
+from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.mapped_bytes import MappedBytes, set_pages
-from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
 _QUANTIZATION = "quantization_config"
-_UNUSED = ("input_scale", "input_zero_point", "weight_g_idx")
+_ORDER = "weight_g_idx"
+_UNUSED = ("input_scale", "input_zero_point", _ORDER)
 
 
 def is_packed_directory(path: str | Path) -> bool:
@@ -77,7 +79,11 @@ def load_packed_model(
     else:
         layers = sorted({name.rpartition(".")[0] for name in directory.places if name.endswith(".weight_scale")})
         for layer, name in read_formats(entry, layers).items():
-            packed[layer] = name, partial(_read_parts, directory, layer, name)
+            order = _scattered_groups(directory, layer, name)
+            if order is None:
+                packed[layer] = name, partial(_read_parts, directory, layer, name)
+            else:
+                packed[layer] = "fp32", partial(_read_scattered, directory, layer, name, order)
             used |= {f"{layer}.{part}" for part in (*get_weight_format(name).file_form(1, 1), *_UNUSED)}
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
@@ -99,7 +105,7 @@ def load_packed_model(
             len(unpacked),
             min(unpacked),
         )
-    _load_rest(model, directory, names, unpacked, used, dtype)
+    fill_wide(model, directory, names, used, dtype, unpacked=unpacked)
     loaded: nn.Module = model.eval()
     return loaded
 
@@ -146,12 +152,35 @@ def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[Packe
     tensors: PackedWeight = {}
     pages: dict[str, MappedBytes] = {}
     for part in get_weight_format(name).file_form(1, 1):
-        place = directory.places.get(f"{layer}.{part}")
-        if place is None or not can_map(place):
+        name_in_file = f"{layer}.{part}"
+        if name_in_file not in directory.places or not directory.can_map(name_in_file):
             tensors[part] = directory.read(f"{layer}.{part}")
         else:
             tensors[part], pages[part] = directory.map(f"{layer}.{part}")
     return tensors, pages
+
+
+def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:
+    """Return the group of each input feature of a layer of compressed-tensors, where they do not follow one another
+    (`actorder: group`); else None."""
+    form = get_weight_format(name)
+    if f"{layer}.{_ORDER}" not in directory.places or not isinstance(form, CodedWeightFormat) or form.group is None:
+        return None
+    order = directory.read(f"{layer}.{_ORDER}").to(torch.int64)
+    straight = torch.arange(len(order)) // form.group
+    return None if bool((order < 0).any()) or torch.equal(order, straight) else order  # -1: not used
+
+
+def _read_scattered(
+    directory: ModelDirectory, layer: str, name: str, order: torch.Tensor
+) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the values of a layer whose groups are scattered: no packed form has them."""
+    logger.warning("layer %s has groups of scattered features (actorder), and is held in float32", layer)
+    form = get_weight_format(name)
+    assert isinstance(form, CodedWeightFormat)
+    coded = form.unpack_codes(_as_formed(_read_parts(directory, layer, name)[0], name, layer))
+    zero = form.zero if coded.zero is None else coded.zero.float()[:, order]
+    return {"weight": (coded.codes.float() - zero) * coded.scale.float()[:, order]}, {}
 
 
 def _as_formed(tensors: PackedWeight, name: str, layer: str) -> PackedWeight:
@@ -178,20 +207,29 @@ def _exact_cast(scale: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     return cast
 
 
-def _load_rest(
+def fill_wide(
     model: nn.Module,
     directory: ModelDirectory,
     names: CheckpointNames,
-    unpacked: dict[str, torch.Tensor],
     used: set[str],
     dtype: torch.dtype | None,
+    *,
+    unpacked: dict[str, torch.Tensor] | None = None,
+    ties: bool = True,
 ) -> None:
     """Fill the parameters and buffers that are not packed, by the names of the model; see [Note: checkpoint names].
 
     Args:
+        used: names in the files of tensors that are not filled: packed ones.
+        dtype: dtype of the values; None: that of the files.
         unpacked: values of packed layers that are no layers of the model, by their names in the files.
+        ties: let the model share the weights that its configuration shares.
+
+    Raises:
+        ModelError: a tensor is missing, or has another shape.
     """
-    packed = {id(p) for module in model.modules() if isinstance(module, PackedLinear) for p in module.parameters()}
+    unpacked = {} if unpacked is None else unpacked
+    packed = {id(p) for module in model.modules() if isinstance(module, PackedMatrix) for p in module.parameters()}
     open_names = {name for name, parameter in model.named_parameters() if id(parameter) not in packed}
     buffers = dict(model.named_buffers())
     mapped: dict[str, MappedBytes] = {}
@@ -202,7 +240,7 @@ def _load_rest(
 
     def open_tensor(source: str) -> torch.Tensor:
         place = directory.places.get(source)
-        if source in unpacked or place is None or dtype not in (None, place.dtype) or not can_map(place):
+        if source in unpacked or place is None or dtype not in (None, place.dtype) or not directory.can_map(source):
             return read(source)
         tensor, pages = directory.map(source)
         mapped[source] = pages
@@ -232,7 +270,7 @@ def _load_rest(
         for name, tensor in names.convert(entry, read).items():
             fill(name, tensor, entry.sources[0])
     tie: Any = getattr(model, "tie_weights", None)
-    if tie is not None:
+    if tie is not None and ties:
         tie()
     missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class PartialDirectory:
     """
 
     def __init__(self, target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int) -> None:
-        self.target, self._forms = target.absolute(), forms
+        self.target, self._forms = target.resolve(), forms  # a link stays where it is
         self.path = self.target.with_name(f".{self.target.name}.partial")
         self._files = _split_into_files(forms, file_bytes)
         self._offsets: dict[str, tuple[str, int]] = {}
@@ -170,6 +170,26 @@ class PartialDirectory:
         except (OSError, ValueError):
             return False
         return bool(found == self._plan and sizes == self._sizes)
+
+
+def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool) -> None:
+    """Check that a directory can be written, before anything is computed.
+
+    Args:
+        sources: files and directories that are read.
+
+    Raises:
+        ModelError: it exists and is not replaced, or it is or contains a source.
+    """
+    if target.exists() and not target.is_dir():
+        raise ModelError(f"{target} is a file; choose a directory")
+    if target.exists() and not overwrite and any(target.iterdir()):
+        raise ModelError(f"{target} exists; choose another directory, or overwrite it")
+    to = target.resolve()
+    for source in map(Path, sources):
+        if to in (source.resolve(), *source.resolve().parents):
+            what = "is" if to == source.resolve() else "contains"
+            raise ModelError(f"{target} {what} {source}, which is read; choose another directory")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from windlass.compress.block_calibration import BlockCalibration, CalibratedBloc
 from windlass.compress.gptq import ColumnOrder, gptq_codes
 from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid, half_quadratic_grid, is_integer_format
+from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import PackedReport, name_tensors, pack_source, write_packed_directory
 from windlass.compress.partial_directory import WrittenTensors
@@ -356,7 +357,7 @@ def compress_directory(
                 f"sparsity_method {chosen.sparsity_method} needs a calibration text; give some, or use magnitude"
             )
         raise ConfigError(f"{what} needs a calibration text; give some, or use method hqq or rtn")
-    directory = ModelDirectory(source)
+    directory = as_linear_directory(ModelDirectory(source), trust_remote_code=trust_remote_code)
     if chosen.rotate:
         directory = RotatedDirectory(directory)
     if group is not None and chosen.needs_text and len(batches) < group.size:

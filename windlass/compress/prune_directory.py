@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
+from windlass.compress.conv1d_layers import use_linear_class
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import companion_files
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
@@ -20,12 +23,12 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
     """Return the model of a directory that is not quantized, in float32 and eval mode.
 
     Raises:
-        ModelError: it is quantized, or transformers cannot load it.
+        ModelError: it is quantized or has an adapter, or transformers cannot load it.
     """
-    if directory.quantization is not None:
-        raise ModelError(f"{directory.path} is quantized already; give the wide model")
+    directory.check_wide()
     if is_packed_directory(directory.path):
-        return load_packed_model(directory.path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        own = load_packed_model(directory.path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return own.requires_grad_(True)
     import transformers
 
     try:
@@ -35,6 +38,7 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"cannot load the model of {directory.path}: {reason}") from error
+    use_linear_class(model)
     return model.eval()
 
 
@@ -65,7 +69,22 @@ def prune_directory(
     model = load_wide_model(directory, trust_remote_code=trust_remote_code)
     report = prune_model(model, shares, importance=importance, batches=batches)
     model.to(common_dtype(directory))
-    model.save_pretrained(target)  # type: ignore[operator]
-    for path in companion_files(directory.path):
-        shutil.copyfile(path, Path(target) / path.name)
+    save_wide_model(model, directory, Path(target))
     return report
+
+
+def save_wide_model(model: Any, directory: ModelDirectory, target: Path) -> None:
+    """Write a changed model to an existing directory, with the small files of the one that it comes from.
+
+    Raises:
+        ModelError: the disk fails or is full.
+    """
+    try:
+        model.save_pretrained(target)
+        for path in companion_files(directory.path):
+            shutil.copyfile(path, target / path.name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{target} cannot be written: {error}; free some space and run the command again, or choose another "
+            "directory"
+        ) from error

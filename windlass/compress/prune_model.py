@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.compress.channel_units import find_channel_units
 from windlass.compress.layer_importance import find_layer_list, shorten_layers
-from windlass.compress.pruned_config import describe_widths
+from windlass.compress.pruned_config import check_layers, describe_widths
 from windlass.compress.pruning_units import Kept, UnitGroup, choose_units, count_kept, remove_units
 from windlass.compress.transformer_units import find_transformer_units, fit_module
 from windlass.compress.unit_importance import IMPORTANCES, LossFunction, language_loss, unit_scores
@@ -72,7 +73,11 @@ def prune_model(
         wanted = shares["layers"]
         total = len(model.get_submodule(find_layer_list(model)))  # type: ignore[arg-type]
         count = round(wanted * total) if wanted < 1 else int(wanted)
+        if not count:
+            raise ConfigError(f"prune layers = {wanted:g} removes none of the {total} layers; remove more")
         report.layers = shorten_layers(model, count, batches, loss)
+        if hasattr(model, "config"):
+            check_layers(model)
         report.units["layers"] = (total, total - count)
     for kind in PRUNED_KINDS[1:]:
         if shares.get(kind):
@@ -101,6 +106,12 @@ def _prune_kind(
     if not groups:
         raise ConfigError(f"prune {kind} = {share:g}, but {type(model).__name__} has no {kind} that can be removed")
     keep = [count_kept(group, share) for group in groups]
+    if all(count == group.units for group, count in zip(groups, keep, strict=True)):
+        each = groups[0].units // groups[0].sections
+        raise ConfigError(
+            f"prune {kind} = {share:g} removes none of the {each} {kind} of {groups[0].name}"
+            f"{' with one key head' if groups[0].sections > 1 else ''}; remove more"
+        )
     scores = unit_scores(model, groups, importance, batches, loss)
     chosen: list[tuple[UnitGroup, Kept]] = [
         (group, choose_units(group, score, count)) for group, score, count in zip(groups, scores, keep, strict=True)
@@ -120,7 +131,7 @@ def _check(shares: Mapping[str, float], importance: str) -> None:
     if importance not in IMPORTANCES:
         raise ConfigError(f"importance is {importance!r}; it is one of {', '.join(IMPORTANCES)}")
     for kind, share in shares.items():
-        if share < 0 or share >= 1 and share != int(share):
+        if not math.isfinite(share) or share < 0 or share >= 1 and share != int(share):
             raise ConfigError(f"prune {kind} = {share:g}; write a share below 1, or a whole number of {kind}")
 
 

@@ -2,9 +2,10 @@
 
 [Note: widths of pruned models] transformers builds a smaller model from its configuration where that states the number
 of heads, their size and the features of the feed-forward layers. Some families derive the size of a head from the
-hidden size, so that none of their configurations has fewer heads of the same size. Their `config.json` keeps the
-numbers of the whole model and has an entry `windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained`
-apply to the empty model; transformers refuses the shapes.
+hidden size, so that none of their configurations has fewer heads of the same size, and some refuse a number of heads
+that does not divide the hidden size. Their `config.json` keeps the numbers of the whole model and has an entry
+`windlass_pruning`, which `windlass.LLM` and `windlass.from_pretrained` apply to the empty model; transformers refuses
+the shapes.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
                 _state_width(text, stated, group, kept)
         entry = {**earlier, **{_key(group): kept for group, kept in pruned if group.kind in recorded}}
         with suppress(ValueError, TypeError, KeyError, RuntimeError, ModelError, ZeroDivisionError):
+            _check_valid(trial)
+            _check_valid(text)
             with torch.device("meta"):
                 empty = type(model)(copy.deepcopy(trial))
             apply_widths(empty, entry)
@@ -75,6 +78,58 @@ def describe_widths(model: Any, pruned: Sequence[tuple[UnitGroup, int]]) -> None
         f"no configuration of {type(model).__name__} describes the pruned model: "
         f"{', '.join(sorted(kinds))} of some layers have other sizes than those of others; prune fewer kinds"
     )
+
+
+def check_layers(model: Any) -> None:
+    """Check that the configuration of a model with fewer layers describes it.
+
+    Raises:
+        ModelError: it does not, e.g. since every second layer has experts.
+    """
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    with suppress(ValueError, TypeError, KeyError, IndexError, RuntimeError, ModelError, ZeroDivisionError):
+        _check_valid(model.config)
+        with torch.device("meta"):
+            empty = type(model)(copy.deepcopy(model.config))
+        apply_widths(empty, getattr(model.config, PRUNING_ENTRY, None) or {})
+        if {name: tuple(value.shape) for name, value in empty.state_dict().items()} == wanted:
+            return
+    raise ModelError(
+        f"no configuration of {type(model).__name__} describes the model without these layers, whose kind follows from "
+        "their number; prune other kinds"
+    )
+
+
+def _check_valid(config: Any) -> None:
+    """Check a configuration by its own rules, without which transformers neither saves nor loads it.
+
+    Raises:
+        ModelError: it breaks one, e.g. since the number of heads does not divide the hidden size.
+    """
+    validate = getattr(config, "validate", None)
+    try:
+        if validate is not None:
+            validate()
+    except Exception as error:  # transformers and huggingface_hub raise types of their own
+        raise ModelError(f"{type(config).__name__}: {error}") from error
+
+
+def renumber_layers(entry: Mapping[str, int], prefix: str, new_numbers: Mapping[int, int]) -> dict[str, int]:
+    """Return an entry `windlass_pruning` for a model with fewer layers.
+
+    Args:
+        prefix: name of the list of layers.
+        new_numbers: number of each layer that stays, by its number before.
+    """
+    found: dict[str, int] = {}
+    for key, kept in entry.items():
+        kind, _, name = key.partition(":")
+        number, dot, rest = name.removeprefix(f"{prefix}.").partition(".")
+        if not name.startswith(f"{prefix}.") or not number.isdigit():
+            found[key] = kept
+        elif int(number) in new_numbers:
+            found[f"{kind}:{prefix}.{new_numbers[int(number)]}{dot}{rest}"] = kept
+    return found
 
 
 def _copy_values(source: Any, target: Any) -> None:

@@ -103,6 +103,11 @@ def count_kept(group: UnitGroup, share: float) -> int:
         grain = next((one for one in (128, 64, 32, 16, 8) if size % one == 0 and one <= size / 16), 1)
     if group.kind == "ffn" and any(part is not None for part in group.parts) and size % 8 == 0:
         grain = max(grain, 8)
+        if share >= 1 and removed % grain:
+            raise ConfigError(
+                f"prune {group.kind} = {share:g} leaves {size - removed:g} features of the experts {group.name}, which "
+                f"their products need in multiples of {grain}; remove a multiple of it"
+            )
     kept = round((size - removed) / grain) * grain
     least = -(-group.least // group.sections)
     if kept < least:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from windlass.base.errors import ModelError
+from windlass.compress.model_directory import LINEAR_ENTRY
 from windlass.kernels.coded_formats import CodedWeightFormat, IntegerWeightFormat, TernaryWeightFormat
 from windlass.kernels.weight_format import get_weight_format, list_weight_formats
 
@@ -14,7 +16,14 @@ _OWN = "windlass"  # method of formats that compressed-tensors has no words for
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 
 
-def describe_formats(layers: Mapping[str, str], features: Mapping[str, int], ignored: list[str]) -> dict[str, Any]:
+def describe_formats(
+    layers: Mapping[str, str],
+    features: Mapping[str, int],
+    ignored: list[str],
+    renamed: Mapping[str, str] | None = None,
+    *,
+    of_conv1d: bool = False,
+) -> dict[str, Any]:
     """Return the entry for layers packed in formats.
 
     compressed-tensors has no words for ternary and binary formats, and refuses rows that their groups do not divide.
@@ -23,17 +32,23 @@ def describe_formats(layers: Mapping[str, str], features: Mapping[str, int], ign
         layers: format of each packed layer, by the layer's name.
         features: input features of each packed layer.
         ignored: linear layers that are not packed.
+        of_conv1d: layers of transformers' `Conv1D` are among them, which other readers do not know as linear ones.
+        renamed: names in the model of layers with other names in the files: other readers know the layers by these.
     """
     names: dict[str, list[str]] = {}
     for layer, name in layers.items():
         names.setdefault(name, []).append(layer)
     groups = {name: _scheme(name) for name in names}
     divides = all(features[layer] % (_group_of(name) or features[layer]) == 0 for layer, name in layers.items())
-    if not divides or any(scheme is None for scheme in groups.values()):
-        return {"quant_method": _OWN, "formats": names, "ignore": ignored}
+    if of_conv1d or not divides or any(scheme is None for scheme in groups.values()):
+        own = {"quant_method": _OWN, "formats": names, "ignore": ignored}
+        return {**own, LINEAR_ENTRY: True} if of_conv1d else own
     kinds = {str(scheme["format"]) for scheme in groups.values() if scheme is not None}
     schemes = {
-        f"group_{number}": {**(scheme or {}), "targets": ["Linear"] if len(groups) == 1 else names[name]}
+        f"group_{number}": {
+            **(scheme or {}),
+            "targets": ["Linear"] if len(groups) == 1 else _with_renamed(names[name], renamed or {}),
+        }
         for number, (name, scheme) in enumerate(groups.items())
     }
     return {
@@ -45,6 +60,10 @@ def describe_formats(layers: Mapping[str, str], features: Mapping[str, int], ign
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
     }
+
+
+def _with_renamed(layers: list[str], renamed: Mapping[str, str]) -> list[str]:
+    return [*layers, *(renamed[layer] for layer in layers if layer in renamed)]
 
 
 def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
@@ -74,9 +93,43 @@ def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
         raise ModelError(f"{_KEY}.config_groups is empty, so that no format of the packed layers is known")
     formats = {}
     for layer in layers:
-        group = next((one for one in groups if layer in one.get("targets", ())), groups[0])
+        group = _group_of_layer(layer, groups)
         formats[layer] = _format_of(group.get("weights") or {}, group.get("format") or entry.get("format"))
     return formats
+
+
+def _group_of_layer(layer: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the group of compressed-tensors whose targets a layer is: its name, before `re:` and a regular expression
+    that its name begins with, before the class of all layers.
+
+    Raises:
+        ModelError: no target is the layer, or one is no regular expression.
+    """
+    for matches in (_is_name, _is_expression, _is_class):
+        for group in groups:
+            if any(matches(layer, str(target)) for target in group.get("targets", ("Linear",))):
+                return group
+    raise ModelError(
+        f"{_KEY}.config_groups has no target for the packed layer {layer!r}; targets are its name, re: and an "
+        "expression, or Linear"
+    )
+
+
+def _is_name(layer: str, target: str) -> bool:
+    return target == layer
+
+
+def _is_expression(layer: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return False
+    try:
+        return re.match(target.removeprefix("re:"), layer) is not None
+    except re.error as error:
+        raise ModelError(f"{_KEY}.config_groups has the target {target!r}, which is no expression: {error}") from error
+
+
+def _is_class(layer: str, target: str) -> bool:
+    return target == "Linear"
 
 
 def rounds_inputs(entry: Mapping[str, Any]) -> bool:

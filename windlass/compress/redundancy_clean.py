@@ -23,12 +23,16 @@ from windlass.compress.compression_training import (
 from windlass.compress.snip_pruning import MOMENTUM_BUFFER
 from windlass.config.compression_section import CompressionTraining
 
+_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
+_CONSTANT = 1e-6  # output of a norm for a channel of zeros, above which its removal is seen
+
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
     """Make a trained model plain, in place, with the same function: weights become the rounded and masked ones.
 
     Outputs, heads and channels that a mask removes leave the matrices where `related_modules` names the layers that
-    read them. Rounded inputs are no part of a plain model and end.
+    read them. Rounded inputs are no part of a plain model and end. A weight that modules share stays shared where all
+    of them use the same values; else each module gets a weight of its own.
 
     Raises:
         ConfigError: the model was not prepared, or related layers do not fit.
@@ -40,12 +44,13 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     clock.step = max(clock.step, _last_offset(section))
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
+        shared = _separate_weights(model)
         for name, layer in _compressed_layers(model):
             for kind in ("row", "head", "channel"):
                 if kind in layer.compression.prunings:
                     kept[f"{kind} {name}"] = layer.mask(layer.compression.prunings[kind]).detach().flatten() > 0
-            weight, bias = layer.compressed_weight().detach(), layer.compressed_bias()
-            layer.weight.copy_(weight)
+            bias = layer.compressed_bias()
+            layer.weight.copy_(shared[name] if name in shared else layer.compressed_weight().detach())
             if layer.bias is not None and bias is not None:
                 layer.bias.copy_(bias.detach())
             _make_plain(layer)
@@ -78,6 +83,41 @@ def _compressed_layers(model: nn.Module) -> list[tuple[str, CompressedLayer]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, CompressedLayer)]
 
 
+def _separate_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Give layers that share a weight and use other values of it weights of their own.
+
+    Returns:
+        Values of each compressed layer whose weight was shared: they are computed before one of them is written, since
+        a rounded weight is not rounded to itself.
+    """
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(name)
+    values: dict[str, Tensor] = {}
+    layers = {name: layer for name, layer in _compressed_layers(model) if len(users[id(layer.weight)]) > 1}
+    for name, layer in layers.items():
+        values[name] = layer.compressed_weight().detach()
+    for name, layer in layers.items():
+        others = [values.get(other) for other in users[id(layer.weight)] if other != name]
+        if not all(other is not None and torch.equal(other, values[name]) for other in others):
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+            _record_untied(model)
+    return values
+
+
+def _record_untied(model: nn.Module) -> None:
+    """State in the configuration of a transformers model that its head has a weight of its own."""
+    config = getattr(model, "config", None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if head is None or embedding is None or head.weight is embedding.weight:
+        return
+    if getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
+
+
 def _make_plain(layer: CompressedLayer) -> None:
     for pruning in layer.compression.prunings.values():
         delattr(layer, mask_name(pruning))
@@ -108,7 +148,8 @@ def _shrink_related(model: nn.Module, section: CompressionTraining, kind: str, k
                     _select(module, features, dim=1)
                     for matches in others:
                         _select(model.get_submodule(matches[place]), features, dim=0)
-                    _count_heads(model, name, int(mask.sum()), len(mask))
+                    near = [name, *(matches[place] for matches in others)]
+                    _count_heads(model, near, int(mask.sum()), len(mask))
                 else:
                     _select(module, mask, dim=0)
                     for matches in others:
@@ -163,6 +204,7 @@ def _select(module: nn.Module, mask: Tensor, dim: int) -> None:
     weight = module.get_parameter("weight")
     if isinstance(module, nn.BatchNorm2d):
         dim = 0
+        _warn_of_constants(module, mask)
     if weight.shape[dim] != len(mask):
         raise ConfigError(
             f"a {type(module).__name__} with weight {tuple(weight.shape)} does not fit a mask of {len(mask)}; name "
@@ -182,19 +224,39 @@ def _select(module: nn.Module, mask: Tensor, dim: int) -> None:
             module.__dict__[name] = len(places)
 
 
-def _count_heads(model: nn.Module, name: str, heads: int, before: int) -> None:
-    """Correct the numbers of heads in the attention module of a layer."""
-    owner = name.rpartition(".")[0]
-    while True:
+def _warn_of_constants(norm: nn.BatchNorm2d, mask: Tensor) -> None:
+    """Log a warning if a norm made other values than 0 of pruned channels, which their removal takes away."""
+    if norm.running_mean is None or norm.running_var is None or len(mask) != norm.num_features:
+        return
+    constant = norm.bias - norm.running_mean * norm.weight / (norm.running_var + norm.eps).sqrt()
+    largest = float(constant[~mask].abs().max()) if bool((~mask).any()) else 0.0
+    if largest > _CONSTANT:
+        logger.warning(
+            "the outputs of pruned channels are up to %.3g behind a %s and are removed too, so that the model computes "
+            "other values than before; train it further",
+            largest,
+            type(norm).__name__,
+        )
+
+
+def _count_heads(model: nn.Module, names: list[str], heads: int, before: int) -> None:
+    """Correct the number of heads in the attention module of some layers: the nearest module around one of them that
+    states it."""
+    owners = {owner for name in names for owner in _owners(name)}
+    for owner in sorted(owners, key=lambda one: (one.count(".") if one else -1, one), reverse=True):
         module = model.get_submodule(owner) if owner else model
-        for attribute in ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads"):
-            if getattr(module, attribute, None) == before:
-                setattr(module, attribute, heads)
-                size = getattr(module, "attention_head_size", getattr(module, "head_dim", None))
-                if isinstance(size, int) and hasattr(module, "all_head_size"):
-                    module.__dict__["all_head_size"] = heads * size
-                return
-        if not owner:
-            logger.warning("no module around %s has the number of heads %d; set it to %d", name, before, heads)
+        counts = [one for one in _HEAD_COUNTS if getattr(module, one, None) == before]
+        for attribute in counts:
+            setattr(module, attribute, heads)
+        size = getattr(module, "attention_head_size", getattr(module, "head_dim", None))
+        if counts and isinstance(size, int) and hasattr(module, "all_head_size"):
+            module.__dict__["all_head_size"] = heads * size
+        if counts:
             return
-        owner = owner.rpartition(".")[0]
+    logger.warning("no module around %s has the number of heads %d; set it to %d", names[0], before, heads)
+
+
+def _owners(name: str) -> list[str]:
+    """Return the names of the modules around a module, the model's own name last."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError, WeightFormatError
+from windlass.compress.checkpoint_names import CheckpointNames
+from windlass.compress.conv1d_layers import make_linear
+from windlass.compress.linear_directory import linear_view
 from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.packed_model import fill_wide
 from windlass.compress.weight_quantization import empty_packed, misfit
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
@@ -43,6 +47,8 @@ def load_rounded_model(
     if directory.quantization is not None:
         raise ModelError(f"{path} is quantized already; load it without weights={form.name!r}")
     model = build_empty(directory, model_class, trust_remote_code=trust_remote_code)
+    directory = linear_view(directory, model)
+    make_linear(model)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     kinds = (nn.Linear, nn.Embedding) if everything else (nn.Linear,)
     chosen = {
@@ -50,40 +56,38 @@ def load_rounded_model(
         for name, module in model.named_modules()
         if type(module) in kinds and (misfit(form, module) is None if everything else module is not head)
     }
+    names = CheckpointNames(model, directory.places)
     made: dict[int, PackedMatrix] = {}  # by the id of a weight, which the head and embeddings may share
-    sources = {id(m.weight): f"{name}.weight" for name, m in chosen.items() if f"{name}.weight" in directory.places}
     weights = {name: module.get_parameter("weight") for name, module in chosen.items()}
+    sources: dict[int, str] = {}
+    for name, weight in weights.items():
+        if (source := names.source_of.get(f"{name}.weight")) is not None:
+            sources.setdefault(id(weight), source)
+    used: set[str] = set()
     for name, module in chosen.items():
         weight = weights[name]
         if id(weight) not in sources:
             raise ModelError(f"{path} lacks the tensor '{name}.weight' of the model")
-        packed = empty_packed(module, form, dtype or directory.places[sources[id(weight)]].dtype)
+        source = sources[id(weight)]
+        packed = empty_packed(module, form, dtype or directory.places[source].dtype)
         if id(weight) in made:
             packed.share(made[id(weight)])
         else:
             try:
-                tensors = form.pack(directory.read(sources[id(weight)]))
+                tensors = form.pack(directory.read(source))
             except WeightFormatError as error:
                 raise WeightFormatError(f"layer {name!r}: {error}") from error
             packed.set_packed(tensors)
             made[id(weight)] = packed
+        used |= {source, names.source_of.get(f"{name}.weight", source)}
         if isinstance(packed, PackedLinear) and packed.bias is not None:
-            packed.bias = nn.Parameter(_cast(directory.read(f"{name}.bias"), dtype), requires_grad=False)
+            bias = names.source_of.get(f"{name}.bias")
+            if bias is None:
+                raise ModelError(f"{path} lacks the tensor '{name}.bias' of the model")
+            packed.bias = nn.Parameter(_cast(directory.read(bias), dtype), requires_grad=False)
+            used.add(bias)
         model.set_submodule(name, packed)
-    buffers = dict(model.named_buffers())
-    for name in [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        if name in directory.places:
-            owner, _, leaf = name.rpartition(".")
-            values = nn.Parameter(_cast(directory.read(name), dtype), requires_grad=False)
-            model.get_submodule(owner).register_parameter(leaf, values)
-    for name in buffers.keys() & directory.places.keys():
-        buffers[name].copy_(directory.read(name))
-    tie: Any = getattr(model, "tie_weights", None)
-    if tie is not None and len(made) == len(chosen):
-        tie()
-    missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
-    if missing:
-        raise ModelError(f"{path} lacks {len(missing)} tensors of the model: {', '.join(missing[:4])}")
+    fill_wide(model, directory, names, used, dtype, ties=len(made) == len(chosen))
     loaded: nn.Module = model.eval()
     return loaded
 

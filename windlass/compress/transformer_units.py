@@ -6,6 +6,7 @@ elements of one unit in every tensor of its chain (`windlass.parallel.tensor`), 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from windlass.parallel.tensor.dependency_chains import ChainResolver, Dependency
 from windlass.parallel.tensor.fused_experts_layout import read_fused_experts_layout
 from windlass.parallel.tensor.head_counts import FUSED_NAMES, KEY_NAMES, VALUE_NAMES
 from windlass.parallel.tensor.linear_layers import as_linear_layer, iterate_parent_names
-from windlass.parallel.tensor.local_attention_heads import set_head_counts
+from windlass.parallel.tensor.local_attention_heads import HEAD_BIASES, set_head_counts
 from windlass.parallel.tensor.plan_builder import collect_plan_entries
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle
@@ -74,6 +75,11 @@ def _chain_units(
         each = ChainResolver(model, entries, row.sharded_size).shards_of(chain)
         return [_unit_group(model, _holder(each), "ffn", row.sharded_size, each)]
     heads = resolver.head_partitions[0]
+    if {"heads", "groups"} & set(kinds) and _has_head_biases(model, heads.module_name):
+        raise ModelError(
+            f"the heads of {heads.module_name} cannot be removed: each has a bias of its own that follows from the "
+            "number of heads (ALiBi); prune other kinds"
+        )
     query, key = heads.num_query_heads, heads.num_key_heads
     found = []
     groups = _unit_group(
@@ -84,6 +90,12 @@ def _chain_units(
     if "heads" in kinds:
         found.append(replace(groups, kind="heads") if key == query else _heads_of(groups))
     return found
+
+
+def _has_head_biases(model: nn.Module, name: str) -> bool:
+    """Return True if an attention module adds biases to the scores of each head."""
+    arguments = inspect.signature(model.get_submodule(name).forward).parameters
+    return any(one in HEAD_BIASES for one in arguments) and bool(getattr(model.config, "alibi", True))
 
 
 def _heads_of(groups: UnitGroup) -> UnitGroup:

@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError, WeightFormatError
 from windlass.base.log import logger
+from windlass.compress.conv1d_layers import use_linear_class
 from windlass.config.compression_section import ModuleQuantization, WeightQuantization
 from windlass.kernels.grouped_formats import RangeWeightFormat
 from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear, PackedMatrix
@@ -80,6 +81,7 @@ def quantize_weights(
     """
     if not is_requested(section):
         return set()
+    use_linear_class(model)
     rules = {
         key: module_format(one, f"{SECTION}.post_init_quant.{key}") for key, one in section.post_init_quant.items()
     }

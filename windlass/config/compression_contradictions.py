@@ -38,7 +38,7 @@ def compression_contradictions(config: Config) -> Iterator[tuple[str, str]]:
             continue
         where = f"compression_training.{name}"
         yield from _shared_contradictions(section, name, where)
-        if not technique.different_groups:
+        if not technique.different_groups and getattr(technique.shared_parameters, "method", "") != "snip_momentum":
             yield f"{where}.different_groups", "empty; name the modules of at least one group"
         for key, group in technique.different_groups.items():
             yield from _group_contradictions(section, name, group, f"{where}.different_groups.{key}")

@@ -118,8 +118,9 @@ class GroupParams(ConfigSection):
     weight_format: str | None = honoured(None, windlass_only=True)
     """Weight format, e.g. `int2_g64`, `ternary` or `binary`, instead of `target_bits` and `quantize_groups`: weights
     are rounded as `pack_trained_layers` packs them."""
-    quantization_period: Positive = honoured(1)
-    """Steps with `start_bits`; each further bit takes twice as many steps as the one before."""
+    quantization_period: Count = honoured(1)
+    """Steps with `start_bits`; each further bit takes twice as many steps as the one before. 0: `target_bits` at
+    once."""
     bits: Positive | None = honoured(None)
     """Bits of inputs."""
     dense_ratio: Float | None = honoured(None)
@@ -166,7 +167,7 @@ class SparsePruning(CompressionTechnique):
     """Pruning of single weights."""
 
     shared_parameters: SparsePruningShared = honoured(SparsePruningShared)
-    """Options of all groups."""
+    """Options of all groups. With `snip_momentum` and without groups all linear layers and convolutions are pruned."""
 
 
 class RowPruning(CompressionTechnique):

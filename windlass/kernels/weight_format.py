@@ -183,6 +183,7 @@ def unpack_rows(weight_format: WeightFormat, packed: PackedWeight, index: torch.
 
 register_weight_format(CastWeightFormat("fp32", torch.float32))
 register_weight_format(CastWeightFormat("bf16", torch.bfloat16))
+register_weight_format(CastWeightFormat("fp16", torch.float16))
 register_weight_format(Int8WeightFormat())
 register_weight_format(Float8WeightFormat())
 for _coded in make_coded_formats():

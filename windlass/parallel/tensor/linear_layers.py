@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_EQUIVALENT_CLASSES = ("FalconLinear",)
+EQUIVALENT_CLASSES = ("FalconLinear",)
 """Subclasses of nn.Linear whose own forward computes the same."""
 
 
@@ -98,7 +98,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     return (
         hasattr(kind, "compressed_weight")
         or kind.forward is nn.Linear.forward
-        or kind.__name__ in ("Conv1D", *_EQUIVALENT_CLASSES)
+        or kind.__name__ in ("Conv1D", *EQUIVALENT_CLASSES)
     )
 
 

@@ -17,7 +17,7 @@ from windlass.parallel.tensor.head_partition import HeadPartition
 
 _WIDTHS = ("split_size", "all_head_size", "embed_dim", "hidden_size", "inner_dim", "qkv_dim", "q_size")
 _KEY_WIDTHS = ("kv_dim", "kv_size")
-_BIASES = ("alibi", "position_bias")
+HEAD_BIASES = ("alibi", "position_bias")
 """Names of arguments that are added to the attention scores of each head: `[heads, ...]`, `[batch x heads, ...]` or a
 four-dimensional `[batch, heads, ...]`. Models with such an argument may add it to the mask too.
 """
@@ -39,8 +39,8 @@ def fit_attention_to_local_heads(
         own = {"num_attention_heads": query, "num_key_value_heads": key}
         vars(module)["config"] = LocalHeadsConfig(module.config, own)
     arguments = inspect.signature(module.forward).parameters
-    if any(name in _BIASES for name in arguments):
-        biases = [name for name in arguments if name in (*_BIASES, "attention_mask")]
+    if any(name in HEAD_BIASES for name in arguments):
+        biases = [name for name in arguments if name in (*HEAD_BIASES, "attention_mask")]
         module.register_forward_pre_hook(
             LocalHeadBias(biases, head_partition.num_query_heads, head_partition.query_ranges[rank]), with_kwargs=True
         )
