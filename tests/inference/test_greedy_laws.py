@@ -297,6 +297,21 @@ def test_training_on_a_served_module_is_untouched() -> None:
     assert_greedy(model, outputs)
 
 
+@pytest.mark.parametrize("uses_pages", [True, False])
+def test_a_module_in_training_mode_generates_as_in_evaluation_and_keeps_its_mode(uses_pages: bool) -> None:
+    model = build_longer("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    model.train()
+    model.transformer.h[0].eval()
+    if not uses_pages:
+        model._is_stateful = True
+    with LLM(model, max_tokens_per_step=16, max_sequences=4) as llm:
+        assert ("paged" in llm.engine.runner.description) == uses_pages
+        assert model.training and not model.transformer.h[0].training
+        outputs = llm.generate(make_prompts(3, VOCABULARY), GREEDY)
+        assert model.training and not model.transformer.h[0].training
+    assert_greedy(model.eval(), outputs)
+
+
 def test_changed_weights_are_served_after_the_prefix_cache_is_cleared() -> None:
     model = build_longer("llama")
     prompt = list(range(3, 40))

@@ -18,6 +18,7 @@ from windlass.base.text import one_line
 from windlass.inference.answer_writer import AnswerWriter
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationRequest, GenerationSequence
+from windlass.inference.model_forward import own_modes
 from windlass.inference.outputs import EngineStats, RequestMetrics, RequestOutput
 from windlass.inference.request_factory import RequestFactory
 from windlass.inference.sampler import PendingTokens, SampledToken, can_draw_later, draw_later, sample
@@ -270,7 +271,8 @@ class LLMEngine:
         if self.has_requests():
             self._check_weights()
             try:
-                self._run_step()
+                with own_modes():
+                    self._run_step()
             except BaseException:
                 self._failed = list(
                     dict.fromkeys(s.request.request_id for step in self._started for s, _ in step.plan.chosen)
