@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
 from windlass.base.errors import ModelError, RequestError
-from windlass.inference.detokenizer import Detokenizer
+from windlass.inference.detokenizer import Detokenizer, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
 
@@ -53,6 +54,29 @@ def test_text_by_tokens_is_the_text_of_all_tokens(name: str, data: st.DataObject
         assert "\N{REPLACEMENT CHARACTER}" not in new
     detokenizer.finish()
     assert tokenizer.decode(prompt) + detokenizer.text == whole
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_offsets_are_places_of_tokens_in_the_text(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    text = "the é東 fox"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    shown = tokenizer.decode(ids)
+    offsets = text_offsets(tokenizer, ids)
+    for token, place in zip(ids, offsets, strict=True):
+        alone = tokenizer.decode([token]).strip()
+        assert "\ufffd" in alone or shown[place:].lstrip().startswith(alone)
+    assert offsets == sorted(offsets) and max(offsets) < len(shown)
+    model = text_model(tokenizer)
+    with serve(model, tokenizer=tokenizer) as llm:
+        params = GREEDY.replace(temperature=1.0, seed=1, max_tokens=20, logprobs=0)
+        (answer,) = llm.generate("the ", params)[0].outputs
+        prompt = tokenizer("the ").input_ids
+        assert answer.text_offsets == [
+            place - len(tokenizer.decode(prompt))
+            for place in text_offsets(tokenizer, [*prompt, *answer.token_ids])[len(prompt) :]
+        ]
+        assert llm.generate("the ", params.replace(logprobs=None))[0].outputs[0].text_offsets is None
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
@@ -204,6 +228,177 @@ def test_beams_have_the_scores_of_transformers(penalty: float) -> None:
             scores = [beam.cum_logprob / 6**penalty for beam in output.sequences]
             torch.testing.assert_close(torch.tensor(scores), wanted.sequences_scores, atol=1e-4, rtol=0)
         assert llm.stats().kv_cache_usage == 0
+
+
+def test_a_prompt_without_room_for_a_beam_is_refused() -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=5)
+    with serve(llama(), max_model_len=16) as llm:
+        with pytest.raises(RequestError, match="16 tokens; the model takes 16"):
+            llm.beam_search([[3] * 16], params)
+        (output,) = llm.beam_search([[3] * 14], params)
+    assert [len(beam.tokens) for beam in output.sequences] == [16, 16]
+
+
+def test_containers_of_the_caller_may_change_while_a_request_runs() -> None:
+    model = llama()
+    with serve(model) as llm:
+        whole = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+        stops: list[int] = []
+        biases = {40: 0.0}
+        params = GREEDY.replace(stop_token_ids=stops, logit_bias=biases, allowed_token_ids=torch.arange(41))
+        llm.engine.add_request("one", [5, 6, 7], params)
+        stops += whole
+        biases[40] = 100.0
+        outputs = []
+        while llm.engine.has_requests():
+            outputs += llm.engine.step()
+    assert outputs[0].outputs[0].token_ids == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop", 5), ("stop_token_ids", 5), ("allowed_token_ids", "5"), ("bad_words", "word"), ("logit_bias", [5])],
+)
+def test_other_containers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name} is {value!r}".replace("[", r"\[")) as raised:
+        SamplingParams(**{name: value})
+    assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-6, 1e-4])
+def test_temperatures_near_zero_take_the_likeliest_token(temperature: float) -> None:
+    with serve(llama()) as llm:
+        wanted = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+        assert llm.generate([[5, 6, 7]], GREEDY.replace(temperature=temperature))[0].outputs[0].token_ids == wanted
+    with pytest.raises(RequestError, match="at most 1000000"):
+        SamplingParams(temperature=1e39)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([3], {"temperature": 0}, "give SamplingParams"),
+        ([3], [None], "give SamplingParams"),
+        ([3], 5, "sampling_params is 5; give one for all"),
+        ([3], [GREEDY, GREEDY], "1 prompts got 2 sampling_params"),
+        ({"prompt_token_ids": [3], "multi_modal_data": {"image": 1}}, GREEDY, "the key 'multi_modal_data'"),
+        ({"text": "a"}, GREEDY, "the key 'text'"),
+        ({"prompt": None}, GREEDY, "give prompt or prompt_token_ids"),
+    ],
+)
+def test_calls_of_another_form_say_what_to_give(prompt: Any, params: Any, message: str) -> None:
+    with serve(llama()) as llm:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompt, params)
+        assert not llm.engine.has_requests()
+        assert llm.generate({"prompt_token_ids": [3], "prompt": None}, GREEDY)[0].finished
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_a_token_without_text_ends_its_request_alone(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level_tokenizer()
+    decode = tokenizer.decode
+
+    def fail_at_one(ids: Any, **arguments: Any) -> str:
+        if list(ids) == [77]:
+            raise IndexError("piece id out of range")
+        return str(decode(ids, **arguments))
+
+    with serve(text_model(tokenizer), tokenizer=tokenizer, max_tokens_per_step=8) as llm:
+        monkeypatch.setattr(tokenizer, "decode", fail_at_one)
+        plain = GREEDY.replace(detokenize=False)
+        failing = plain.replace(temperature=1.0, n=2, allowed_token_ids=[77], **{field: 0})
+        outputs = llm.generate([[5, 77, *range(6, 26)], [5, 6, 7]], [failing, plain])
+        assert llm.stats().kv_cache_usage == 0
+    assert "piece id out of range" in str(outputs[0].error) and not outputs[0].is_request_error
+    assert outputs[1].error is None and len(outputs[1].outputs[0].token_ids) == 12
+
+
+def test_a_priority_that_is_no_integer_and_a_closed_engine_are_refused() -> None:
+    with serve(llama()) as llm:
+        with pytest.raises(RequestError, match="priority is 'high'"):
+            llm.generate([[3]], GREEDY, priority=["high"])  # type: ignore[list-item]
+        assert llm.generate([[3]], GREEDY, priority=[-1])[0].finished
+    llm.close()
+    with pytest.raises(RequestError, match="engine is closed"):
+        llm.generate([[3]], GREEDY)
+
+
+def test_modes_of_the_caller_change_no_token() -> None:
+    tokenizer = byte_level_tokenizer()
+    model = text_model(tokenizer)
+
+    def answer(llm: LLM) -> list[int]:
+        return list(llm.generate("the quick ", GREEDY)[0].outputs[0].token_ids)
+
+    with serve(model) as llm:
+        wanted = list(llm.generate([tokenizer("the quick ").input_ids], GREEDY)[0].outputs[0].token_ids)
+    modes: list[Any] = [
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
+        torch.enable_grad,
+    ]
+    for mode in modes:
+        with mode():
+            llm = LLM(model, tokenizer=tokenizer, max_tokens_per_step=32, max_sequences=8)
+            assert answer(llm) == wanted
+        assert answer(llm) == wanted
+        llm.close()
+
+
+def test_threads_take_turns() -> None:
+    with serve(llama()) as llm:
+        prompts = [[3, 4, number] for number in range(5, 13)]
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+        found: dict[int, Any] = {}
+
+        def ask(number: int) -> None:
+            found[number] = llm.generate([prompts[number]], GREEDY)[0].outputs[0].token_ids
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[number] for number in range(len(prompts))] == wanted
+
+
+def test_the_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(llama()) as llm:
+        llm.generate([[3]], GREEDY, use_tqdm=True)
+    assert capsys.readouterr().out == ""
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ extra }}"
+)
+
+
+def test_conversations_become_prompts_by_a_template() -> None:
+    tokenizer = byte_level_tokenizer()
+    user = [{"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]}]
+    begun = [*user, {"role": "assistant", "content": "one two"}]
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.chat(user, GREEDY)
+
+        def prompt_of(messages: Any, **arguments: Any) -> str:
+            (output,) = llm.chat(messages, GREEDY, chat_template=TEMPLATE, **arguments)
+            assert output.prompt == tokenizer.decode(output.prompt_token_ids)
+            return str(output.prompt)
+
+        assert prompt_of(user) == "<user>the\nfox<assistant>"
+        assert prompt_of(user, chat_template_kwargs={"extra": "!"}) == "<user>the\nfox<assistant>!"
+        continued = prompt_of(begun, add_generation_prompt=False, continue_final_message=True)
+        assert continued == "<user>the\nfox<assistant>one two"
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        with pytest.raises(RequestError, match="text only"):
+            llm.chat(picture, GREEDY, chat_template=TEMPLATE)
+        with pytest.raises(RequestError, match="refuses the messages: only pairs"):
+            llm.chat(user, GREEDY, chat_template="{{ raise_exception('only pairs') }}")
+        assert len(llm.chat([user, begun], GREEDY, chat_template=TEMPLATE)) == 2
 
 
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:

@@ -49,6 +49,22 @@ def test_streams_are_cumulative_and_complete() -> None:
     asyncio.run(main())
 
 
+def test_a_token_beyond_the_vocabulary_has_no_embedding_and_harms_no_other_request() -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        await engine.start()
+        for token in (-1, VOCABULARY):
+            with pytest.raises(RequestError, match=f"token {token} of an input") as raised:
+                await engine.embed([[3, token]])
+            assert raised.value.parameter == "input"
+        assert len(await engine.embed([[3, VOCABULARY - 1]])) == 1
+        with pytest.raises(RequestError, match="no unread outputs of a request 'x'"):
+            await anext(engine.outputs("x"))
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
 def test_a_client_that_leaves_frees_its_blocks() -> None:
     async def main() -> None:
         _, engine = make_engine()

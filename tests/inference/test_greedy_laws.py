@@ -157,6 +157,51 @@ def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_preempted_request_whose_blocks_are_saved_can_be_cancelled() -> None:
+    from windlass.inference.step_cost import StepCost
+
+    model = build_longer("llama")
+    prompts = make_prompts(6, VOCABULARY, 30)
+    with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, swap_bytes=1 << 24) as llm:
+        engine = llm.engine
+        engine._table._saved._cost = StepCost(100.0)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, GREEDY.replace(max_tokens=30))
+        outputs, cancelled = [], 0
+        while engine.has_requests():
+            outputs += engine.step()
+            for sequence in list(engine._table.waiting.values()):
+                if sequence.saved is not None and cancelled < 2:
+                    assert engine.cancel(sequence.request.request_id).outputs[0].finish_reason == "abort"
+                    cancelled += 1
+        assert cancelled and llm.stats().kv_cache_usage == 0
+        assert engine._table._saved._host_left == 1 << 24
+    assert len(outputs) == len(prompts) - cancelled
+    assert_greedy(model, outputs)
+
+
+def test_blocks_that_cannot_be_read_back_are_computed_again(tmp_path: Any) -> None:
+    from windlass.inference.step_cost import StepCost
+
+    model = build_longer("llama")
+    with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, swap_directory=tmp_path) as llm:
+        llm.engine._table._saved._cost = StepCost(100.0)
+        read, lost = llm.engine._table._saved.read, 0
+
+        def without_file(sequence: Any) -> Any:
+            nonlocal lost
+            path = llm.engine._table._saved._files[sequence.sequence_id]
+            lost += 1
+            path.unlink() if lost % 2 else path.write_bytes(path.read_bytes()[:-8])
+            return read(sequence)
+
+        llm.engine._table._saved.read = without_file
+        outputs = llm.generate(make_prompts(16, VOCABULARY, 30), GREEDY.replace(max_tokens=20))
+        assert llm.stats().kv_cache_usage == 0
+    assert lost > 1
+    assert_greedy(model, outputs)
+
+
 def test_greedy_tokens_are_those_of_transformers_generate() -> None:
     model = build_longer("llama")
     prompts = make_prompts(6, VOCABULARY)
@@ -250,6 +295,21 @@ def test_training_on_a_served_module_is_untouched() -> None:
         model.eval()
         outputs = llm.generate([[3, 4, 5]], GREEDY)
     assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("uses_pages", [True, False])
+def test_a_module_in_training_mode_generates_as_in_evaluation_and_keeps_its_mode(uses_pages: bool) -> None:
+    model = build_longer("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    model.train()
+    model.transformer.h[0].eval()
+    if not uses_pages:
+        model._is_stateful = True
+    with LLM(model, max_tokens_per_step=16, max_sequences=4) as llm:
+        assert ("paged" in llm.engine.runner.description) == uses_pages
+        assert model.training and not model.transformer.h[0].training
+        outputs = llm.generate(make_prompts(3, VOCABULARY), GREEDY)
+        assert model.training and not model.transformer.h[0].training
+    assert_greedy(model.eval(), outputs)
 
 
 def test_changed_weights_are_served_after_the_prefix_cache_is_cleared() -> None:

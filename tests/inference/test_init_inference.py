@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 import windlass
 from tests.causal_models import VOCABULARY, build
-from windlass.base.errors import ConfigError, RequestError
+from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.compat.inference_engine import default_inference_config, init_inference
 
 SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 16}
@@ -41,15 +43,45 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
         {"max_new_tokens": 9, "eos_token_id": [5, 6, 7, 8, 9, 10], "pad_token_id": 1},
         {"max_new_tokens": 6, "num_beams": 3},
         {"max_new_tokens": 9, "do_sample": True, "top_k": 1},
+        {},
+        {"generation_config": GenerationConfig(max_new_tokens=30)},
     ],
 )
 def test_tokens_and_padding_are_those_of_transformers(settings: dict[str, Any]) -> None:
     model = small_model()
     ids, mask = padded()
-    expected = model.generate(ids, attention_mask=mask, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using the model-agnostic default `max_length`")
+        expected = model.generate(ids, attention_mask=mask, **settings)
     engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
     assert torch.equal(engine.generate(ids, attention_mask=mask, **settings), expected)
     assert torch.equal(engine.generate(input_ids=ids, attention_mask=mask, **settings), expected)
+
+
+def test_padding_is_recognized_without_a_mask() -> None:
+    model = small_model()
+    ids, _ = padded()
+    engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
+    for settings in ({"pad_token_id": 0}, {"pad_token_id": 0, "eos_token_id": [0, 9]}, {"pad_token_id": None}):
+        settings = {"max_new_tokens": 9, **settings}
+        assert torch.equal(engine.generate(ids, **settings), model.generate(ids, **settings))
+
+
+def test_a_prompt_of_more_than_20_tokens_gets_20_new_ones_by_default() -> None:
+    model = small_model()
+    ids = torch.arange(3, 33)[None]
+    expected = model.generate(ids, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+    found = windlass.init_inference(copy.deepcopy(model), **SMALL).generate(ids, eos_token_id=None, pad_token_id=0)
+    assert found.shape == (1, 50) and torch.equal(found, expected)
+
+
+def test_logits_that_are_no_numbers_are_an_error() -> None:
+    model = small_model()
+    engine = windlass.init_inference(model, **SMALL, check_at_load=False)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ModelError, match="highest logit of the model is nan"):
+        engine.generate(torch.ones(1, 4, dtype=torch.long) * 4, max_new_tokens=5)
 
 
 def test_forward_and_attributes_are_those_of_the_module() -> None:

@@ -47,7 +47,7 @@ class CharacterTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [self.bos] * add_special_tokens + [ord(character) for character in text]
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: Any) -> str:
         return "".join(chr(token) for token in tokens if token != self.bos)
 
     def convert_ids_to_tokens(self, tokens: Any) -> Any:
@@ -202,6 +202,7 @@ class FakeEngine:
                 logprobs=None if params.logprobs is None else [self._row(one, params.logprobs) for one in tokens],
                 finish_reason=finish,
                 stop_reason=stop_reason,
+                text_offsets=None if params.logprobs is None else list(range(count)),
             )
             for index in range(params.n)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,19 @@ def test_a_conversation_keeps_its_messages() -> None:
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "one", "yes", "two", "yes"]
     prompt = engine.tokenizer.decode(engine.seen[1][0])
     assert prompt == "<system>Be brief.<user>one<assistant>yes<user>two<assistant>"
+
+
+def test_an_answer_that_the_engine_ends_is_an_error_and_leaves_the_conversation_as_it_was() -> None:
+    engine = FakeEngine(answer="yes")
+    original = engine._state
+
+    def fail(*arguments: Any) -> Any:
+        return dataclasses.replace(original(*arguments), error="the highest logit is nan", finished=True)
+
+    engine._state = fail  # type: ignore[method-assign]
+    output, conversation = converse(engine, "one")
+    assert "the highest logit is nan" in output
+    assert [message["content"] for message in conversation.messages] == ["Be brief."]
 
 
 def test_commands_of_a_conversation() -> None:

@@ -72,6 +72,50 @@ def test_echo_with_logprobs_alone_generates_nothing() -> None:
     assert {**event, "finish_reason": "length"} == choice
 
 
+def test_tokens_are_returned_with_those_of_the_prompt() -> None:
+    client = client_of(FakeEngine())
+    body = {"prompt": ["ab", "c"], "max_tokens": 3, "return_token_ids": True}
+    choices = client.post(TEXT, json=body).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[1, 97, 98], [1, 99]]
+    assert [choice["token_ids"] for choice in choices] == [[97, 98, 97], [99, 99, 99]]
+    streamed: list[dict[str, list[int]]] = [{}, {}]
+    for event in events_of(client.post(TEXT, json={**body, "stream": True}).text):
+        (choice,) = event["choices"]
+        found = streamed[choice["index"]]
+        found["tokens"] = found.get("tokens", []) + choice["token_ids"]
+        if "prompt_token_ids" in choice:
+            assert "prompt" not in found
+            found["prompt"] = choice["prompt_token_ids"]
+    assert streamed == [{"tokens": c["token_ids"], "prompt": c["prompt_token_ids"]} for c in choices]
+    nothing = {**body, "echo": True, "max_tokens": 0}
+    assert [choice["token_ids"] for choice in client.post(TEXT, json=nothing).json()["choices"]] == [[], []]
+
+
+def test_a_chat_returns_the_tokens_of_text_that_is_held_back() -> None:
+    """Text that may become a call is sent at the end alone; its tokens come with the steps."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "return_token_ids": True}
+    client = client_of(FakeEngine(answer='{"name": "f", "parameters": {}} or not'))
+    whole = client.post(CHAT, json=body).json()
+    events = events_of(client.post(CHAT, json={**body, "stream": True}).text)
+    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert tokens == whole["choices"][0]["token_ids"] and len(tokens) > 30
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"] and "prompt_token_ids" not in events[1]
+
+
+def test_offsets_are_places_in_the_text_of_the_choice() -> None:
+    """Token 1 of the prompt has no text, and `return_tokens_as_token_ids` changes the tokens alone."""
+    client = client_of(FakeEngine())
+    for fields in ({}, {"return_tokens_as_token_ids": True}):
+        body = {"prompt": "ab", "max_tokens": 3, "logprobs": 0, "echo": True, **fields}
+        choice = client.post(TEXT, json=body).json()["choices"][0]
+        assert choice["text"] == "ababa"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 4]
+        events = events_of(client.post(TEXT, json={**body, "stream": True}).text)
+        streamed = [place for event in events for place in event["choices"][0]["logprobs"]["text_offset"]]
+        assert streamed == choice["logprobs"]["text_offset"]
+
+
 def test_a_stop_text_ends_the_answer_and_is_named() -> None:
     client = client_of(FakeEngine(answer="one two three"))
     body = {"prompt": "a", "stop": [" t"], "max_tokens": 50}

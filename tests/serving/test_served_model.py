@@ -125,9 +125,16 @@ def test_a_schema_constrains_the_answer_and_forces_a_call(served: ServedModel) -
         ).choices[0]
         (call,) = answer.message.tool_calls[:1]
         assert call.function.name == "f" and set(json.loads(call.function.arguments)) == {"yes"}
-    with pytest.raises(openai.BadRequestError, match="cannot be compiled"):
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled") as raised:
         wrong = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "thing"}}}
         chat(model="tiny", messages=messages, response_format=wrong)
+    assert raised.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled") as raised:
+        chat(model="tiny", messages=messages, extra_body={"guided_regex": "("})
+    assert raised.value.param == "guided_regex"
+    with pytest.raises(openai.BadRequestError, match="token 9999 of an input") as raised:
+        served.client.embeddings.create(model="tiny", input=[5, 9999])
+    assert raised.value.param == "input"
 
 
 def test_embeddings_are_unit_vectors(served: ServedModel) -> None:

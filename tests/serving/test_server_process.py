@@ -183,6 +183,7 @@ def test_a_client_that_leaves_ends_its_request_behind_a_router(tmp_path: Path) -
         response = server.open("POST", TEXT, {"prompt": "abc", "max_tokens": 500, "stream": True})
         response.readline()
         assert _running(server) == 1
+        assert server.request("HEAD", "/v1/models") == (200, "")
         response.close()
         wait_until(lambda: _running(server) == 0)
 

@@ -131,6 +131,12 @@ def test_at_most_one_call_without_parallel_calls() -> None:
     assert called(choice) == joined_calls(deltas) == [("weather", '{"city": "Łódź"}')]
 
 
+def test_a_forced_call_without_parallel_calls_ends_after_the_first() -> None:
+    for parallel, most in ((None, None), (True, None), (False, 1)):
+        *_, engine = ask("[]", tool_choice="required", parallel_tool_calls=parallel)
+        assert engine.seen[0][1].structured_outputs.json.get("maxItems") == most
+
+
 def test_no_tools_are_shown_if_none_may_be_called() -> None:
     choice, _, engine = ask(BLOCK, tool_choice="none")
     assert choice["message"]["content"] == BLOCK and "tool_calls" not in choice["message"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from windlass.base.errors import RequestError, WindlassError
+from windlass.base.errors import ModelError, RequestError, WindlassError
 from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import escape_unprintable
 
@@ -88,6 +88,7 @@ class Conversation:
 
         Raises:
             RequestError: the conversation is longer than the model can hold, or the chat template refuses it.
+        ModelError: the engine has ended the answer, e.g. because its logits are no numbers.
         """
         self.messages.append({"role": "user", "content": text})
         shown = ""
@@ -97,6 +98,8 @@ class Conversation:
         try:
             stream = self._engine.stream(self._prompt(), self._params)
             async for output in stream:
+                if output.error is not None:
+                    raise (RequestError if output.is_request_error else ModelError)(output.error)
                 answer = output.outputs[0]
                 now = time.monotonic()
                 first = now if first is None else first
@@ -104,8 +107,9 @@ class Conversation:
                 piece, shown = answer.text[len(shown) :], answer.text
                 if piece:
                     yield piece
-        except RequestError:
-            self.messages.pop()
+        except (RequestError, ModelError):
+            if not shown:
+                self.messages.pop()
             raise
         finally:
             close = getattr(stream, "aclose", None)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
+from windlass.inference.model_forward import eval_mode
 from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.transformers_generate import generate_by_engine
 from windlass.zero.sharded_generate import unsharded_for_generation
@@ -92,15 +91,3 @@ class HybridGeneration:
                 make_rank_engine(sharded.model, options, skip_tokenizer=True, ranks=self._ranks)
             )
         return self._llm
-
-
-@contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode inside the context."""
-    training = [one for one in module.modules() if one.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for one in training:
-            one.training = True

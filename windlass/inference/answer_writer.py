@@ -63,6 +63,8 @@ class AnswerWriter:
                 assert output.logprobs is not None and output.cumulative_logprob is not None
                 output.cumulative_logprob += sampled.logprobs[token].logprob
                 output.logprobs.append(self._with_text(sampled.logprobs))
+                if output.text_offsets is not None and sequence.detokenizer is not None:
+                    output.text_offsets.append(len(sequence.detokenizer.text))
             if sequence.constraint is not None:
                 sequence.constraint.accept(token)
             reason = self._finish_reason(sequence, token)
@@ -72,11 +74,7 @@ class AnswerWriter:
             self.end(request, "error", error)
             return True
         except Exception as error:  # of the tokenizer or of a structured output: other requests go on
-            logger.exception("request %s ends by an error of its text", request.request_id)
-            cause = f"token {token} could not be added to the text: {type(error).__name__}: {one_line(str(error))}"
-            for other in request.sequences:
-                other.detokenizer = None  # which may be what failed
-            self.end(request, "error", ModelError(cause))
+            self._end_by_text(request, f"token {token} could not be added to the text", error)
             return True
         return reason is not None
 
@@ -89,8 +87,18 @@ class AnswerWriter:
             if not sequence.output.finished():
                 self._finish(sequence, reason)
 
-    def add_prompt_logprobs(self, sequence: GenerationSequence, first: int, logits: torch.Tensor) -> None:
-        """Add log-probabilities of prompt tokens, given the logits `[rows, vocab_size]` from position `first` on."""
+    def _end_by_text(self, request: GenerationRequest, problem: str, error: Exception) -> None:
+        logger.exception("request %s ends by an error of its text", request.request_id)
+        for sequence in request.sequences:
+            sequence.detokenizer = None  # which may be what failed
+        self.end(request, "error", ModelError(f"{problem}: {type(error).__name__}: {one_line(str(error))}"))
+
+    def add_prompt_logprobs(self, sequence: GenerationSequence, first: int, logits: torch.Tensor) -> bool:
+        """Add log-probabilities of prompt tokens, given the logits `[rows, vocab_size]` from position `first` on.
+
+        Returns:
+            False if that has ended the request: a token has no text.
+        """
         request = sequence.request
         assert request.prompt_logprobs is not None
         skipped = len(request.prompt_logprobs) - 1 - first  # positions that were reported before a preemption
@@ -100,7 +108,12 @@ class AnswerWriter:
         if tokens:
             counts = [request.params.prompt_logprobs or 0] * len(tokens)
             found = take_logprobs(logits[: len(tokens)], tokens, counts)
-            request.prompt_logprobs += [self._with_text(entry) for entry in found]
+            try:
+                request.prompt_logprobs += [self._with_text(entry) for entry in found]
+            except Exception as error:  # of the tokenizer: other requests go on
+                self._end_by_text(request, "a token of prompt_logprobs has no text", error)
+                return False
+        return True
 
     def _finish_reason(self, sequence: GenerationSequence, token: int) -> FinishReason | None:
         """Add the token's text, and return the finish reason if the sequence ends here, else None."""

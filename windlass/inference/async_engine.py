@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from windlass.base.errors import WindlassError
+from windlass.base.errors import RequestError, WindlassError
 from windlass.base.log import logger
 from windlass.inference.embeddings import embed_prompts
 from windlass.inference.engine_factory import make_engine
@@ -167,8 +167,14 @@ class AsyncLLMEngine:
         """Yield the outputs of a request; each has all tokens so far. Closing the iterator cancels the request.
 
         Raises:
+            RequestError: no request of this id was added, or its outputs were read already.
             EngineStoppedError: the engine's thread died.
         """
+        if request_id not in self._unread:
+            raise RequestError(
+                f"there are no unread outputs of a request {request_id!r}; call outputs once, after add",
+                parameter="request_id",
+            )
         subscriber = self._unread.pop(request_id)
         finished = False
         try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, RequestError
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import TokenLogprobs
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
@@ -53,6 +53,11 @@ def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSea
     sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
     temperature = params.temperature or 1.0
     room = min(params.max_tokens, engine.max_model_len - length)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {length} tokens; the model takes {engine.max_model_len} together with the answer",
+            parameter="prompt",
+        )
     for _ in range(room):
         candidates = []
         for beam, entry in zip(beams, _next_logprobs(engine, [beam.tokens for beam in beams], sampling), strict=True):

@@ -51,6 +51,16 @@ class Detokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
 
 
+def text_offsets(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
+    """Return the place in the text of `ids` where the text of each token begins."""
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
+    offsets = []
+    for token in ids:
+        offsets.append(len(detokenizer.text))
+        detokenizer.append(token)
+    return offsets
+
+
 def find_stop(text: str, new_length: int, stops: Sequence[str]) -> tuple[int, str] | None:
     """Return the position and the text of the earliest stop text that ends in the last `new_length` characters."""
     found: tuple[int, str] | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import RequestError
-from windlass.inference.model_forward import find_device
+from windlass.inference.model_forward import eval_mode, find_device
 from windlass.inference.sharded_runner import ShardedRunner
 from windlass.inference.stage_link import get_stage_link
 
@@ -21,7 +21,8 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
     """Return the last hidden state of the last token of each prompt, divided by its norm.
 
     Raises:
-        RequestError: the model has no decoder that returns hidden states, or a prompt is empty or too long.
+        RequestError: the model has no decoder that returns hidden states, or a prompt is empty, too long, or has a
+            token beyond the vocabulary.
     """
     engine.finish_started()  # ranks run commands in the order of their start
     runner = engine.runner
@@ -31,6 +32,11 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
     for ids in prompts:
         if not 0 < len(ids) <= engine.max_model_len:
             raise RequestError(f"an input has {len(ids)} tokens; give 1 to {engine.max_model_len}", parameter="input")
+        wrong = next((token for token in ids if not 0 <= token < runner.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"token {wrong} of an input is not in the vocabulary of {runner.vocab_size} tokens", parameter="input"
+            )
         if isinstance(runner, ShardedRunner):
             hidden = runner.call(compute_hidden, list(ids))
         else:
@@ -51,7 +57,7 @@ def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:
     decoder: Any = find_decoder(model)
     tokens = torch.tensor([ids], device=find_device(model))
     link = get_stage_link(model)
-    with torch.inference_mode():
+    with torch.inference_mode(), eval_mode(model):
         if link is None:
             output = decoder(input_ids=tokens)
         else:

@@ -16,7 +16,7 @@ from windlass.base.malloc_thresholds import loading_without_gaps
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import find_device
+from windlass.inference.model_forward import eval_mode, find_device, own_modes
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
@@ -92,8 +92,9 @@ def make_rank_engine(
     """
     if ranks is None and options.num_ranks > 1:
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
-    loading = nullcontext() if isinstance(model, nn.Module) else loading_without_gaps()
-    with nullcontext() if ranks is None else ranks.guard(), loading:
+    # a live module keeps the modes of its layers, e.g. between steps of training
+    loading = eval_mode(model) if isinstance(model, nn.Module) else loading_without_gaps()
+    with nullcontext() if ranks is None else ranks.guard(), own_modes(allocates=True), loading:
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 
 
@@ -112,8 +113,6 @@ def _build(
     streamed = None
     if isinstance(model, nn.Module):
         module = model
-        if module.training:
-            module.eval()
     elif options.streams_weights:
         module, streamed = load_streamed_model(
             model, options, dtype=dtype, device=device or local_device(), trust_remote_code=trust_remote_code

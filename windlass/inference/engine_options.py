@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,12 @@ _VLLM_NAMES = {
     "pipeline_parallel_size": "pp",
 }
 """vLLM's names of options that have another name here; both are accepted."""
+
+_VLLM_VALUES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "enforce_eager": ("cuda_graphs", lambda eager: not eager),
+    "swap_space": ("swap_bytes", lambda gib: int(float(gib) * 2**30)),
+}
+"""vLLM's options that are written in another way here."""
 
 _STREAMED_SEQUENCES = 256
 """Default of `max_sequences` where every forward reads all weights from a disk: more sequences share that time."""
@@ -204,7 +210,8 @@ class EngineOptions:
         known = {field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in arguments.items():
-            own = _VLLM_NAMES.get(name, name)
+            own, convert = _VLLM_VALUES.get(name, (_VLLM_NAMES.get(name, name), None))
+            value = value if convert is None else convert(value)
             if own not in known:
                 raise ConfigError(f"an inference engine has no option {name!r}; it has {', '.join(sorted(known))}")
             if own in values:

@@ -124,7 +124,7 @@ class GenerationRequest:
             outputs = _best(outputs, self.params.n)
         if self.params.best_of is not None and self.params.logprobs is None:
             for output in outputs:
-                output.logprobs, output.cumulative_logprob = None, None
+                output.logprobs, output.cumulative_logprob, output.text_offsets = None, None, None
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -148,6 +148,7 @@ def _copy_output(output: CompletionOutput) -> CompletionOutput:
         None if output.logprobs is None else list(output.logprobs),
         output.finish_reason,
         output.stop_reason,
+        None if output.text_offsets is None else list(output.text_offsets),
     )
 
 

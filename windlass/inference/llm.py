@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar, cast
@@ -22,12 +23,14 @@ from windlass.inference.sharded_runner import ShardedRunner
 
 T = TypeVar("T")
 
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
 
 
 class LLM:
-    """Model with an inference engine.
+    """Model with an inference engine. Calls of several threads run one after the other.
 
     With `tp` or `ep` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. The prompts
     of the first of them count, and all of them get its outputs.
@@ -67,12 +70,13 @@ class LLM:
             skip_tokenizer=skip_tokenizer_init,
         )
         self._numbers = itertools.count()
+        self._lock = threading.RLock()
 
     @classmethod
     def from_engine(cls, engine: LLMEngine | RankWorker) -> LLM:
         """Wrap an engine."""
         made = cls.__new__(cls)
-        made._engine, made._numbers = engine, itertools.count()
+        made._engine, made._numbers, made._lock = engine, itertools.count(), threading.RLock()
         return made
 
     @property
@@ -157,25 +161,53 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation, or of several, by the tokenizer's chat template.
+        """Generate the next message of one conversation, or of several, by a chat template.
+
+        Args:
+            messages: dicts with `role` and `content`, which is a text, or a list of parts of the type `text`.
+            chat_template: template in Jinja; None: that of the tokenizer.
+            add_generation_prompt: end the prompt with the header of the assistant's message.
+            continue_final_message: continue the last message in place of a new one; needs
+                `add_generation_prompt=False`.
+            tools: functions that the template shows to the model, in OpenAI's form.
+            chat_template_kwargs: values that the template reads.
+            arguments: further arguments of `generate`.
 
         Raises:
-            RequestError: there is no tokenizer, or it has no chat template.
+            RequestError: there is no tokenizer or no chat template, or the template refuses the messages.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("the tokenizer has no chat template; use generate with a text")
+        if self.tokenizer is None or not (chat_template or getattr(self.tokenizer, "chat_template", None)):
+            raise RequestError("the tokenizer has no chat template; pass chat_template, or use generate with a text")
+        texts: list[str] = []
         prompts: list[Prompt] = []
         for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(
-                list(conversation), tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
-            )
+            shown = [_with_text(message) for message in conversation]
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    shown,
+                    chat_template=chat_template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    **(chat_template_kwargs or {}),
+                )
+            except Exception as error:  # templates raise errors of any kind
+                raise RequestError(f"the chat template refuses the messages: {error}", parameter="messages") from error
+            texts.append(text)
             prompts.append(self.tokenizer(text, add_special_tokens=False).input_ids)
-        return self.generate(prompts, sampling_params, **arguments)
+        outputs = self.generate(prompts, sampling_params, **arguments)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search the likeliest answers to each prompt by beams.
@@ -208,19 +240,21 @@ class LLM:
     def _on_leader(self, function: Callable[[], T]) -> T:
         """Call a function where the engine is, and return its result on all ranks of the model."""
         engine = self._engine
-        if isinstance(engine, RankWorker):
-            return cast(T, engine.take_part())
-        if isinstance(engine.runner, ShardedRunner):
-            return engine.runner.share(function)
-        return function()
+        with self._lock:
+            if isinstance(engine, RankWorker):
+                return cast(T, engine.take_part())
+            if isinstance(engine.runner, ShardedRunner):
+                return engine.runner.share(function)
+            return function()
 
     def _run(self, count: int, *, show_progress: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         progress: Any = None
         if show_progress:
+            from rich.console import Console
             from rich.progress import Progress
 
-            progress = Progress(transient=True)
+            progress = Progress(transient=True, console=Console(stderr=True))  # stdout is the script's own
             progress.start()
             task = progress.add_task("generating", total=count)
         try:
@@ -250,6 +284,11 @@ def _as_list(prompts: Any) -> list[Prompt]:
 def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
     if not isinstance(prompt, Mapping):
         return prompt
+    others = sorted(str(name) for name, value in prompt.items() if name not in _PROMPT_KEYS and value is not None)
+    if others:
+        raise RequestError(
+            f"a prompt has the key {others[0]!r}; give prompt or prompt_token_ids alone", parameter="prompt"
+        )
     for name in ("prompt_token_ids", "prompt"):
         if prompt.get(name) is not None:
             found: str | Sequence[int] = prompt[name]
@@ -257,11 +296,27 @@ def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
     raise RequestError(f"a prompt has the keys {sorted(prompt)}; give prompt or prompt_token_ids", parameter="prompt")
 
 
+def _with_text(message: Any) -> Any:
+    """Return a message whose parts are joined to one text, which is all that templates of text models read."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RequestError("a message has a part that is no text; the model takes text only", parameter="messages")
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}
+
+
 def _spread(name: str, given: Any, count: int) -> list[Any]:
     if given is None:
         return []
     if isinstance(given, (str, SamplingParams)):
         return [given] * count
+    if not isinstance(given, Iterable):
+        raise RequestError(f"{name} is {given!r}; give one for all, or one for each", parameter=name)
     found = list(given)
     if len(found) != count:
         raise RequestError(f"{count} prompts got {len(found)} {name}; give one for all, or one for each")

@@ -18,6 +18,7 @@ from windlass.base.text import one_line
 from windlass.inference.answer_writer import AnswerWriter
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationRequest, GenerationSequence
+from windlass.inference.model_forward import own_modes
 from windlass.inference.outputs import EngineStats, RequestMetrics, RequestOutput
 from windlass.inference.request_factory import RequestFactory
 from windlass.inference.sampler import PendingTokens, SampledToken, can_draw_later, draw_later, sample
@@ -94,6 +95,7 @@ class LLMEngine:
         self._updates = count_updates(runner.model)
         self._failed: list[str] = []  # requests of the steps that the last call of `step` could not finish
         self._failures = 0  # requests in a row that failed alone
+        self._closed = False
 
     @property
     def cost(self) -> StepCost:
@@ -135,6 +137,10 @@ class LLMEngine:
             RequestError: the request cannot be served. Others go on.
             EngineOverloadedError: the queue is full.
         """
+        if self._closed:
+            raise RequestError("the engine is closed, and its KV cache is freed; build another one")
+        if not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}; write an integer", parameter="priority")
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is running already; use another id", parameter="request_id")
         limit = self.options.max_queued
@@ -249,6 +255,9 @@ class LLMEngine:
 
     def close(self) -> None:
         """Cancel all requests and free the KV cache."""
+        if self._closed:
+            return
+        self._closed = True
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._table.close()
@@ -270,7 +279,8 @@ class LLMEngine:
         if self.has_requests():
             self._check_weights()
             try:
-                self._run_step()
+                with own_modes():
+                    self._run_step()
             except BaseException:
                 self._failed = list(
                     dict.fromkeys(s.request.request_id for step in self._started for s, _ in step.plan.chosen)
@@ -445,8 +455,9 @@ class LLMEngine:
                 continue
             first = sequence.num_computed
             sequence.num_computed += count
-            if wants_prompt_logprobs(sequence):
-                self._answers.add_prompt_logprobs(sequence, first, logits[rows])
+            wanted = wants_prompt_logprobs(sequence)
+            if wanted and not self._answers.add_prompt_logprobs(sequence, first, logits[rows]):
+                continue
             due = sequence.num_computed - len(sequence.token_ids) + 1  # rows from the last known token on
             if due > 0:
                 pending.append((sequence, rows[-due:], sequence.num_computed - due + 1))

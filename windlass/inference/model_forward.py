@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,37 @@ def run_probe(forward: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor
     ids = torch.zeros(2, dtype=torch.long)
     with torch.inference_mode():
         forward(ids, None, ids[:1])
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode inside the `with` block."""
+    training = [one for one in module.modules() if one.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
+
+
+@contextmanager
+def own_modes(*, allocates: bool = False) -> Iterator[None]:
+    """Compute as without the modes of the caller inside the `with` block: an engine's numbers are those of its model's
+    dtype under autocast too, and a default device does not move its indices.
+
+    Args:
+        allocates: tensors are made that later calls write to, which those of inference mode forbid.
+    """
+    with ExitStack() as stack:
+        if allocates and torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def find_device(model: nn.Module) -> torch.device:

@@ -37,6 +37,8 @@ class CompletionOutput:
         logprobs: one entry for each token; None if the request asked for none.
         finish_reason: None while the answer grows.
         stop_reason: the stop text or stop token; None if the end-of-sequence token ended the answer.
+        text_offsets: place in `text` where the text of each token begins, that of the whole character for a token that
+            is a part of one; None without logprobs or text.
     """
 
     index: int
@@ -46,6 +48,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    text_offsets: list[int] | None = None
 
     def finished(self) -> bool:
         """Return True if the answer is complete."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import CausalForward, find_device, get_logits
+from windlass.inference.model_forward import CausalForward, eval_mode, find_device, get_logits
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 
@@ -88,7 +88,8 @@ class OwnCacheModelRunner:
         positions = batch.positions.tolist()
         found: dict[int, torch.Tensor] = {}
         active = nullcontext() if self._packed is None else self._packed.active()
-        with torch.inference_mode(), active:
+        evaluating = eval_mode(self.model) if self.model.training else nullcontext()
+        with torch.inference_mode(), active, evaluating:
             for number, sequence_id in enumerate(batch.sequence_ids):
                 start, stop = starts[number], starts[number + 1]
                 state = self._states.setdefault(sequence_id, OwnCacheState())

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from windlass.base.atomic_file import make_directory
 from windlass.base.errors import StorageError
+from windlass.base.log import logger
+from windlass.base.text import one_line
 from windlass.inference.engine_options import EngineOptions
-from windlass.inference.step_batch import ModelRunner
+from windlass.inference.step_batch import ModelRunner, SavedBlocks
 from windlass.inference.step_cost import StepCost
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
@@ -65,13 +67,23 @@ class PreemptedBlocks:
             self._files[sequence.sequence_id] = path
             sequence.saved = []
 
-    def restore(self, sequence: GenerationSequence) -> None:
-        """Write saved blocks into the first blocks of the sequence."""
-        saved = sequence.saved
-        assert saved is not None
+    def read(self, sequence: GenerationSequence) -> SavedBlocks | None:
+        """Return the saved blocks of a sequence; None if they cannot be read, so that its tokens are computed again."""
         path = self._files.get(sequence.sequence_id)
-        if path is not None:
-            saved = list(read_tensors(path)[0].values())  # in the order in which they were written
+        if path is None:
+            return sequence.saved
+        try:
+            return list(read_tensors(path)[0].values())  # in the order in which they were written
+        except (OSError, StorageError) as error:
+            logger.warning(
+                "the KV blocks of a preempted request cannot be read, so its %d tokens are computed again: %s",
+                sequence.num_computed,
+                one_line(str(error)),
+            )
+            return None
+
+    def restore(self, sequence: GenerationSequence, saved: SavedBlocks) -> None:
+        """Write saved blocks into the first blocks of the sequence."""
         self._runner.restore_blocks(sequence.blocks[: saved[0].shape[0]], saved)
         self.drop(sequence)
 

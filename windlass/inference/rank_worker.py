@@ -7,6 +7,7 @@ from typing import Any
 
 from windlass.base.errors import CommunicationError, ModelError
 from windlass.inference.lora import LoraAdapters
+from windlass.inference.model_forward import own_modes
 from windlass.inference.rank_channel import RankChannel, RankCommand
 from windlass.inference.step_batch import ModelRunner
 
@@ -50,7 +51,7 @@ class RankWorker:
         if self.closed:
             raise CommunicationError("the inference engine of these ranks is closed; load the model anew")
         while True:
-            with self._channel.guard():
+            with self._channel.guard(), own_modes():
                 command, value = self._channel.receive()
                 if command is RankCommand.RUN:
                     self._runner.run(value)

@@ -47,6 +47,11 @@ class RequestFactory:
         Raises:
             RequestError: the prompt or a parameter does not fit the model.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"the sampling parameters are {one_line(repr(params), 80)}; give SamplingParams(...)",
+                parameter="sampling_params",
+            )
         text, ids = self.encode(prompt)
         self._check_prompt(ids, params)
         room = self._max_model_len - len(ids)
@@ -113,6 +118,7 @@ class RequestFactory:
             detokenizer = Detokenizer(
                 self._tokenizer, request.prompt_ids, skip_special_tokens=params.skip_special_tokens
             )
+            output.text_offsets = [] if wants_logprobs else None
         return GenerationSequence(
             next(self._numbers), request, index, list(request.prompt_ids), output, sampler, detokenizer, constraint
         )

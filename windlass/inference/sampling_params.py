@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ MAX_CANDIDATES = 128
 MAX_LOGPROBS = 64
 """Largest number of alternatives that a request can ask logprobs of."""
 
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # beyond them, divided logits would overflow or vanish
 _MAX_STOPS = 64
 _MAX_BAD_WORDS = 1024
 _MAX_TEXT = 1000  # characters of a stop text or a bad word; each token is compared with all of them
@@ -65,7 +66,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit once for each time that the answer has it; -2 to 2.
         repetition_penalty: logits of tokens in prompt or answer are divided by it if positive and multiplied if
             negative (Keskar et al. 2019, CTRL); above 0, 1 changes nothing.
-        temperature: divides the logits; 0 takes the token with the highest logit (greedy).
+        temperature: divides the logits; 0, and any number below 1e-5, takes the token with the highest logit (greedy).
         top_p: the draw is among the likeliest tokens whose probabilities together reach it; above 0 and at most 1.
         top_k: the draw is among this many likeliest tokens; 0 or -1: all.
         min_p: tokens less likely than `min_p` times the likeliest one are not drawn; 0 to 1.
@@ -115,14 +116,15 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        self._check_counts()
+        self._copy_containers()
         self._check_numbers()
+        self._check_counts()
         self._check_lists()
 
     @property
     def is_greedy(self) -> bool:
         """True if no token is drawn at random."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < _LOWEST_TEMPERATURE or self.top_k == 1
 
     @property
     def num_candidates(self) -> int:
@@ -141,6 +143,22 @@ class SamplingParams:
             RequestError: a value is out of range.
         """
         return replace(self, **changes)
+
+    def _copy_containers(self) -> None:
+        """Replace lists and dicts by copies, so that a change of the caller's object changes no running request."""
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is None or (name == "stop" and isinstance(value, str)):
+                continue
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise RequestError(f"{name} is {value!r}; give a list", parameter=name)
+            object.__setattr__(self, name, value.tolist() if hasattr(value, "tolist") else list(value))
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(
+                    f"logit_bias is {self.logit_bias!r}; give a dict from token ids to numbers", parameter="logit_bias"
+                )
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_counts(self) -> None:
         _check_integer("n", self.n, 1, MAX_CANDIDATES)
@@ -164,7 +182,7 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        _check_number("temperature", self.temperature, 0, math.inf)
+        _check_number("temperature", self.temperature, 0, _HIGHEST_TEMPERATURE)
         _check_number("top_p", self.top_p, 0, 1, above=True)
         _check_number("min_p", self.min_p, 0, 1)
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
@@ -195,7 +213,8 @@ class BeamSearchParams:
         beam_width: number of beams, and of answers.
         max_tokens: maximum number of generated tokens.
         ignore_eos: go on after the end-of-sequence token.
-        temperature: divides the logits; 0 and 1 leave them as they are.
+        temperature: divides the log-probabilities of tokens, and so scales `cum_logprob` and changes no order; 0 and 1
+            leave them as they are.
         length_penalty: a beam's log-probability is divided by its length to this power.
     """
 

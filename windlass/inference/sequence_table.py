@@ -41,12 +41,17 @@ class SequenceTable:
 
     def admit(self, sequence: GenerationSequence, now: float) -> bool:
         """Allocate the blocks of a waiting sequence's known tokens. Return False if too few are free by now."""
+        saved = None
         if sequence.saved is not None:
-            needed = self.blocks.blocks_for(sequence.num_known)
-            if needed > self.blocks.num_free:
+            if self.blocks.blocks_for(sequence.num_known) > self.blocks.num_free:
                 return False
-            sequence.blocks = self.blocks.allocate(needed)
-            self._saved.restore(sequence)
+            saved = self._saved.read(sequence)
+            if saved is None:
+                self._saved.drop(sequence)
+                sequence.num_computed = 0
+        if saved is not None:
+            sequence.blocks = self.blocks.allocate(self.blocks.blocks_for(sequence.num_known))
+            self._saved.restore(sequence, saved)
         else:
             keys = self._cacheable_keys(sequence)
             cached, used = self.blocks.count_cached(keys)
@@ -107,7 +112,8 @@ class SequenceTable:
 
     def remove(self, sequence: GenerationSequence) -> None:
         """Remove a finished sequence, whose full blocks stay in the prefix cache."""
-        self.register_blocks(sequence)
+        if sequence.saved is None:  # else the sequence is preempted, and its blocks are others' by now
+            self.register_blocks(sequence)
         self._saved.drop(sequence)
         self.free(sequence)
         self.running.pop(sequence.sequence_id, None)

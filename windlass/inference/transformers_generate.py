@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.errors import RequestError
+from windlass.base.errors import ModelError, RequestError
 from windlass.base.log import logger
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ _TRANSLATED = frozenset(
 )  # fmt: skip
 """Generation settings that an engine follows, or that do not change its tokens."""
 
-_DEFAULT_LENGTH = 20  # of transformers, prompt included
+_DEFAULT_NEW_TOKENS = 20  # of transformers, where neither max_new_tokens nor max_length is set
 
 
 def generate_by_engine(
@@ -42,12 +42,13 @@ def generate_by_engine(
 
     Raises:
         RequestError: a prompt is empty, or there is no room for an answer.
+        ModelError: the logits of the model are no numbers.
     """
     config = _generation_config(module, settings)
     if config is None or input_ids is None or input_ids.dim() != 2:
         return None
     params = _make_params(config, input_ids.shape[1])
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = _infer_mask(input_ids, config) if attention_mask is None else attention_mask
     prompts = [ids[row.bool()].tolist() for ids, row in zip(input_ids.cpu(), mask.cpu(), strict=True)]
     longest = max((len(prompt) for prompt in prompts), default=0)
     if any(not prompt for prompt in prompts):
@@ -56,19 +57,27 @@ def generate_by_engine(
     seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
     each = [params if params.is_greedy else params.replace(seed=seed) for seed in seeds]
     outputs = llm.generate(prompts, each)
+    for output in outputs:
+        if output.error is not None:
+            raise (RequestError if output.is_request_error else ModelError)(output.error)
     answers = [answer.token_ids for output in outputs for answer in output.outputs]
     return _pad(input_ids, answers, params.n, _pad_token(config))
 
 
 def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
     """Return the merged generation settings; None if one of them is not translated."""
-    given = settings.pop("generation_config", None)
-    base = given if given is not None else getattr(module, "generation_config", None)
+    given, own = settings.pop("generation_config", None), getattr(module, "generation_config", None)
+    base = given if given is not None else own
     if base is None:
         from transformers import GenerationConfig
 
         base = GenerationConfig()
     config = copy.deepcopy(base)
+    if given is not None and own is not None:
+        # as transformers: a field that the given settings leave open, such as the end tokens, is the model's
+        for name, value in own.to_dict().items():
+            if getattr(config, name, None) is None:
+                setattr(config, name, value)
     unused = config.update(**settings)
     if any(value is not None for name, value in unused.items() if name != "synced_gpus"):
         return None
@@ -80,8 +89,10 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
 def _make_params(config: Any, width: int) -> SamplingParams:
     """Return the sampling parameters of generation settings; `width` tokens are given."""
     new = config.max_new_tokens
-    if new is None:
-        new = (config.max_length if config.max_length is not None else _DEFAULT_LENGTH) - width
+    if new is None and config.max_length == type(config)().max_length:
+        new = _DEFAULT_NEW_TOKENS
+    elif new is None:
+        new = config.max_length - width
         if new < 1:
             raise RequestError(
                 f"max_length leaves no room for answers after {width} tokens of input_ids; give max_new_tokens"
@@ -103,6 +114,15 @@ def _make_params(config: Any, width: int) -> SamplingParams:
         stop_token_ids=_as_list(config.eos_token_id),
         detokenize=False,
     )
+
+
+def _infer_mask(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return the mask of rows that were given without one: as in transformers, padding tokens are left out unless they
+    may also end an answer.
+    """
+    if config.pad_token_id is None or config.pad_token_id in _as_list(config.eos_token_id):
+        return torch.ones_like(input_ids)
+    return input_ids.ne(config.pad_token_id)
 
 
 def _or(value: Any, default: Any) -> Any:

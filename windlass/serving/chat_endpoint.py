@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.base.text import one_line
-from windlass.inference.sampling_params import StructuredOutputsParams
+from windlass.inference.sampling_params import MAX_LOGPROBS, StructuredOutputsParams
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.chat_prompt import ChatTool, forced_call_schema, normalize_messages, parse_tools, render_chat
 from windlass.serving.completions_endpoint import prompt_logprobs_as_json
@@ -82,13 +82,13 @@ async def create_chat_completion(request: Request) -> Response:
     if fields.echo:
         raise ApiError(400, "echo is not supported in a chat; leave it out", parameter="echo")
     choice = _tool_choice(fields, context.settings.tool_calls)
-    constraint = _response_constraint(fields, choice)
+    name, constraint = _response_constraint(fields, choice)
     values: dict[str, Any] = {"max_tokens": _max_tokens(fields), "logprobs": _num_logprobs(fields)}
     if constraint is not None:
         values["structured_outputs"] = constraint
     params = fields.sampling_params(**values)
     prompt = await encode_chat(context, fields, choice.shown)
-    generation = start_generation(request, fields, [prompt], params, "chatcmpl")
+    generation = start_generation(request, fields, [prompt], params, "chatcmpl", name)
     answer = _ChatAnswer(generation, fields, choice, LogprobFormat(context.engine.tokenizer, _as_ids(fields)))
     if fields.stream:
         return await start_event_stream(request, answer.events())
@@ -135,12 +135,24 @@ def _max_tokens(fields: ChatRequest) -> int | None:
             f"max_tokens is {fields.max_tokens} and max_completion_tokens {fields.max_completion_tokens}; send one",
             parameter="max_completion_tokens",
         )
-    return fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    if fields.max_completion_tokens is None:
+        return fields.max_tokens
+    if fields.max_completion_tokens < 1:
+        raise ApiError(
+            400,
+            f"max_completion_tokens is {fields.max_completion_tokens}; write an integer of at least 1",
+            parameter="max_completion_tokens",
+        )
+    return fields.max_completion_tokens
 
 
 def _num_logprobs(fields: ChatRequest) -> int | None:
     if fields.top_logprobs and not fields.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs = true", parameter="top_logprobs")
+    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MAX_LOGPROBS:
+        raise ApiError(
+            400, f"top_logprobs is {fields.top_logprobs}; write 0 to {MAX_LOGPROBS}", parameter="top_logprobs"
+        )
     return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
@@ -156,21 +168,22 @@ def _tool_choice(fields: ChatRequest, form: str) -> _ToolChoice:
         parser = PlainText if form == "none" else lambda: OptionalCalls(names, form)
         return _ToolChoice(tools, None, parser)
     if choice == "required":
-        return _ToolChoice(tools, forced_call_schema(tools, None), RequiredCalls, forced=True)
+        several = fields.parallel_tool_calls is not False
+        return _ToolChoice(tools, forced_call_schema(tools, None, several=several), RequiredCalls, forced=True)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         shown = one_line(repr(choice), 100)
         raise ApiError(
             400,
             f'tool_choice is {shown}; write "none", "auto", "required" or a function of tools',
             parameter="tool_choice",
         )
-    return _ToolChoice(tools, forced_call_schema(tools, name), lambda: ForcedFunction(str(name)), forced=True)
+    return _ToolChoice(tools, forced_call_schema(tools, name), lambda: ForcedFunction(name), forced=True)
 
 
-def _response_constraint(fields: ChatRequest, choice: _ToolChoice) -> StructuredOutputsParams | None:
-    """Return the constraint of the text from `response_format` and `tool_choice`; None without one."""
+def _response_constraint(fields: ChatRequest, choice: _ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:
+    """Return the field that constrains the text, and its constraint; the latter is None for fields of vLLM's."""
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form = fields.response_format
     kind = form.get("type") if form is not None else "text"
@@ -191,8 +204,9 @@ def _response_constraint(fields: ChatRequest, choice: _ToolChoice) -> Structured
             f"response_format.type is {shown}; write text, json_object or json_schema",
             parameter="response_format",
         )
-    if fields.constraint() is not None:
-        found.append(("structured_outputs", StructuredOutputsParams(json_object=True)))
+    own = fields.constraint_field
+    if own is not None:
+        found.append((own, StructuredOutputsParams(json_object=True)))
     if len(found) > 1:
         raise ApiError(400, f"{found[0][0]} and {found[1][0]} both constrain the text; keep one", parameter=found[1][0])
     if found and choice.shown and not choice.forced:
@@ -201,7 +215,8 @@ def _response_constraint(fields: ChatRequest, choice: _ToolChoice) -> Structured
             f'{found[0][0]} excludes calls of tools; send tool_choice = "none"',
             parameter=found[0][0],
         )
-    return found[0][1] if found and found[0][0] != "structured_outputs" else None
+    name, constraint = found[0] if found else (None, None)
+    return name, None if name == own else constraint
 
 
 @dataclass
@@ -227,7 +242,7 @@ class _ChatAnswer:
         output = (await self.generation.finish())[0]
         choices = []
         for answer in sorted(output.outputs, key=lambda one: one.index):
-            piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, answer.finish_reason, None)
+            piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, None, answer.finish_reason, None)
             parsed = self._limit_calls(self.choice.new_parser().feed(piece.text, True), 0)
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
             if parsed.calls:
@@ -240,6 +255,8 @@ class _ChatAnswer:
         body = {**self.generation.head("chat.completion"), "choices": choices, "usage": self.generation.usage()}
         if self.fields.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs_as_json(output)
+        if self.fields.return_token_ids:
+            body["prompt_token_ids"] = self.generation.prompts[0]
         return json_response(body)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -256,7 +273,7 @@ class _ChatAnswer:
                         continue
                     if not state.has_role:
                         state.has_role = True
-                        yield self._event(answer.index, {"role": "assistant", "content": ""}, None, 0)
+                        yield self._event(answer.index, {"role": "assistant", "content": ""}, None, 0, is_first=True)
                     if plain is not None and piece.finish_reason is None:
                         yield plain.encode(answer.index, piece.text)
                         continue
@@ -280,10 +297,11 @@ class _ChatAnswer:
         if parsed.content:
             deltas.append({"content": parsed.content})
         deltas += [{"tool_calls": [call.as_json(streamed=True)]} for call in parsed.calls]
-        if not deltas and not (piece.logprobs or piece.finish_reason):
+        shows_tokens = self.fields.return_token_ids and piece.tokens
+        if not deltas and not (piece.logprobs or piece.finish_reason or shows_tokens):
             return []
         # the end and the log-probabilities are part of the last event of the piece
-        silent = AnswerPiece("", [], None, None, None)
+        silent = AnswerPiece("", [], None, None, None, None)
         deltas = deltas or [{}]
         return [
             self._event(index, delta, piece if number == len(deltas) - 1 else silent, state.calls)
@@ -296,12 +314,16 @@ class _ChatAnswer:
             parsed.calls = [call for call in parsed.calls if call.index == 0 and (before == 0 or call.name is None)]
         return parsed
 
-    def _event(self, index: int, delta: dict[str, Any], piece: AnswerPiece | None, calls: int) -> bytes:
-        piece = piece or AnswerPiece("", [], None, None, None)
+    def _event(
+        self, index: int, delta: dict[str, Any], piece: AnswerPiece | None, calls: int, *, is_first: bool = False
+    ) -> bytes:
+        piece = piece or AnswerPiece("", [], None, None, None, None)
         choice = self._choice(index, "delta", delta, piece, calls)
         if self.fields.return_token_ids:
             choice["token_ids"] = piece.tokens
         event = {**self.generation.head(_CHUNK), "choices": [choice]}
+        if is_first and self.fields.return_token_ids:
+            event["prompt_token_ids"] = self.generation.prompts[0]
         if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
             event["usage"] = self.generation.usage() if self.fields.wants_usage_in_each_event else None
         return encode_event(event)

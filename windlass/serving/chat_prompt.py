@@ -184,11 +184,12 @@ def render_chat(
     return str(text)
 
 
-def forced_call_schema(tools: list[ChatTool], name: str | None) -> dict[str, Any]:
+def forced_call_schema(tools: list[ChatTool], name: str | None, *, several: bool = True) -> dict[str, Any]:
     """Return the JSON Schema of a forced call.
 
     Args:
         name: the function whose arguments are generated; None: a list of at least one call of any function.
+        several: the list may have more than one call.
     """
     if name is not None:
         return dict(next(tool.parameters for tool in tools if tool.name == name))
@@ -204,7 +205,8 @@ def forced_call_schema(tools: list[ChatTool], name: str | None) -> dict[str, Any
         }
         for index, tool in enumerate(tools)
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    bounds = {"minItems": 1} if several else {"minItems": 1, "maxItems": 1}
+    return {"type": "array", **bounds, "items": {"anyOf": calls}}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.base.text import one_line
-from windlass.inference.outputs import CompletionOutput, RequestOutput
+from windlass.inference.detokenizer import text_offsets
+from windlass.inference.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, encode_text, start_generation
@@ -68,7 +69,7 @@ def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]
         values["max_tokens"] = 1 if max_tokens == 0 else max_tokens
         if fields.logprobs is not None:
             values["prompt_logprobs"] = fields.logprobs
-    return start_generation(request, fields, prompts, fields.sampling_params(**values), "cmpl")
+    return start_generation(request, fields, prompts, fields.sampling_params(**values), "cmpl", fields.constraint_field)
 
 
 def context_left(context: ServerContext, prompts: list[list[int]]) -> int:
@@ -122,6 +123,7 @@ class _Completion:
 
     def __post_init__(self) -> None:
         self._logprobs = LogprobFormat(self.tokenizer, bool(self.fields.return_tokens_as_token_ids))
+        self._echoes: dict[int, str] = {}  # texts of prompts that came as tokens
         self._prompt_only = bool(self.fields.echo) and self.fields.max_tokens == 0
 
     async def response(self) -> Response:
@@ -135,9 +137,8 @@ class _Completion:
         return json_response({**self.generation.head(_KIND), "choices": choices, "usage": usage})
 
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> dict[str, Any]:
-        piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, answer.finish_reason, None)
-        echo = self._echo(output) if self.fields.echo else None
-        choice = self._piece_as_json(output, index, piece, echo, 0)
+        piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, None, answer.finish_reason, None)
+        choice = self._piece_as_json(output, index, piece, is_first=True)
         if self.fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_as_json(output)
         return choice
@@ -151,13 +152,12 @@ class _Completion:
             async for prompt, output in states:
                 for answer in output.outputs:
                     index = prompt * answers + answer.index
-                    sent = progress[index].characters
                     piece = progress[index].advance(answer)
                     if piece is None:
                         continue
-                    echo = self._echo(output) if self.fields.echo and index not in begun else None
+                    is_first = index not in begun
                     begun.add(index)
-                    choice = self._piece_as_json(output, index, piece, echo, self._offset(output, sent))
+                    choice = self._piece_as_json(output, index, piece, is_first=is_first)
                     event = {**head, "choices": [choice]}
                     if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
                         event["usage"] = self._usage() if self.fields.wants_usage_in_each_event else None
@@ -172,32 +172,42 @@ class _Completion:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
-    def _offset(self, output: RequestOutput, sent: int) -> int:
-        return sent + (len(self._echo(output)) if self.fields.echo else 0)
-
     def _echo(self, output: RequestOutput) -> str:
-        prompt = next(index for index, one in self.generation.outputs.items() if one is output)
-        text = self.texts[prompt]
+        prompt = self._prompt_of(output)
+        text = self._echoes.get(prompt, self.texts[prompt])
         if text is None:
             text = "" if self.tokenizer is None else str(self.tokenizer.decode(output.prompt_token_ids))
-            self.texts[prompt] = text
+            self._echoes[prompt] = text
         return text
 
+    def _echo_offsets(self, output: RequestOutput) -> list[int]:
+        """Return the place of each token of the prompt in its text, which has special tokens if it came as tokens."""
+        if self.tokenizer is None:
+            return [0] * len(output.prompt_token_ids)
+        has_text = self.texts[self._prompt_of(output)] is not None
+        return text_offsets(self.tokenizer, output.prompt_token_ids, skip_special_tokens=has_text)
+
+    def _prompt_of(self, output: RequestOutput) -> int:
+        return next(index for index, one in self.generation.outputs.items() if one is output)
+
     def _piece_as_json(
-        self, output: RequestOutput, index: int, piece: AnswerPiece, echo: str | None, offset: int
+        self, output: RequestOutput, index: int, piece: AnswerPiece, *, is_first: bool
     ) -> dict[str, Any]:
-        text, tokens, logprobs = piece.text, piece.tokens, list(piece.logprobs or [])
+        text, tokens = piece.text, piece.tokens
+        rows: list[TokenLogprobs | None] = [*(piece.logprobs or [])]
+        begin = len(self._echo(output)) if self.fields.echo else 0
+        offsets = [begin + offset for offset in piece.text_offsets or [0] * len(tokens)]
         if self._prompt_only:
-            text, tokens, logprobs = "", [], []
-        rows: list[Any] = [*logprobs]
-        if echo is not None:
-            text = echo + text
+            text, tokens, rows, offsets = "", [], [], []
+        if is_first and self.fields.echo:
+            text = self._echo(output) + text
             tokens = [*output.prompt_token_ids, *tokens]
             rows = [*(output.prompt_logprobs or []), *rows]
-            offset = 0
+            if self.fields.logprobs is not None:
+                offsets = [*self._echo_offsets(output), *offsets]
         shown = None
         if self.fields.logprobs is not None:
-            shown = self._logprobs.completion(tokens, rows, self.fields.logprobs, offset)
+            shown = self._logprobs.completion(tokens, rows, self.fields.logprobs, offsets)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
@@ -206,7 +216,9 @@ class _Completion:
             "stop_reason": piece.stop_reason,
         }
         if self.fields.return_token_ids:
-            choice["token_ids"] = piece.tokens
+            choice["token_ids"] = [] if self._prompt_only else piece.tokens
+            if is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
 

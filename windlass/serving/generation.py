@@ -31,6 +31,7 @@ class AnswerPiece:
     text: str
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None
+    text_offsets: list[int] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
@@ -50,12 +51,13 @@ class AnswerProgress:
         text = output.text[self.characters :]
         tokens = output.token_ids[self.tokens :]
         logprobs = output.logprobs[self.tokens : self.tokens + len(tokens)] if output.logprobs is not None else None
+        offsets = None if output.text_offsets is None else output.text_offsets[self.tokens :]
         self.finished = output.finished()
         if not text and not self.finished and not (tokens and logprobs):
             return None  # the tokens so far end in the middle of a character
         self.characters += len(text)
         self.tokens += len(tokens)
-        return AnswerPiece(text, tokens, logprobs, output.finish_reason, output.stop_reason)
+        return AnswerPiece(text, tokens, logprobs, offsets, output.finish_reason, output.stop_reason)
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Generation:
     Attributes:
         request_id: id of the HTTP request, for the log.
         model: name of the model in the answer.
+        constraint_field: field of the request that constrains the text, for errors about it.
         outputs: the latest state of each prompt.
     """
 
@@ -77,6 +80,7 @@ class Generation:
     lora_name: str | None = None
     priority: int = 0
     sla: ServiceLevel | None = None
+    constraint_field: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
@@ -104,6 +108,10 @@ class Generation:
             except EngineOverloadedError:
                 self.context.metrics.rejections.inc()
                 raise
+            except RequestError as error:
+                if error.parameter != "structured_outputs" or self.constraint_field is None:
+                    raise
+                raise ApiError(400, str(error), parameter=self.constraint_field) from error
 
     async def finish(self) -> list[RequestOutput]:
         """Wait for all answers and return them in the order of the prompts."""
@@ -153,11 +161,13 @@ def start_generation(
     prompts: list[list[int]],
     params: SamplingParams,
     kind: str,
+    constraint_field: str | None,
 ) -> Generation:
     """Check the lengths of the prompts and return their generation.
 
     Args:
         kind: beginning of the response's id.
+        constraint_field: field of the request that constrains the text; None without one.
 
     Raises:
         ApiError: an unknown model, or a prompt that is empty or too long.
@@ -174,6 +184,7 @@ def start_generation(
         lora_name=context.lora_of(fields.model),
         priority=fields.priority or 0,
         sla=fields.service_level(),
+        constraint_field=constraint_field,
     )
 
 
@@ -188,7 +199,8 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
     if not prompt:
         raise ApiError(400, "the prompt has no tokens; send some text", parameter=field)
     if left < 1 or (params.max_tokens is not None and params.max_tokens > left):
-        asked = f" and max_tokens is {params.max_tokens:,}" if params.max_tokens is not None else ""
+        # a default that depends on the rest of the window says nothing where there is no rest
+        asked = f" and max_tokens is {params.max_tokens:,}" if left >= 1 else ""
         raise ApiError(
             400,
             f"the prompt has {len(prompt):,} tokens{asked}; together they must fit the context window of {window:,} "

@@ -37,20 +37,22 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def completion(
-        self, tokens: list[int], logprobs: list[TokenLogprobs | None], top: int, text_offset: int
+        self, tokens: list[int], logprobs: list[TokenLogprobs | None], top: int, text_offsets: list[int]
     ) -> dict[str, Any]:
         """Return the `logprobs` of a completion choice.
 
         Args:
             logprobs: one entry for each token; None for the first token of a prompt.
-            text_offset: position of the first token in the text of the choice.
+            text_offsets: position of each token in the text of the choice.
         """
-        result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        result: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": text_offsets,
+        }
         for token, row in zip(tokens, logprobs, strict=True):
-            text = self.token_text(token, row)
-            result["tokens"].append(text)
-            result["text_offset"].append(text_offset)
-            text_offset += len(text)
+            result["tokens"].append(self.token_text(token, row))
             if row is None:
                 result["token_logprobs"].append(None)
                 result["top_logprobs"].append(None)

@@ -47,6 +47,8 @@ _REFUSED = {
     "web_search_options": "the server searches nothing",
 }
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
 Model = TypeVar("Model", bound="RequestModel")
 
 
@@ -201,6 +203,10 @@ class SamplingFields(RequestModel):
                 "stream = false",
                 parameter="best_of",
             )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(
+                400, "prompt_logprobs is part of whole answers; set stream = false", parameter="prompt_logprobs"
+            )
         given = {name: getattr(self, name) for name in self._PLAIN if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_of(key): bias for key, bias in self.logit_bias.items()}
@@ -213,7 +219,7 @@ class SamplingFields(RequestModel):
         """Return the constraint on the text that vLLM's fields request; None without one."""
         found = [
             (name, StructuredOutputsParams(**{name.removeprefix("guided_"): value}))
-            for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            for name in _GUIDED
             if (value := getattr(self, name)) is not None
         ]
         if self.structured_outputs is not None:
@@ -222,6 +228,11 @@ class SamplingFields(RequestModel):
             names = " and ".join(name for name, _ in found)
             raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
         return found[0][1] if found else None
+
+    @property
+    def constraint_field(self) -> str | None:
+        """Name of the field of vLLM's that constrains the text; None without one."""
+        return next((name for name in (*_GUIDED, "structured_outputs") if getattr(self, name) is not None), None)
 
     def service_level(self) -> ServiceLevel | None:
         """Return the declared service level.

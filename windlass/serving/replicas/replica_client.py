@@ -21,6 +21,7 @@ class ReplicaResponse:
     status: int
     headers: dict[str, str]
     _reader: asyncio.StreamReader
+    _has_body: bool = True
 
     @property
     def is_stream(self) -> bool:
@@ -33,6 +34,8 @@ class ReplicaResponse:
         Raises:
             ReplicaConnectionError: the connection ended before the body.
         """
+        if not self._has_body:
+            return  # the length is that of the body that GET would have
         try:
             if self.headers.get("transfer-encoding", "").lower() != "chunked":
                 left = int(self.headers.get("content-length", "0"))
@@ -83,7 +86,7 @@ async def request_replica(
         first, *rest = head.decode("latin-1").split("\r\n")
         pairs = (line.partition(":") for line in rest if line)
         received = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        yield ReplicaResponse(int(first.split(" ")[1]), received, reader)
+        yield ReplicaResponse(int(first.split(" ")[1]), received, reader, method != "HEAD")
     finally:
         writer.close()
         # the replica may have closed its end already
