@@ -23,6 +23,7 @@ RECORD_FORMAT = 1
 """Version of the format. Increased when a key is removed or changes its meaning, not when keys are added."""
 _SECRETS = frozenset({"api_key", "token", "password"})
 _MAX_WARNINGS = 1000
+_READ_BYTES = 1 << 16
 
 
 class RunRecord:
@@ -40,6 +41,7 @@ class RunRecord:
     def __init__(self, path: Path) -> None:
         try:
             make_directory(path.parent)
+            _drop_incomplete_line(path)
             self._stream: TextIO | None = open_new(path, "a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -126,6 +128,24 @@ def read_record(path: Path) -> Iterator[dict[str, Any]]:
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
             raise DataError(f"{path}, line {number}: it has no kind; this is not a record of jsonl_monitor")
         yield value
+
+
+def _drop_incomplete_line(path: Path) -> None:
+    """Cut off the line that an earlier start was writing when it was killed, which the next line would continue."""
+    if not path.is_file():
+        return
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        kept = end
+        while kept:
+            begin = max(0, kept - _READ_BYTES)
+            file.seek(begin)
+            newline = file.read(kept - begin).rfind(b"\n")
+            kept = begin + newline + 1
+            if newline >= 0:
+                break
+        if kept < end:
+            file.truncate(kept)
 
 
 def _plain(value: Any) -> Any:

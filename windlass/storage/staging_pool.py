@@ -34,6 +34,7 @@ class StagingPool:
         self._lent: dict[int, torch.Tensor] = {}  # by address
         self._free: list[torch.Tensor] = []
         self._returning: list[tuple[Pending, torch.Tensor]] = []
+        self._leaving: set[int] = set()  # addresses of buffers that are freed once they return
         self._tracked: list[Pending] = []
 
     def has_room(self, nbytes: int) -> bool:
@@ -92,6 +93,16 @@ class StagingPool:
             while self._tracked:
                 self._tracked.pop(0).wait()
 
+    def free_returned(self) -> None:
+        """Free the buffers that were released so far, each once its transfer has finished, instead of reusing them.
+
+        For buffers of sizes that are not needed again.
+        """
+        with self._lock:
+            self._total -= sum(map(torch.Tensor.numel, self._free))
+            self._free.clear()
+            self._leaving.update(_address(buffer) for _, buffer in self._returning)
+
     def _collect_finished(self) -> None:
         watched, self._tracked = self._tracked, []
         for number, transfer in enumerate(watched):
@@ -122,11 +133,15 @@ class StagingPool:
         except BaseException:
             self._drop_buffer(buffer)
             raise
+        if _address(buffer) in self._leaving:
+            self._drop_buffer(buffer)
+            return
         del self._lent[_address(buffer)]
         self._free.append(buffer)
 
     def _drop_buffer(self, buffer: torch.Tensor) -> None:
-        """Remove a buffer whose transfer failed from the pool."""
+        """Remove a buffer from the pool: its transfer failed, or it is not needed again."""
+        self._leaving.discard(_address(buffer))
         del self._lent[_address(buffer)]
         self._total -= buffer.numel()
 

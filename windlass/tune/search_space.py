@@ -87,16 +87,26 @@ class Candidate:
         for key, value in self.values:
             if key in (TRAIN, STATES_PATH, PARAMETERS_PATH) or value is False or value == "none":
                 continue
-            short = _SHORT_NAMES.get(key, key.rpartition(".")[2])
+            short = _SHORT_NAMES.get(key) or _word_of(key, is_switch=value is True)
             parts.append(short if value is True else f"{short}{_short(value)}")
         if self.get(OVERLAP) is False:
             parts.append("nooverlap")
         return "_".join(parts)
 
 
+def _word_of(key: str, *, is_switch: bool) -> str:
+    """Return the last word of a key; of a switch, with its section: names leave out switches that are off."""
+    section, _, word = key.rpartition(".")
+    outer = section.rpartition(".")[2]
+    if not is_switch or not outer:
+        return word
+    return outer if word == "enabled" else f"{outer}.{word}"
+
+
 def _short(value: Any) -> str:
     if isinstance(value, int) and value >= 1000:
-        return f"{value:.3g}".replace("+", "")
+        rounded = f"{value:.3g}"
+        return rounded.replace("+", "") if float(rounded) == value else str(value)
     return str(value).replace("/", "-")
 
 

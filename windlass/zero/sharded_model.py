@@ -234,6 +234,8 @@ class ShardedModel:
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, tiers.disk)
         self.disk_health.check("initialize could not write the model to disk", loses=True)
+        if tiers.staging is not None:
+            tiers.staging.free_returned()  # records grow by the states of the first step, and need larger buffers
         self._attach(blocks)
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure

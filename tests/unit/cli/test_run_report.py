@@ -105,6 +105,17 @@ def test_text_of_files_stays_text(tmp_path: Path) -> None:
     assert any(HOSTILE in part for part in page.text)
 
 
+def test_a_run_that_was_killed_in_a_line_goes_on_in_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "run.jsonl"
+    write_record(path, steps=3, seed="of the first start")
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 4, "lo')
+    write_record(path, steps=5, seed="of the second start")
+    assert [line["step"] for line in read_record(path) if line["kind"] == "step"] == [1, 2, 3, 1, 2, 3, 4, 5]
+    words = " ".join(Page(page_of(str(path), folder=tmp_path)).text)
+    assert "of the second start" in words and "of the first start" not in words
+
+
 def test_two_runs_lie_side_by_side_and_differences_are_marked(tmp_path: Path) -> None:
     write_record(tmp_path / "a" / "run.jsonl", zero_optimization={"stage": 2}, seed=1)
     write_record(tmp_path / "b" / "run.jsonl", steps=9, zero_optimization={"stage": 3}, seed=1)

@@ -57,6 +57,22 @@ def test_buffer_in_transfer_is_not_reused(tier: DiskTier) -> None:
     assert staging.acquire(64 * KIB, torch.uint8).data_ptr() == first.data_ptr()
 
 
+def test_buffers_of_sizes_that_are_not_needed_again_are_freed(tier: DiskTier) -> None:
+    """Otherwise the pool keeps the records of master weights that `initialize` wrote, beside those with states."""
+    staging, transfer = StagingPool(tier, 1 << 20), Under()
+    staging.release(staging.acquire(64 * KIB, torch.uint8))
+    written, kept = staging.acquire(128 * KIB, torch.uint8), staging.acquire(64 * KIB, torch.uint8)
+    staging.release(written, transfer)
+    staging.free_returned()
+    transfer.over = True
+    staging.release(kept)
+    staging.wait_all()
+    peak = staging.peak
+    for _ in range(3):
+        staging.acquire(64 * KIB, torch.uint8)
+    assert staging.peak == peak == 192 * KIB
+
+
 def test_at_the_limit_the_oldest_transfer_is_waited_for(tier: DiskTier) -> None:
     staging = StagingPool(tier, 128 * KIB)
     transfers = [Under(), Under()]

@@ -156,3 +156,19 @@ def test_what_needs_no_less_memory() -> None:
 def test_refusals_name_the_fix(raw: dict[str, Any], limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_space(raw, 2, SearchLimits(**limits)).candidates()
+
+
+def test_candidates_that_differ_have_different_names() -> None:
+    """The folder of a trial, its prediction and its refusal go by its name."""
+    choices = {
+        "bf16.enabled": (False, True),
+        "torch_autocast.enabled": (False, True),
+        "zero_optimization.reduce_bucket_size": (1_048_576, 1_049_000),
+    }
+    space = build_space(config(), 2, SearchLimits(choices=choices))
+    found = space.candidates()
+    names = {candidate.name for candidate in found}
+    assert len(names) == len(found)
+    for switch in choices:
+        if switch.endswith("enabled"):
+            assert {candidate.get(switch) for candidate in found} == {False, True}, "one was refused for another"

@@ -135,12 +135,14 @@ def _add_listed_checkpoints(run: RunData, folder: Path) -> None:
 
 def _add_record(run: RunData, path: Path) -> None:
     steps: dict[int, Mapping[str, Any]] = {}
-    ended = False
+    ended, planned = False, dict(run.config)
     for line in read_record(path):
         kind = line["kind"]
         ended = kind == "end"
         if kind == "run":
             _add_start(run, line)
+            if isinstance(line.get("config"), dict):  # of a resumed run, the last start's, like its other facts
+                run.config = planned or line["config"]
         elif kind == "step" and isinstance(line.get("step"), int):
             steps[line["step"]] = line  # a resumed run repeats steps: the last one counts
         elif kind == "checkpoint":
@@ -156,8 +158,6 @@ def _add_record(run: RunData, path: Path) -> None:
 
 
 def _add_start(run: RunData, line: Mapping[str, Any]) -> None:
-    if isinstance(line.get("config"), dict) and not run.config:
-        run.config = line["config"]
     run.facts.setdefault("started", _clock(line.get("time")))
     for name, key in (
         ("ranks", "world_size"),
