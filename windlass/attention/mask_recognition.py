@@ -59,6 +59,9 @@ def _collect(function: MaskFunction, found: RecognizedMask) -> bool:
     values = _closure_values(function)
     if kind == "and_masks":
         return all([_collect(part, found) for part in values["mask_functions"]])
+    if kind == "or_masks":
+        parts = [part for part in values["mask_functions"] if not _allows_nothing(part)]
+        return len(parts) == 1 and _collect(parts[0], found)
     if kind == "remap_positions_for_packed_sequence":
         return _set_once(found, "position_ids", values["position_ids"]) and _collect(values["mask_function"], found)
     if kind == "packed_sequence_mask_function":
@@ -73,6 +76,13 @@ def _collect(function: MaskFunction, found: RecognizedMask) -> bool:
     # transformers' releases differ in whether the window includes its edge
     reach = window if bool(function(0, 0, window, 0)) else window - 1
     return _add_pattern(MaskBand(-reach, reach), found)
+
+
+def _allows_nothing(function: MaskFunction) -> bool:
+    """Return True for the blocks of tokens that see each other, as those of an image, in a batch of text alone."""
+    if _known_codes().get(getattr(function, "__code__", None)) != "blockwise_overlay":
+        return False
+    return bool((_closure_values(function)["block_sequence_ids"] < 0).all())
 
 
 def _set_once(found: RecognizedMask, name: str, value: Any) -> bool:
@@ -112,6 +122,8 @@ def _known_codes() -> dict[CodeType | None, str]:
         return _codes
     arguments: dict[str, tuple[Any, ...]] = {
         "and_masks": (),
+        "or_masks": (),
+        "blockwise_overlay": (None,),
         "sliding_window_overlay": (1,),
         "sliding_window_bidirectional_overlay": (1,),
         "chunked_overlay": (1, None),
