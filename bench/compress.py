@@ -21,7 +21,7 @@ from rig.compressed_language_model import LANGUAGE_MODELS, measure_language_mode
 
 from windlass.cli.benches.bar_chart import BarPanel, draw_bars
 from windlass.cli.benches.bench_console import bench_console as make_console
-from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.bench_results import run_facts, write_result
 
 _ROOT = Path(__file__).parent
 _CONSOLE = make_console()
@@ -35,17 +35,16 @@ def main(
     threads: Annotated[int, typer.Option(min=1)] = 1,
     steps: Annotated[int, typer.Option(min=10, help="Steps of the language model's training.")] = 900,
     only: Annotated[str, typer.Option(help="Part of the names of rows.")] = "",
-    work: Annotated[Path, typer.Option(help="Trained models and the pieces that are done.")] = Path("build/compress"),
-    results: Annotated[Path, typer.Option(help="The JSON file; the picture lies beside it.")] = _ROOT
-    / "results"
-    / "compress.json",
+    work: Annotated[Path, typer.Option(help="Trained models, which later runs use again.")] = Path("build/compress"),
+    results: Annotated[
+        Path, typer.Option(help="The JSON file, whose pieces are not measured again; the picture lies beside it.")
+    ] = _ROOT / "results" / "compress.json",
 ) -> None:
     """Run what is left of the measurement, a row and a seed at a time, then write the table and the picture."""
     torch.set_num_threads(threads)
     work.mkdir(parents=True, exist_ok=True)
-    state = work / f"pieces-{steps}.json"
-    done: dict[str, Any] = json.loads(state.read_text()) if state.is_file() else {}
-    started, left = time.monotonic(), 0
+    done = _stored_pieces(results, steps)
+    started, left, commit = time.monotonic(), 0, run_facts()["commit"]
     for kind, row, seed in _order(seeds):
         name = f"{kind}/{row}/{seed}"
         if name in done or only not in name:
@@ -55,18 +54,34 @@ def main(
         left += 1
         before = time.process_time()
         measured = _MEASURES[kind](row, seed, work, steps)
-        done[name] = {**measured, "processor_seconds": round(time.process_time() - before, 1)}
-        state.write_text(json.dumps(done, indent=1))
+        done[name] = {**measured, "processor_seconds": round(time.process_time() - before, 1), "commit": commit}
+        rows = _summary(done)
+        write_result(results, {"steps": steps, "rows": rows, "pieces": done})
         _CONSOLE.print(f"{name}: {done[name]}")
     rows = _summary(done)
     _print(rows)
-    write_result(results, {"steps": steps, "rows": rows, "pieces": done})
     language = {row["name"]: 100 * row["loss"] for row in rows if row["kind"] == "language" and row["loss"] is not None}
     classes = {row["name"]: 100 * row["accuracy"] for row in rows if row["kind"] == "classifier"}
     panels = [BarPanel("Held-out bits per byte", "% above the trained model", language)] if language else []
     panels += [BarPanel("Classifier", "% of held-out texts", classes)] if classes else []
     if panels:
         draw_bars(panels, results.with_suffix(".png"), "Compressed models, mean of the seeds")
+
+
+def _stored_pieces(results: Path, steps: int) -> dict[str, Any]:
+    """Return the pieces of earlier runs.
+
+    Raises:
+        BadParameter: they have another number of steps.
+    """
+    if not results.is_file():
+        return {}
+    stored = json.loads(results.read_text())
+    if stored["steps"] != steps:
+        raise typer.BadParameter(
+            f"{results.name} has pieces of {stored['steps']} steps, and --steps is {steps}; write another --results"
+        )
+    return dict(stored["pieces"])
 
 
 def _order(seeds: int) -> list[Piece]:
