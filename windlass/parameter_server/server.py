@@ -54,6 +54,7 @@ class ParameterServer:
         settings: those of the job.
         make_optimizer: builds the optimizer of the shard.
         meeting: the job's store.
+        replica: number of this process among those of the shard.
         replicas: number of replicas that must be complete before the first worker is answered.
         taken: the shard, if this process was its replica; else it is built.
     """
@@ -67,6 +68,7 @@ class ParameterServer:
         make_optimizer: MakeOptimizer,
         meeting: Meeting,
         *,
+        replica: int = 0,
         replicas: int = 0,
         taken: TakenShard | None = None,
     ) -> None:
@@ -84,7 +86,7 @@ class ParameterServer:
         self._had_worker = self._ends = False
         self._failure: BaseException | None = None
         self.dropped = 0
-        self._here = meeting.register_server(server) if taken is None else taken.address
+        self._here = meeting.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
         if self._here.generation > 1:
             self._awaited_replicas = 0
