@@ -248,7 +248,8 @@ class ParameterServer:
                     raise refused(link, f"message kind {kind}", "pull, push or bye")
         except CommunicationError as error:
             if not self._ends:
-                logger.warning("%s: worker %d has left: %s", self._here, worker, error)
+                who = f"worker {worker} has left" if worker >= 0 else "a connection has ended"
+                logger.warning("%s: %s: %s", self._here, who, error)
         except Exception as error:
             if link is not None:
                 send_problem(link, f"{self._here} failed: {type(error).__name__}: {error}")
@@ -308,11 +309,12 @@ class ParameterServer:
             raise refused(link, f"replica {replica}", f"0 to {MOST_WORKERS - 1}")
         if not self._is_alike(link, link.peer, model, settings):
             return
-        link.idle = timedelta(seconds=self._settings.reconnect_seconds)  # one that stands still stops no update
+        link.idle = timedelta(seconds=self._settings.connect_seconds)
         with self._changed:
             self._require_place()
             send_content(link, self._shard.content(self._clock))
             self._await_done(link)
+            link.idle = timedelta(seconds=self._settings.reconnect_seconds)  # one that stands still stops no update
             self._replicas[replica] = link
             self._note_replicas()
             self._changed.notify_all()
