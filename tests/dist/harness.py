@@ -1,4 +1,4 @@
-"""Warm pool of worker processes that run one function on every rank of a world of 1 to 4."""
+"""Warm pool of worker processes that run one function on every rank of a world of 1 to 6."""
 
 from __future__ import annotations
 

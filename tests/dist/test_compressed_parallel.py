@@ -241,6 +241,8 @@ CASES = [
         for axes, model, tied in ((PP, "llama", False), (PP, "gpt2", True), (BOTH, "llama", True))
     ),
     *(case_of(rule, TP, accumulation=2, world=4) for rule in ("DiLoCo", "PowerSGD")),
+    # three data ranks, so that sums are of more than two messages
+    *(case_of(rule, TP, "llama-short", stage=int(rule == "OneBitLamb"), world=6) for rule in RULES),
 ]
 
 

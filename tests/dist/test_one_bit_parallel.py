@@ -73,6 +73,7 @@ def frozen_adam(
 CASES = [
     one_bit("llama", (("tp", 2),), stage=1, bound=3e-5),
     pytest.param(one_bit("llama", (("tp", 2),), stage=2, world=4, bound=3e-5), marks=pytest.mark.slow),
+    pytest.param(one_bit("llama-short", (("tp", 2),), stage=1, world=6, bound=3e-5), marks=pytest.mark.slow),
     pytest.param(
         one_bit("gpt2", (("pp", 2), ("tp", 2)), stage=0, tied=True, accumulation=2, bound=3e-5), marks=pytest.mark.slow
     ),

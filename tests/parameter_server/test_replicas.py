@@ -141,6 +141,18 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
     job.finish()
 
 
+def test_a_process_serves_again_under_its_own_number() -> None:
+    """Else the first process of the shard would take it for its own earlier self."""
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    meeting = job.meeting()
+    meeting.register_server(0, replica=1)
+    job.start_process(0, 1, replicas=1)
+    with pytest.raises(CommunicationError, match="no snapshot to continue from"):
+        job.finish()
+    address = meeting.record(0).address
+    assert address is not None and (address.generation, address.replica) == (2, 1)
+
+
 def test_missing_replicas_are_named() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(connect_seconds=0.3), servers=1, workers=1)
     job.start_process(0, 0, replicas=2)

@@ -54,6 +54,7 @@ class ParameterServer:
         settings: those of the job.
         make_optimizer: builds the optimizer of the shard.
         meeting: the job's store.
+        replica: number of this process among those of the shard.
         replicas: number of replicas that must be complete before the first worker is answered.
         taken: the shard, if this process was its replica; else it is built.
     """
@@ -67,6 +68,7 @@ class ParameterServer:
         make_optimizer: MakeOptimizer,
         meeting: Meeting,
         *,
+        replica: int = 0,
         replicas: int = 0,
         taken: TakenShard | None = None,
     ) -> None:
@@ -84,7 +86,7 @@ class ParameterServer:
         self._had_worker = self._ends = False
         self._failure: BaseException | None = None
         self.dropped = 0
-        self._here = meeting.register_server(server) if taken is None else taken.address
+        self._here = meeting.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
         if self._here.generation > 1:
             self._awaited_replicas = 0
@@ -246,7 +248,8 @@ class ParameterServer:
                     raise refused(link, f"message kind {kind}", "pull, push or bye")
         except CommunicationError as error:
             if not self._ends:
-                logger.warning("%s: worker %d has left: %s", self._here, worker, error)
+                who = f"worker {worker} has left" if worker >= 0 else "a connection has ended"
+                logger.warning("%s: %s: %s", self._here, who, error)
         except Exception as error:
             if link is not None:
                 send_problem(link, f"{self._here} failed: {type(error).__name__}: {error}")
@@ -306,11 +309,12 @@ class ParameterServer:
             raise refused(link, f"replica {replica}", f"0 to {MOST_WORKERS - 1}")
         if not self._is_alike(link, link.peer, model, settings):
             return
-        link.idle = timedelta(seconds=self._settings.reconnect_seconds)  # one that stands still stops no update
+        link.idle = timedelta(seconds=self._settings.connect_seconds)
         with self._changed:
             self._require_place()
             send_content(link, self._shard.content(self._clock))
             self._await_done(link)
+            link.idle = timedelta(seconds=self._settings.reconnect_seconds)  # one that stands still stops no update
             self._replicas[replica] = link
             self._note_replicas()
             self._changed.notify_all()

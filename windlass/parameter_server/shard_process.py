@@ -93,6 +93,7 @@ class ShardProcess:
             self._settings,
             self._make_optimizer,
             self._meeting,
+            replica=self._replica,
             replicas=self._replicas,
             taken=taken,
         )
