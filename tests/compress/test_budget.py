@@ -162,6 +162,9 @@ def test_a_speed_is_met_by_measured_times(wide: Any, monkeypatch: pytest.MonkeyP
     assert found.seconds <= times.wide / 3 * 1.0001 and found.seconds > times.wide / 3 * 0.9
     found = choose(wide, "latency=0.2ms,size=0.4", times=times)
     assert found.seconds <= 0.2e-3 * 1.0001
+    slow = TokenTimes(1.0, 0.5)  # a product cannot take more than the whole token
+    with pytest.raises(ConfigError, match=r"speed=1000 cannot be met"):
+        choose(wide, "speed=1000", times=slow)
     with pytest.raises(ConfigError, match=r"speed=50 cannot be met: the nearest is latency=[\d.]+ms, speed=[\d.]+; "):
         choose(wide, "speed=50", times=times)
 

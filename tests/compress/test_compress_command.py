@@ -286,3 +286,28 @@ def test_an_interruption_of_the_report_leaves_a_complete_directory(
     assert ended.value.code == 130 and f"{tmp_path / 'out'} is complete" in capsys.readouterr().err
     assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_another_budget_keeps_the_stages_before_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure"]
+    arguments = [model, tmp_path / "out", "--prune", "ffn=0.25", *text]
+    assert "size=0.05 cannot be met" in failed(capsys, *arguments, "--budget", "size=20x")
+    with monkeypatch.context() as patch:
+        patch.setattr(compression_stages, "prune_directory", None)
+        run(*arguments, "--budget", "size=0.45")
+    assert "size: asked 0.4500 of the bytes, got 0.4" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_values_that_are_not_finite_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken: Any = load(model)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    broken.save_pretrained(tmp_path / "wide")
+    for options in (["--method", "rtn"], ["--weights", "int8"], []):
+        message = failed(capsys, tmp_path / "wide", tmp_path / "out", "--group", 32, "--no-measure", *options)
+        assert "'model.layers.1.mlp.up_proj'" in message and "has values that are not finite" in message
+    message = failed(capsys, tmp_path / "wide", tmp_path / "out", "--weights", "wide", "--prune", "ffn=0.25")
+    assert "importance of the ffn of model.layers.1.mlp is not finite" in message

@@ -41,6 +41,9 @@ class FormatChooser:
     Args:
         source: the model that is rounded, perhaps pruned.
         text: calibration text.
+
+    Attributes:
+        folder: folder of the workspace with what follows from the budget.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class FormatChooser:
     ) -> None:
         self._settings, self._work, self._source, self._text = settings, work, source, text
         self._progress = progress
+        self.folder = settings.budget_folder
+        work.kept(self.folder)
 
     @property
     def speed(self) -> float | None:
@@ -65,7 +70,7 @@ class FormatChooser:
         Raises:
             ConfigError: the budget cannot be met.
         """
-        value = self._work.value(f"choice{attempt}", lambda: self._measure(share))
+        value = self._work.value(f"{self.folder}/choice{attempt}", lambda: self._measure(share))
         groups = [GroupChoice(**{**one, "names": tuple(one["names"])}) for one in value.pop("groups")]
         value.pop("formats")
         uniform = value.pop("uniform")
@@ -88,7 +93,7 @@ class FormatChooser:
             unpruned = load_wide_model(whole, trust_remote_code=settings.trust_remote_code)
             bits_whole = bits_per_nat * mean_nats(unpruned, rows)
             del unpruned
-        relative = _relative_to(budget, whole, directory, bits_whole, bits, self.speed, times)
+        relative = _relative_to(budget, bits_whole, bits, self.speed, times)
         if relative.loss is not None:
             relative = replace(relative, loss=relative.loss * share)
         self._progress.begin("measuring formats", "measurements")
@@ -100,6 +105,7 @@ class FormatChooser:
             bits_per_nat=bits_per_nat,
             formats=(*BUDGET_FORMATS, *(FORCED_FORMATS if settings.force else ())),
             head=settings.head,
+            before=tensor_bytes(whole),
             times=times,
             progress=self._progress,
             losses=lambda compute: self._work.value("losses", compute),
@@ -160,8 +166,8 @@ def round_within_loss(
             if not reached:
                 raise
             raise _missed(asked, reached, str(error)) from error
-        path = work.path / f"rounded{attempt}"
-        found = work.value(f"reached{attempt}", lambda: _write_and_measure(path, choice, write, measure))  # noqa: B023
+        path, name = work.path / chooser.folder / f"rounded{attempt}", f"{chooser.folder}/reached{attempt}"
+        found = work.value(name, lambda: _write_and_measure(path, choice, write, measure))  # noqa: B023
         if found["loss"] <= limit:
             return path, choice, found["nbytes"]
         reached.append(float(found["loss"]))
@@ -216,18 +222,12 @@ def budget_lines(budget: CompressionBudget, before: ModelFigures, after: ModelFi
 
 def _relative_to(
     budget: CompressionBudget,
-    whole: ModelDirectory,
-    pruned: ModelDirectory,
     bits_whole: float | None,
     bits: float,
     speed: float | None,
     times: TokenTimes | None,
 ) -> CompressionBudget:
-    """Return the budget of a model before its pruning as one of the pruned model."""
-    size = budget.size
-    if size is not None:
-        size *= tensor_bytes(whole) / tensor_bytes(pruned)
-        size = min(size, 1.0)
+    """Return the budget of a model before its pruning as one of the pruned model; the size stays."""
     loss, is_relative = budget.loss, budget.is_relative
     if loss is not None and bits_whole is not None:
         loss = (loss * bits_whole if is_relative else loss) - (bits - bits_whole)
@@ -240,4 +240,4 @@ def _relative_to(
     wanted = budget.speed
     if wanted is not None and speed is not None and times is not None:
         wanted *= speed * times.wide
-    return CompressionBudget(size, loss, is_relative, wanted, budget.latency)
+    return CompressionBudget(budget.size, loss, is_relative, wanted, budget.latency)

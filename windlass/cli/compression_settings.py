@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,10 @@ _FEW_BITS = ("int2", "ternary", "binary")
 WIDE = "wide"
 # options that the stages before the rounding depend on
 _BEFORE_ROUNDING = (
-    *("budget", "prune", "importance", "data", "text_field", "sequences", "length", "head", "force"),
+    *("prune", "importance", "data", "text_field", "sequences", "length", "head", "force"),
     *("distill_loss", "steps", "rows", "rate"),
 )
-_ROUNDING = ("method", "activations", "rotate")
+_OF_BUDGET = ("budget", "method", "activations", "rotate")
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,13 @@ class CompressionSettings:
     def before_rounding(self) -> dict[str, Any]:
         """Return the options that the stages before the rounding depend on, of JSON types."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _BEFORE_ROUNDING}
-        if self.limits is not None and self.limits.loss is not None:  # then rounded models are measured before the end
-            found |= {name: getattr(self, name) for name in _ROUNDING}
         return {**found, "trained": self.format if self.is_trained else None, "teacher": str(self.distill)}
+
+    @property
+    def budget_folder(self) -> str:
+        """Name of the folder of what follows from the budget, so that another one keeps the stages before it."""
+        values = [getattr(self, name) for name in _OF_BUDGET]
+        return f"budget-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}"
 
     def given(self) -> dict[str, str]:
         """Return the options as text, for the report."""

@@ -96,6 +96,7 @@ def choose_for_budget(
     bits_per_nat: float,
     formats: Sequence[str] = BUDGET_FORMATS,
     head: bool = False,
+    before: int | None = None,
     seconds: float = 40.0,
     times: TokenTimes | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -107,6 +108,7 @@ def choose_for_budget(
         model: model of the directory, in memory in float32.
         batches: token ids `[rows, length]` of the calibration text.
         bits_per_nat: bits per byte that one nat a token is.
+        before: bytes of which `budget.size` is a share; None: those of the directory.
         seconds: for the measurements of the losses, about.
         times: times of a token, which limits of speed and latency need.
         losses: returns those that the function it is given measures, in nats a token, of each group in each format; it
@@ -124,8 +126,8 @@ def choose_for_budget(
     meter.groups = groups
     files = [tuple(names[f"{name}.weight"].removesuffix(".weight") for name in group.names) for group in groups]
     wide = [sum(_file_bytes(directory, name) for name in one) for one in files]
-    before = sum(_bytes(place.shape, place.dtype.itemsize) for place in directory.places.values())
-    fixed = before - sum(wide)
+    total_bytes = sum(_bytes(place.shape, place.dtype.itemsize) for place in directory.places.values())
+    fixed, before = total_bytes - sum(wide), before or total_bytes
     products = _Products(model, groups, times)
     options = [
         [
@@ -208,11 +210,13 @@ class _Products:
 
     @property
     def _scale(self) -> float:
-        """Measured seconds of the whole model for one second of products alone."""
+        """Measured seconds of the whole model for one second of products alone; at most as many as its products can
+        take."""
         assert self._times is not None
         if self._saved <= 0 or self._times.wide <= self._times.anchor:
             return 1.0
-        return (self._times.wide - self._times.anchor) / self._saved
+        measured = (self._times.wide - self._times.anchor) / self._saved
+        return min(measured, self._times.wide / self._wide)
 
     def token_seconds(self, products: float) -> float | None:
         """Return the seconds of a token whose products take so long."""

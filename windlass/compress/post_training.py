@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics, LayerGroup
@@ -173,6 +173,7 @@ class PostTraining:
         self, layer: str, linear: nn.Linear, form: WeightFormat, statistics: InputStatistics
     ) -> PackedWeight:
         weight = linear.weight.detach()
+        self._check_finite(layer, weight)
         if self.options.sparsity is not None:
             pattern = parse_pattern(self.options.sparsity)
             packed = form.pack(sparsify(weight, pattern, self.options.sparsity_method, statistics.hessian))
@@ -193,6 +194,13 @@ class PostTraining:
         linear.weight = nn.Parameter(values.float(), requires_grad=False)
         return packed
 
+    def _check_finite(self, layer: str, weight: Tensor) -> None:
+        if not bool(torch.isfinite(weight).all()):
+            raise ModelError(
+                f"the weight of layer {layer!r} of {self.directory.path} has values that are not finite; give a model "
+                "that computes numbers"
+            )
+
     def _column_order(self, statistics: InputStatistics) -> ColumnOrder:
         """Return the order of columns for an input, which is computed once for all layers with it."""
         if self._ordered is None or self._ordered[0] is not statistics:
@@ -202,6 +210,7 @@ class PostTraining:
 
     def _round_alone(self, layer: str, weight: Tensor, form: WeightFormat) -> PackedWeight:
         """Pack a layer without its inputs."""
+        self._check_finite(layer, weight)
         self.results.append(LayerResult(layer, form.name, None))
         if self.options.sparsity is not None:
             # without inputs every method is the first one

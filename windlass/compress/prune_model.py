@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.channel_units import find_channel_units
 from windlass.compress.layer_importance import find_layer_list, shorten_layers
 from windlass.compress.pruned_config import check_layers, describe_widths
@@ -113,6 +114,12 @@ def _prune_kind(
             f"{' with one key head' if groups[0].sections > 1 else ''}; remove more"
         )
     scores = unit_scores(model, groups, importance, batches, loss)
+    for group, score in zip(groups, scores, strict=True):
+        if not all(bool(torch.isfinite(values).all()) for values in score.values()):
+            raise ModelError(
+                f"the importance of the {kind} of {group.name} is not finite; give a model and text that compute "
+                "numbers"
+            )
     chosen: list[tuple[UnitGroup, Kept]] = [
         (group, choose_units(group, score, count)) for group, score, count in zip(groups, scores, keep, strict=True)
     ]
