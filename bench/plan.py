@@ -73,11 +73,14 @@ def _predict(case: MemoryCase) -> int:
 
 
 def _measure(case: MemoryCase) -> int:
-    """Return the mean over ranks of the peak: a page that ranks share counts by parts in each of them."""
+    """Return the mean over ranks of the peak: a page that ranks share counts by parts in each of them.
+
+    Of a pipeline it is the peak of the stage that needs most.
+    """
     env = {"OMP_NUM_THREADS": "1", "WINDLASS_LOG_LEVEL": "ERROR"}
     with RankPool(partial(MemoryRank, case), case.ranks, label=case.name, env=env) as ranks:
         peaks = [rank["peaks"]["run"] for rank in ranks.ask("run")]
-    return int(sum(peaks) / len(peaks))
+    return max(peaks) if case.axis == "pp" else int(sum(peaks) / len(peaks))
 
 
 def _error(row: dict[str, Any]) -> float:

@@ -13,9 +13,10 @@ class MemoryCase:
     """Configuration of one row.
 
     Attributes:
-        family: llama, gpt2, opt or neox.
+        family: llama, gpt2, opt, neox or mixtral.
         tier: Tier of optimizer states: device, or nvme. On a CPU, host memory is the device's.
-        axis: Axis of `parallel` along which all ranks divide the model or its sequences; empty: data parallelism.
+        axis: Axis of `parallel` along which all ranks divide the model, its experts or its sequences; empty: data
+            parallelism.
         reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
     """
 
@@ -75,6 +76,11 @@ class MemoryCase:
         reach = {"max_position_embeddings": 2048}
         if self.family == "llama":
             return transformers.LlamaConfig(intermediate_size=1376, num_key_value_heads=4, **sizes, **reach, **ends)
+        if self.family == "mixtral":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 688}
+            return transformers.MixtralConfig(
+                num_key_value_heads=4, sliding_window=None, **experts, **sizes, **reach, **ends
+            )
         if self.family == "gpt2":
             own = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2048}
             return transformers.GPT2Config(**own, **ends)
@@ -114,5 +120,10 @@ CASES = (
     MemoryCase("neox", 1, "bf16", axis="tp", checkpointing=True),
     MemoryCase("llama", 2, micro=2, length=1024, axis="sp"),
     MemoryCase("llama", 3, "bf16", micro=1, length=2048, axis="sp"),
+    MemoryCase("mixtral", 2),
+    MemoryCase("mixtral", 1, axis="ep"),
+    MemoryCase("mixtral", 3, "bf16", axis="ep", micro=2),
+    MemoryCase("llama", 0, axis="pp", accumulation=4),
+    MemoryCase("gpt2", 1, "bf16", axis="pp", accumulation=4, micro=2, length=512),
 )
-"""30 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""
+"""35 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""

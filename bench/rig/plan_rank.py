@@ -52,7 +52,9 @@ class MemoryRank:
             peaks["load"] = sampler.peak_bytes()
             ids = torch.randint(0, VOCABULARY, (case.micro, case.length))
             for step in range(STEPS):
-                for _ in range(case.accumulation):
+                if case.axis == "pp":
+                    engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * case.accumulation))
+                for _ in range(case.accumulation if case.axis != "pp" else 0):
                     loss = engine(input_ids=ids, labels=ids).loss
                     engine.backward(loss)
                     del loss

@@ -88,6 +88,7 @@ QUICK = [
     Case({"ep": 2}, 2),
     Case({"pp": 2}, pipeline=INTERLEAVED, model=TIED),
     Case({"sp": 2, "sp_mode": "ring"}, 1, micro_batches=1),
+    Case(stage=3, zero=MERGED | {"stage3_max_reuse_distance": 0}),
 ]
 
 
@@ -157,6 +158,49 @@ def cases_of_four_ranks() -> Iterator[Case]:
         yield Case({"pp": 2}, 2, pipeline=pipeline)
 
 
+# Models that are no plain decoder: biases, learned positions, tied or frozen parameters.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 40, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 66},
+    "qwen2": SIZES,
+    "opt": {**SIZES, "ffn_dim": 44, "word_embed_proj_dim": 40, "max_position_embeddings": 32},
+}
+
+
+def other_model(name: str) -> Any:
+    import transformers as hf
+
+    kinds = {"gpt2": hf.GPT2Config, "qwen2": hf.Qwen2Config, "opt": hf.OPTConfig}
+    config = kinds[name](**{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **OTHERS[name]})
+    model: Any = hf.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model.config.use_cache = False
+    return model
+
+
+def moved_by_others(cases: list[tuple[str, Case]]) -> list[list[str]]:
+    """Return, for each model and configuration, a line for each operation whose bytes differ on this rank."""
+    found = []
+    for name, case in cases:
+        torch.manual_seed(0)
+        _, counted = train_three_steps(other_model(name), case)
+        place = known_cluster("dgx-h100").with_devices(2)
+        config = load_config(case.config())
+        (simulated,) = predict_step(other_model(name), config, place, world_size=2, length=LENGTH).moved
+        if _nonzero(simulated) != counted:
+            found.append([f"{name} {case}: simulated {_nonzero(simulated)}, counted {counted}"])
+    return found
+
+
+def test_bytes_of_models_with_biases_and_positions_equal_those_of_ranks() -> None:
+    cases = [
+        ("gpt2", Case(stage=3, zero=SHARDED, micro_batches=1)),
+        ("gpt2", Case(stage=1)),
+        ("qwen2", Case(stage=3, zero=MIXED)),
+        ("qwen2", Case(stage=0)),
+        ("opt", Case(stage=2, other=BF16)),
+    ]
+    assert run_ranks(moved_by_others, 2, cases) == [[], []]
+
+
 def moved(cases: list[Case]) -> list[tuple[int, dict[str, dict[str, int]]]]:
     """Return, for each case, the pipeline stage and the bytes that the rank received in the third step."""
     return [moved_by(case) for case in cases]
@@ -165,7 +209,6 @@ def moved(cases: list[Case]) -> list[tuple[int, dict[str, dict[str, int]]]]:
 def moved_by(case: Case) -> tuple[int, dict[str, dict[str, int]]]:
     import transformers as hf
 
-    import windlass
     from windlass.parallel.model_checkpointing import enable_checkpointing
 
     torch.manual_seed(0)
@@ -173,6 +216,13 @@ def moved_by(case: Case) -> tuple[int, dict[str, dict[str, int]]]:
     model: Any = hf.AutoModelForCausalLM.from_config(kind(**case.sizes()), trust_remote_code=False)
     if case.checkpointing:
         enable_checkpointing(model)
+    return train_three_steps(model, case)
+
+
+def train_three_steps(model: Any, case: Case) -> tuple[int, dict[str, dict[str, int]]]:
+    """Return the pipeline stage, and the bytes that the rank received in the third step."""
+    import windlass
+
     engine: Any = windlass.initialize(model=model, config=case.config())[0]
     ids = torch.randint(0, 64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     # The second step still gathers in the order of the first one, in which nothing stayed unsharded.

@@ -19,7 +19,7 @@ from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.choose_config import Choice, choose_config, missing_bytes
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_layout import Target
-from windlass.plan.planned_model import build_from_name, build_from_shape
+from windlass.plan.planned_model import batch_for, build_from_name, build_from_shape, longest_sample
 from windlass.plan.rank_limits import RankLimits, gpu_bytes
 
 
@@ -32,7 +32,9 @@ def plan(
     ] = None,
     shape: Annotated[str | None, typer.Option(help="Size of a Llama instead of MODEL: 125m, 1b, ... 70b.")] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 1024,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample. [1024, or as many as the model has positions for]")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU of a rank, by name or memory (h200, 80GB); by default a CPU is planned.")
     ] = None,
@@ -79,7 +81,12 @@ def plan(
     )
     target = Target("cuda", "nccl") if gpu is not None else Target("cpu", settings.comm.transport)
     given = parse_bytes(activations, "--activations") if activations is not None else None
-    run = RunShape(world_size, length, target, sharded_init, given, limits=limits)
+    most = longest_sample(built)
+    if length is None:
+        length = min(1024, most or 1024)
+    elif most is not None and length > most:
+        raise ConfigError(f"--length {length}: the model has positions for {most} tokens; write at most {most}")
+    run = RunShape(world_size, length, target, sharded_init, given, batch_for(built), limits)
     if choose:
         _require_limit(limits)
         choice = choose_config(built, settings.raw, run, limits, nvme_path=nvme)

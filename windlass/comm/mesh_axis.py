@@ -152,6 +152,24 @@ class MeshAxis:
         self._fill_exchanged(out, tensor.contiguous(), receives, sends)
         return out
 
+    def exchange_counts(
+        self, counts: torch.Tensor, spans: Sequence[tuple[int, int]], most: int
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Exchange numbers of rows, and read them on the host. Synchronizes with the device once.
+
+        Args:
+            counts: `[n]`, integers: rows of this rank for each of n receivers, such as experts.
+            spans: `[first, end)` of the receivers on each rank.
+            most: Largest possible sum of `counts`.
+
+        Returns:
+            `[size x local receivers]`, the rows that each rank has for the receivers here; and `counts`, followed by
+            these, on the host.
+        """
+        here = spans[self.index][1] - spans[self.index][0]
+        arriving = self.all_to_all(counts, [end - first for first, end in spans], [here] * self.size)
+        return arriving, self._read_counts(counts, arriving, spans, most)
+
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
         """Send tensors to the rank `by` places ahead on the ring, and return those of the rank `by` places behind.
 
@@ -215,6 +233,12 @@ class MeshAxis:
     def _gather_objects(self, value: Any) -> list[Any]:
         with self._what():
             return self.group.all_gather_object(value)
+
+    def _read_counts(
+        self, counts: torch.Tensor, arriving: torch.Tensor, spans: Sequence[tuple[int, int]], most: int
+    ) -> list[int]:
+        found: list[int] = torch.cat([counts, arriving]).tolist()
+        return found
 
     def _count(self, operation: str, nbytes: int) -> None:
         self.traffic.add(operation, 0, nbytes)

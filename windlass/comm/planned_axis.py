@@ -40,3 +40,12 @@ class PlannedAxis(MeshAxis):
 
     def _gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
+
+    def _read_counts(
+        self, counts: torch.Tensor, arriving: torch.Tensor, spans: Sequence[tuple[int, int]], most: int
+    ) -> list[int]:
+        # Each rank has the same number of rows, spread over the receivers as evenly as whole rows allow.
+        each, rest = divmod(most, len(counts))
+        even = [each + (receiver < rest) for receiver in range(len(counts))]
+        first, end = spans[self.index]
+        return even + even[first:end] * self.size

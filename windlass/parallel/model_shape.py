@@ -99,6 +99,8 @@ class ModelShape:
 
 _LLAMA = ModelShape(hidden=4096, layers=32, heads=32, vocabulary=32_000, intermediate=11_008)
 _GATED = ("silu", "swish", "swiglu", "gelu_pytorch_tanh")
+_TWO_MATRICES = ("bloom", "falcon", "gpt_bigcode", "mpt", "starcoder2")
+"""Families whose feed-forward network has two matrices, which their activation does not show."""
 PRESETS = {
     "7b": _LLAMA,
     "70b": ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, vocabulary=128_256, intermediate=28_672),
@@ -144,17 +146,25 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
             raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is unknown")
         return int(found)
 
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{config.get('model_type', 'the model')} has an encoder and a decoder, and only the sizes of a decoder "
+            "are known; give those of a decoder with as many parameters: hidden=512,layers=12,heads=8,vocabulary=32000"
+        )
     experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0)
-    own = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
+    own = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    activation = str(config.get("hidden_act", config.get("activation_function", "silu")))
+    # Falcon and GPT-BigCode have one key head unless they say otherwise.
+    one_key_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
     return ModelShape(
         hidden=first("hidden_size", "n_embd", "d_model"),
-        layers=first("num_hidden_layers", "n_layer", "num_layers"),
-        heads=first("num_attention_heads", "n_head"),
+        layers=first("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+        heads=first("num_attention_heads", "n_head", "n_heads"),
         vocabulary=first("vocab_size"),
-        kv_heads=first("num_key_value_heads", default=0),
+        kv_heads=1 if one_key_head else first("num_key_value_heads", "num_kv_heads", default=0),
         head_dim=first("head_dim", default=0),
         intermediate=first(*(own if experts else own[1:]), default=0),
-        gated=str(config.get("hidden_act", config.get("activation_function", "silu"))) in _GATED,
+        gated=activation in _GATED and config.get("model_type") not in _TWO_MATRICES,
         tied=bool(config.get("tie_word_embeddings", True)),
         experts=experts,
         top_k=first("num_experts_per_tok", "top_k", default=2) if experts else 0,

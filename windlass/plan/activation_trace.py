@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from windlass.base.errors import ModelError
 from windlass.base.tensor_tree import iterate_tensors
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
+from windlass.parallel.pipeline.pipeline_action import RankActions
+from windlass.parallel.pipeline.planned_transfers import PlannedTransfers
+from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
 
 _ALLOCATION = 64  # bytes: every block of memory is a multiple of this, in torch's CPU allocator
 
@@ -55,8 +61,10 @@ class ActivationTrace:
     """Memory of one forward and backward of a micro-batch, in bytes, without parameters and their gradient buffers.
 
     Attributes:
-        events: All events in their order. The last one of each phase has the kind `done`.
-        saved: Live bytes at the end of the forward: tensors that autograd saved, and the output.
+        events: All events in their order. The last one of each phase has the kind `done`; a pipeline has one for each
+            forward and backward of its schedule.
+        saved: Live bytes at the end of the forward: tensors that autograd saved, and the output. Of a pipeline's
+            schedule, the largest number at the end of a forward.
         saved_by_autograd: Those of them that autograd saved, without parameters.
         inputs: Bytes of the batch.
     """
@@ -71,6 +79,14 @@ class ActivationTrace:
         return max((event.peak for event in self.events if event.phase == phase), default=0)
 
 
+@dataclass(frozen=True)
+class ForwardArguments:
+    """Arguments of a forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class _LiveStorages(TorchDispatchMode):
     """Counts the bytes of all storages that operators create, until they are freed."""
 
@@ -78,8 +94,6 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._known: dict[int, Any] = {}
-        self.requests: list[tuple[int, int]] = []
-        self._number = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count the memory of `tensor`."""
@@ -94,7 +108,10 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             # No values exist. True for a condition: transformers asks whether a batch is a plain one.
             return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            result = _grouped_product(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
@@ -104,37 +121,47 @@ class _LiveStorages(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         key = storage._cdata
-        self._number += 1
-        number = self._number
         self.live += nbytes
         self.peak = max(self.peak, self.live)
-        if nbytes:
-            self.requests.append((number, nbytes))
 
         def freed(_: Any) -> None:
             self._known.pop(key, None)
             self.live -= nbytes
-            if nbytes:
-                self.requests.append((number, 0))
 
         self._known[key] = weakref.ref(storage, freed)
 
 
+def _grouped_product(
+    first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """Return the output of a grouped product, whose rule of shapes torch has for 16 bits only.
+
+    Groups that only one factor has are spans of its rows or columns, which end at `offs`.
+    """
+    rows, columns = first.shape[-2], second.shape[-1]
+    groups = first.shape[0] if first.dim() == second.dim() == 3 else None
+    if first.dim() == second.dim() == 2 and offs is not None:  # spans of the inner dimension
+        groups = offs.shape[0]
+    shape = (rows, columns) if groups is None else (groups, rows, columns)
+    return first.new_empty(shape, dtype=out_dtype or first.dtype)
+
+
 def copy_without_memory(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of `model` whose parameters and buffers have shapes and no memory.
+    """Return a copy of `model` whose parameters, buffers and other tensors have shapes and no memory.
 
     Args:
         mode: Mode that the copies belong to.
         dtype: Dtype of floating-point parameters; None: each keeps its own.
     """
     memo: dict[int, Any] = {}
+    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     with mode:
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in [*model.parameters(), *model.buffers(), *plain]:
             is_parameter = isinstance(tensor, nn.Parameter)
             casts = is_parameter and dtype is not None and tensor.is_floating_point()
             like = torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype, device="cpu")
             memo[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
-        return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo)
 
 
 def trace_step(
@@ -149,7 +176,8 @@ def trace_step(
     """Trace a forward and backward of `model`, whose parameters may be on the meta device.
 
     Args:
-        make_batch: Makes the keyword arguments, or one positional argument, of the forward. Only shapes matter.
+        make_batch: Makes the keyword arguments, one positional argument, or `ForwardArguments` of the forward. Only
+            shapes matter.
         blocks: Names of the modules whose begin and end are events.
         param_dtype: Dtype of floating-point parameters; None: each keeps its own.
         autocast_dtype: Dtype of `torch.autocast`; None: there is none.
@@ -158,17 +186,18 @@ def trace_step(
     Raises:
         ModelError: the forward or backward depends on values, as a mixture of experts does. Names the module.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a script
     twin = copy_without_memory(model, mode, param_dtype)
     recorder = _TraceRecorder(twin, set(blocks))
     try:
         with mode, _plain_masks(), recorder.storages:
-            batch = make_batch()
-            recorder.trace.inputs = sum(t.numel() * t.element_size() for t in iterate_tensors(batch))
+            batch = _arguments(make_batch())
+            given = iterate_tensors((batch.args, batch.kwargs))
+            recorder.trace.inputs = sum(t.numel() * t.element_size() for t in given)
             amp = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
             with recorder.hooks(), torch.set_grad_enabled(trains):
                 with amp, recorder.saved_tensors():
-                    output = twin(**batch) if isinstance(batch, dict) else twin(batch)
+                    output = twin(*batch.args, **batch.kwargs)
                     loss = _loss_of(output)
                 recorder.end_forward()
                 if trains:
@@ -177,13 +206,85 @@ def trace_step(
     except ModelError:
         raise
     except Exception as error:
-        where = _innermost_module(error, twin)
-        raise ModelError(
-            f"the memory of {type(model).__name__} cannot be traced without values: {where}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}; give the bytes of "
-            "activations of a micro-batch with --activations"
-        ) from error
+        raise _untraceable(model, twin, error) from error
     return recorder.trace
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """Part of a pipeline's step on one rank.
+
+    Attributes:
+        actions: Actions of the rank, with transfers.
+        axis: Planned axis of the pipeline.
+        micro_batches: Number of micro-batches of the actions.
+        hidden: Shape and dtype of the tensor that is sent between stages.
+    """
+
+    actions: RankActions
+    axis: MeshAxis
+    micro_batches: int
+    hidden: tuple[tuple[int, ...], torch.dtype]
+
+
+def trace_pipeline(
+    model: nn.Module,
+    make_batch: Callable[[], Any],
+    blocks: list[str],
+    step: PipelineStep,
+    *,
+    param_dtype: torch.dtype | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> ActivationTrace:
+    """Trace the forwards and backwards of one pipeline rank, in the order of its schedule.
+
+    Args:
+        model: A rank's stages of a model, see `apply_pipeline_parallel`.
+        make_batch, blocks, param_dtype, autocast_dtype: As `trace_step` has them.
+
+    Raises:
+        ModelError: a forward or backward depends on values. Names the module.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a script
+    twin = copy_without_memory(model, mode, param_dtype)
+    stages = get_pipeline_stages(twin)
+    assert stages is not None, "the model was not split into stages"
+    recorder = _TraceRecorder(twin, set(blocks))
+
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        amp = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+        with recorder.of_phase(FORWARD), amp, recorder.saved_tensors():
+            return twin(*args, **kwargs)
+
+    def run_backward(run: Callable[[], None], is_last: bool) -> None:
+        with recorder.of_phase(BACKWARD):
+            run()
+
+    try:
+        with mode, _plain_masks(), recorder.storages, recorder.hooks():
+            shape, dtype = step.hidden
+            passed = torch.empty(shape, dtype=dtype, requires_grad=True)
+            transfers = PlannedTransfers(step.axis, torch.device("cpu"), passed)
+            del passed
+            batches = [make_batch() for _ in range(step.micro_batches)]
+            recorder.trace.inputs = sum(t.numel() * t.element_size() for t in iterate_tensors(batches))
+            callbacks = ExecutorCallbacks(call_module=call_module, run_backward=run_backward)
+            execute_schedule(step.actions, stages, transfers, batches, callbacks)
+    except Exception as error:
+        if isinstance(error, ScheduleFailed) and error.error is not None:
+            error = error.error
+        if isinstance(error, ModelError):
+            raise error from None
+        raise _untraceable(model, twin, error) from error
+    return recorder.trace
+
+
+def _untraceable(model: nn.Module, twin: nn.Module, error: Exception) -> ModelError:
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ModelError(
+        f"the memory of {type(model).__name__} cannot be traced without values: {_innermost_module(error, twin)}: "
+        f"{first}; give the bytes of activations of a micro-batch with --activations"
+    )
 
 
 class _TraceRecorder:
@@ -255,6 +356,16 @@ class _TraceRecorder:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
+    @contextlib.contextmanager
+    def of_phase(self, phase: str) -> Iterator[None]:
+        """Context in which a forward or backward of a pipeline's schedule runs."""
+        self._phase = phase
+        yield
+        self._record("done", "")
+        if phase == FORWARD:
+            self.trace.saved = max(self.trace.saved, self.storages.live)
+            self.trace.saved_by_autograd = sum(self._saved.values())
+
     def end_forward(self) -> None:
         """Record the end of the forward."""
         self._record("done", "")
@@ -264,6 +375,12 @@ class _TraceRecorder:
     def end_backward(self) -> None:
         """Record the end of the backward."""
         self._record("done", "")
+
+
+def _arguments(batch: Any) -> ForwardArguments:
+    if isinstance(batch, ForwardArguments):
+        return batch
+    return ForwardArguments((), batch) if isinstance(batch, dict) else ForwardArguments((batch,), {})
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -276,7 +393,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _plain_masks() -> Iterator[None]:
-    """Let transformers choose the mask of a plain batch, as in a run.
+    """Let transformers choose the mask of a plain batch, as in a run. Code that looks at addresses gets 0.
 
     For tensors without values it would build a mask `[batch, 1, length, length]`, in case several documents are packed
     into one sequence, which it otherwise finds out by looking at the positions.
@@ -286,7 +403,8 @@ def _plain_masks() -> Iterator[None]:
     except ImportError:
         yield
         return
-    with mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False):
+    with mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
 
 

@@ -17,11 +17,8 @@ from torch import nn
 
 from windlass.config import load_config
 from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
-from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MemoryPlan
-from windlass.plan.memory_planner import MemoryPlanner
-from windlass.plan.plan_run import RunShape, micro_batch_of, plan_notes, trace_of
-from windlass.plan.planned_layout import plan_layout
+from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
 from windlass.plan.rank_limits import RankLimits
 
 PLACES = (DEVICE, HOST, DISK)
@@ -146,7 +143,7 @@ def choose_config(
         can_checkpoint=can_checkpoint(model),
         nvme=nvme_path is not None,
     )
-    traces: dict[tuple[bool, int], ActivationTrace] = {}
+    traces: TraceCache = {}
     tried: list[TriedRung] = []
     for rung in rungs:
         one = _try(model, rung, raw, run, limits, nvme_path, traces)
@@ -171,21 +168,12 @@ def _try(
     run: RunShape,
     limits: RankLimits,
     nvme_path: str | None,
-    traces: dict[tuple[bool, int], ActivationTrace],
+    traces: TraceCache,
 ) -> TriedRung:
     changed = rung.apply(raw, nvme_path)
-    config = load_config(changed)
     if can_checkpoint(model):
         (enable_checkpointing if rung.checkpointing else disable_checkpointing)(model)
-    layout = plan_layout(model, config, run.world_size, run.target)
-    micro = micro_batch_of(config, run.world_size)
-    # A trace depends on neither stage nor tiers, unless they lead to other blocks.
-    key = (rung.checkpointing, len(layout.blocks))
-    if key not in traces:
-        traces[key] = trace_of(config, layout, run, micro)
-    planner = MemoryPlanner(layout.model, config, layout, traces[key], sharded_init=run.sharded_init)
-    plan = planner.plan(run.world_size, micro, run.length)
-    plan.notes += plan_notes(config, run, layout)
+    plan = plan_memory(model, load_config(changed), run, traces=traces, variant=rung.checkpointing)
     return TriedRung(rung, plan, missing_bytes(plan, limits), changed)
 
 

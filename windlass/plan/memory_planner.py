@@ -62,10 +62,9 @@ class MemoryPlanner:
 
     def plan(self, world_size: int, micro_batch: int, length: int) -> MemoryPlan:
         """Return the memory of every moment."""
-        numel = sum(p.numel() for p in self._model.parameters())
-        plan = MemoryPlan(world_size, numel, micro_batch, length)
+        plan = MemoryPlan(world_size, self._layout.built_numel, micro_batch, length)
         held = self._held()
-        plan.moments["init"] = self._moment({(HOST, "model as built"): self._built_bytes()})
+        plan.moments["init"] = self._moment({(HOST, "model as built"): self._built_bytes(self._layout.built_bytes)})
         plan.moments["load"] = self._load()
         plan.moments[FORWARD] = self._traced(held, FORWARD)
         plan.moments[BACKWARD] = self._traced(held, BACKWARD)
@@ -153,12 +152,12 @@ class MemoryPlanner:
         # States have no padding.
         yield state_place, "optimizer states", sum(piece.numel for piece in unit.pieces()) * layout.state_bytes
 
-    def _built_bytes(self) -> int:
-        total = sum(p.numel() * p.element_size() for p in self._model.parameters())
+    def _built_bytes(self, total: int) -> int:
+        """Return the bytes of a model of `total` bytes before it is sharded."""
         if self._sharded_init:
             largest = max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
             return largest + total // max(self._layout.group_size(u) for u in self._layout.units)
-        return total + self._module_buffers
+        return total
 
     def _pairs(self) -> Iterator[tuple[Unit, UnitPlan]]:
         return zip(self._layout.units, self._layout.original, strict=True)
@@ -166,19 +165,22 @@ class MemoryPlanner:
     def _load(self) -> MomentMemory:
         """Return the peak of `initialize`: units are filled one after the other, and their originals are freed."""
         layout = self._layout
-        waiting = self._built_bytes()
+        local = sum(p.numel() * p.element_size() for p in self._model.parameters()) + self._module_buffers
+        waiting = self._built_bytes(local)
         done: Held = defaultdict(int)
         if layout.target.has_own_memory:  # a CPU gives pages to buffers only once they are written
             for (place, kind), nbytes in self._held().items():
                 if kind in ("gradient ring", "gradients", "gradient output buffers"):
                     done[place, kind] += nbytes
-        worst, peak = MomentMemory(), -1
+        worst, peak, on_disk = MomentMemory(), -1, 0
         for unit, plan in self._pairs():
-            own = {
-                (place, kind): nbytes
+            filled = [
+                (place, kind, nbytes)
                 for place, kind, nbytes in self._unit_bytes(unit, plan)
-                if kind in ("parameters", "secondary shards", "master weights") and place != DISK
-            }
+                if kind in ("parameters", "secondary shards", "master weights")
+            ]
+            own = {(place, kind): nbytes for place, kind, nbytes in filled if place != DISK}
+            stored = sum(nbytes for place, _, nbytes in filled if place == DISK)
             now: Held = defaultdict(int, done)
             for key, nbytes in own.items():
                 now[key] += nbytes
@@ -189,6 +191,8 @@ class MemoryPlanner:
                 temporary += unit.nbytes
             now[self._device, "values on their way"] += temporary
             now[HOST, "model as built"] += waiting
+            # The values of units on NVMe are on their way to the disk, as far as its limit allows.
+            now[HOST, "staging"] += min(layout.staging, page_up(on_disk))
             found = self._moment(now)
             total = found.total(DEVICE) + found.total(HOST)
             if total > peak:
@@ -196,6 +200,7 @@ class MemoryPlanner:
             waiting -= unit.numel * plan.dtype.itemsize if not self._sharded_init else 0
             for key, nbytes in own.items():
                 done[key] += nbytes
+            on_disk += stored
         return worst
 
     def _traced(self, held: Held, phase: str) -> MomentMemory:
@@ -210,9 +215,18 @@ class MemoryPlanner:
         _add(now, self._device, "activations", min(worst[1], self._trace.saved))
         _add(now, self._device, "temporary tensors", max(0, worst[1] - self._trace.saved))
         _add(now, self._device, "unsharded parameters", worst[2])
+        _add(now, self._device, "unreduced gradients", self._unreduced_bytes())
         _add(now, self._device, "reduction", wire)
         self._add_staging(now)
         return self._moment(now)
+
+    def _unreduced_bytes(self) -> int:
+        """Return the bytes of the gradients that a pipeline keeps whole until its last backward."""
+        layout = self._layout
+        backwards = sum(event.phase == BACKWARD and event.kind == "done" for event in self._trace.events)
+        if not (layout.unshards_per_step and layout.settings.policy.grad and backwards > 1):
+            return 0
+        return sum(slot.unit.layout.padded for slot in layout.slots) * self._accumulate
 
     def _reduction_bytes(self) -> int:
         """Return the temporary bytes of the largest reduction."""
@@ -303,6 +317,9 @@ def unsharded_bytes(layout: PlannedLayout, trace: ActivationTrace) -> list[int]:
 
     The engine's prefetcher decides what is gathered ahead and what is kept, as in the second step of a run.
     """
+    if layout.unshards_per_step:
+        held = sum(unit.nbytes for unit in layout.units if layout.frees_memory(unit))
+        return [held] * len(trace.events)
     of_block: dict[str, list[Unit]] = defaultdict(list)
     for unit in layout.units:
         if unit.reshards:
@@ -324,6 +341,7 @@ class _UnshardedRun:
     def __init__(self, layout: PlannedLayout, prefetcher: Prefetcher, of_block: dict[str, list[Unit]]) -> None:
         self._layout, self._prefetcher, self._of_block = layout, prefetcher, of_block
         self._units = [unit for unit in layout.units if unit.reshards]
+        self._in_backward: dict[int, set[str]] = defaultdict(set)  # by unit: blocks whose backward runs
 
     def replay(self, trace: ActivationTrace, *, repeats: bool) -> list[int]:
         """Return the bytes of unsharded units between each event and the one before.
@@ -334,15 +352,21 @@ class _UnshardedRun:
         for unit in self._units:
             unit.shard_state = ShardState.SHARDED
         self._prefetcher.begin_forward(had_backward=repeats)
-        found, before = [], 0
+        found, before, ended = [], 0, ""
         for event in trace.events:
+            if ended and event.phase == FORWARD:  # the next forward of a pipeline's schedule
+                self._prefetcher.begin_forward(had_backward=ended == BACKWARD)
+            ended = event.phase if event.kind == "done" else ""
             if event.kind == "begin":
                 for unit in self._of_block.get(event.name, ()):
+                    self._in_backward[unit.index].update([event.name] if event.phase == BACKWARD else [])
                     self._use(unit)
             elif event.kind == "end":
                 for unit in self._of_block.get(event.name, ()):
+                    self._in_backward[unit.index].discard(event.name)
                     self._reshard(unit)
             elif event.kind == "done" and event.phase == BACKWARD:
+                self._in_backward.clear()
                 for unit in self._units:
                     unit.shard_state = ShardState.SHARDED
             found.append(before)
@@ -357,6 +381,8 @@ class _UnshardedRun:
                 other.shard_state = ShardState.UNSHARDED
 
     def _reshard(self, unit: Unit) -> None:
+        if self._in_backward[unit.index]:
+            return
         if not self._prefetcher.is_reused_soon(unit, self._live_numel()):
             unit.shard_state = ShardState.SHARDED
 

@@ -24,12 +24,10 @@ from windlass.config import Config, load_config
 from windlass.engine.out_of_memory import FailedRun
 from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
 from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
-from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.choose_config import Rung, choose_config, missing_bytes
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
-from windlass.plan.memory_planner import MemoryPlanner
-from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
-from windlass.plan.planned_layout import Target, plan_layout
+from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
+from windlass.plan.planned_layout import Target
 from windlass.plan.planned_model import build_on_meta
 from windlass.plan.rank_limits import RankLimits
 
@@ -171,7 +169,7 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
         Target("cuda" if failed.has_own_memory else "cpu", failed.config.comm.transport),
         activations=0 if _counts_no_activations(failed) else None,
     )
-    traces: dict[tuple[bool, int, int], ActivationTrace] = {}
+    traces: TraceCache = {}
     plan = _plan(model, failed.config, run, traces, checkpointing=checkpointed)
     lines = [f"predicted for this configuration: {_peak_text(plan, place)}"]
     if limit is None:
@@ -202,22 +200,9 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     ]
 
 
-def _plan(
-    model: nn.Module,
-    config: Config,
-    run: RunShape,
-    traces: dict[tuple[bool, int, int], ActivationTrace],
-    *,
-    checkpointing: bool,
-) -> MemoryPlan:
-    """Plan as `plan_memory`, with one trace for all configurations of the same micro-batch and blocks."""
+def _plan(model: nn.Module, config: Config, run: RunShape, traces: TraceCache, *, checkpointing: bool) -> MemoryPlan:
     _switch_checkpointing(model, checkpointing)
-    layout = plan_layout(model, config, run.world_size, run.target)
-    micro = micro_batch_of(config, run.world_size)
-    key = (checkpointing, micro, len(layout.blocks))
-    if key not in traces:
-        traces[key] = trace_of(config, layout, run, micro)
-    return MemoryPlanner(layout.model, config, layout, traces[key]).plan(run.world_size, micro, run.length)
+    return plan_memory(model, config, run, traces=traces, variant=checkpointing)
 
 
 def _counts_no_activations(failed: FailedRun) -> bool:

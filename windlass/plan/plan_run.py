@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from windlass.base.dtypes import parse_dtype
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.config import Config
 from windlass.config.offload_section import AutoOffload
 from windlass.engine.tier_planning import placement_table
-from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, MemoryEvent, trace_step
-from windlass.plan.memory_plan import MemoryPlan
+from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
+from windlass.parallel.pipeline.pipeline_schedules import build_schedule
+from windlass.parallel.pipeline.staged_model import StagedModel
+from windlass.parallel.pipeline.transfer_order import add_transfers
+from windlass.plan.activation_trace import (
+    BACKWARD,
+    FORWARD,
+    ActivationTrace,
+    MemoryEvent,
+    PipelineStep,
+    trace_pipeline,
+    trace_step,
+)
+from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.memory_planner import MemoryPlanner
-from windlass.plan.planned_layout import PLANNED_RATES, PlannedLayout, Target, plan_layout
+from windlass.plan.planned_layout import PLANNED_RATES, PlannedLayout, Target, plan_layout, stage_ranks
 from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits
 from windlass.zero.core.tier_choice import TierMemory
+
+_MICRO_BATCHES_OF_A_STAGE = 3  # after which a schedule repeats itself
 
 
 @dataclass(frozen=True)
@@ -45,24 +59,60 @@ class RunShape:
     limits: RankLimits = RankLimits()
 
 
-def plan_memory(model: nn.Module, config: Config, run: RunShape) -> MemoryPlan:
+TraceCache = dict[tuple[Hashable, ...], ActivationTrace]
+"""Traces that do not depend on the stage and the tiers of a configuration."""
+
+
+def plan_memory(
+    model: nn.Module, config: Config, run: RunShape, *, traces: TraceCache | None = None, variant: Hashable = None
+) -> MemoryPlan:
     """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
+
+    Of a pipeline it is the rank whose stage needs most.
+
+    Args:
+        traces: Traces of earlier calls, which are used again if the model, its micro-batch and its blocks are the same.
+        variant: What else a trace depends on, such as whether the model checkpoints its activations.
 
     Raises:
         ConfigError: the configuration is not supported, or its batch or axes do not fit the ranks.
         ModelError: the model cannot be traced.
     """
+    traces = {} if traces is None else traces
+    plans = [_plan_rank(model, config, run, rank, traces, variant) for rank in stage_ranks(config, run.world_size)]
+    place = DEVICE if run.target.has_own_memory else HOST
+    peaks = [plan.peak(place) for plan in plans]
+    largest = plans[peaks.index(max(peaks))]
+    if len(plans) > 1:
+        largest.notes.append(_stage_note(peaks, place))
+    return largest
+
+
+def _plan_rank(
+    model: nn.Module, config: Config, run: RunShape, rank: int, traces: TraceCache, variant: Hashable
+) -> MemoryPlan:
     memory = TierMemory(1 << 62) if config.offload is not None else None
-    layout = plan_layout(model, config, run.world_size, run.target, memory=memory)
+    layout = plan_layout(model, config, run.world_size, run.target, rank=rank, memory=memory)
     micro = micro_batch_of(config, run.world_size)
-    trace = trace_of(config, layout, run, micro)
+    key = (variant, micro, rank, len(layout.blocks))
+    if key not in traces:
+        traces[key] = trace_of(config, layout, run, micro)
+    trace = traces[key]
     if config.offload is not None:
         memory = _memory_beside(trace, config.offload, run)
-        layout = plan_layout(model, config, run.world_size, run.target, memory=memory)
+        layout = plan_layout(model, config, run.world_size, run.target, rank=rank, memory=memory)
     planner = MemoryPlanner(layout.model, config, layout, trace, sharded_init=run.sharded_init)
     plan = planner.plan(run.world_size, micro, run.length)
     plan.notes += plan_notes(config, run, layout)
     return plan
+
+
+def _stage_note(peaks: list[int], place: str) -> str:
+    sizes = ", ".join(f"{peak / 2**20:,.1f}" for peak in peaks)
+    return (
+        f"the table has pipeline stage {peaks.index(max(peaks))}, which needs most; peaks of all stages in MiB of "
+        f"{place} memory: {sizes}"
+    )
 
 
 def _memory_beside(trace: ActivationTrace, section: AutoOffload, run: RunShape) -> TierMemory:
@@ -100,13 +150,32 @@ def trace_of(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -
         return _given_trace(run.activations)
     amp = config.torch_autocast
     autocast = parse_dtype(config.dtype_table().compute_dtype) if amp.enabled else None
-    return trace_step(
-        layout.model,
-        run.make_batch(micro, run.length),
-        blocks,
-        param_dtype=layout.settings.param_dtype,
-        autocast_dtype=autocast,
-    )
+    dtype = layout.settings.param_dtype
+    make_batch = run.make_batch(micro, run.length)
+    if layout.mesh.pp.size > 1:
+        step = _pipeline_step(config, layout, run, micro)
+        return trace_pipeline(layout.model, make_batch, blocks, step, param_dtype=dtype, autocast_dtype=autocast)
+    return trace_step(layout.model, make_batch, blocks, param_dtype=dtype, autocast_dtype=autocast)
+
+
+def _pipeline_step(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> PipelineStep:
+    """Return the actions of a pipeline rank, with as many micro-batches as its memory depends on."""
+    axis, section = layout.mesh.pp, config.pipeline
+    stages = get_pipeline_stages(layout.model)
+    if not isinstance(stages, StagedModel):
+        raise ModelError(
+            "the memory of a PipelineModule along pp cannot be traced; give the bytes of activations of a "
+            "micro-batch with --activations"
+        )
+    accumulation = config.resolve_batch(run.world_size, "--world-size").accumulation
+    if section.schedule != "gpipe":  # which keeps all micro-batches; the others keep as many as there are stages
+        accumulation = min(accumulation, _MICRO_BATCHES_OF_A_STAGE * stages.total_stages)
+    virtual = section.resolved_virtual_stages
+    schedule = build_schedule(section.schedule, axis.size, accumulation, virtual)
+    example = stages.trace.example_hidden
+    length = -(-run.length // layout.mesh.sp.size)
+    hidden = (micro, length, example.shape[-1]), layout.settings.param_dtype or example.dtype
+    return PipelineStep(add_transfers(schedule)[axis.index], axis, accumulation, hidden)
 
 
 def _given_trace(activations: int) -> ActivationTrace:

@@ -13,7 +13,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh import Mesh
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.comm.mesh_shape import DATA_AXES, MeshShape
+from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.comm.planned_axis import PlannedAxis
 from windlass.comm.rank_group import DataMesh, RankGroup
 from windlass.config import Config
@@ -22,6 +22,7 @@ from windlass.engine.sharded_model_builder import build_settings, planned_placem
 from windlass.engine.tier_planning import sizes_of_units, step_traffic, with_placement
 from windlass.optim.elementwise_optimizers import measure_state_bytes
 from windlass.optim.optimizer_factory import build_optimizer
+from windlass.parallel.placement import get_placement
 from windlass.storage.slot import Tier
 from windlass.storage.tier_rates import TierRates
 from windlass.zero.core.completion_order import CompletionOrder
@@ -77,6 +78,10 @@ class PlannedLayout:
         shares_memory: Ranks read each other's buffers in place.
         staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
         choice: Placement that `offload` chose; None: the configuration has the tiers.
+        mesh: The rank's mesh, whose groups cannot communicate.
+        built_numel, built_bytes: Elements and bytes of the parameters and buffers of the whole model, as it is built.
+        unshards_per_step: A pipeline keeps parameters and gradients unsharded from its first forward to its last
+            backward.
     """
 
     model: nn.Module
@@ -91,6 +96,10 @@ class PlannedLayout:
     target: Target
     shares_memory: bool
     staging: int
+    mesh: Mesh
+    built_numel: int
+    built_bytes: int
+    unshards_per_step: bool
     choice: TierChoice | None = None
 
     @property
@@ -148,14 +157,12 @@ def plan_layout(
     """
     axes = config.axes(world_size, "--world-size")
     grid = MeshShape(**axes.sizes)
-    for axis in ("pp", "ep"):
-        if grid.size(axis) > 1:
-            raise ConfigError(
-                f"{axis} = {grid.size(axis)}: memory is planned for dp, tp and sp only; set {axis} to 1 to see the "
-                "memory of a model that is not divided along it"
-            )
     mesh = _planned_mesh(grid, rank, axes.secondary_size)
+    built = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    built_bytes = sum(tensor.numel() * tensor.element_size() for tensor in built)
+    built_numel = sum(parameter.numel() for parameter in model.parameters())
     model = _local_model(model, mesh, config)
+    _add_stage_axes(model, mesh)
     is_on_disk = any(
         section is not None and section.device == "nvme"
         for section in (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param)
@@ -169,10 +176,9 @@ def plan_layout(
         settings, choice = _with_chosen_tiers(model, config, settings, mesh, state_bytes, staging, memory)
         staging = staging if choice.is_on_disk else 0
     tiers = _effective_tiers(settings, target)
-    group = mesh.dense.shard if settings.policy.state else mesh.dense.data
-    dp_group = DataParallelGroup(mesh.dense, group, cast(Any, _NoTransport(group)), "planned")
+    dp_groups = _planned_dp_groups(mesh, sharded=settings.policy.state)
     blocks, plans = plan_units(model, settings.unit_rules)
-    units = make_units(plans, settings, tiers, mesh, [dp_group], _ABSENT, trains=True)
+    units = make_units(plans, settings, tiers, mesh, dp_groups, _ABSENT, trains=True)
     reducer = GradientReducer(
         [unit for unit in units if unit.trainable],
         settings.policy,
@@ -198,10 +204,20 @@ def plan_layout(
         batch_numel=min(settings.sub_group_size, pipeline_numel(reducer.slots), tiers.max_update_numel),
         state_bytes=state_bytes,
         target=target,
-        shares_memory=target.shares_memory(group.size) and not settings.wire_options.quantizes,
+        shares_memory=target.shares_memory(dp_groups[0].group.size) and not settings.wire_options.quantizes,
         staging=staging,
+        mesh=mesh,
+        built_numel=built_numel,
+        built_bytes=built_bytes,
+        unshards_per_step=grid.pp > 1 and config.pipeline.unshard_per == "step",
         choice=choice,
     )
+
+
+def stage_ranks(config: Config, world_size: int) -> list[int]:
+    """Return the first rank of each pipeline stage."""
+    grid = MeshShape(**config.axes(world_size, "--world-size").sizes)
+    return list(range(0, grid.world, grid.world // grid.pp))
 
 
 def _with_chosen_tiers(
@@ -239,14 +255,38 @@ def optimizer_state_bytes(config: Config, dtype: torch.dtype) -> int:
 
 def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
     """Return the part of `model` on one rank, on the meta device if it is not all of it."""
-    axes = [axis for axis in ("tp", "sp") if mesh.axes[axis].size > 1]
+    axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     section = config.parallel
     if not axes and not (section.tiled_mlp or section.tiled_loss or section.recompute):
         return model
+    if "pp" in axes and config.pipeline.partition_method == "time":
+        raise ConfigError(
+            "pipeline.partition is 'time', and the times of layers are measured when a run starts; write 'parameters' "
+            "to plan its memory"
+        )
     local = copy.deepcopy(model).to("meta")
     partition_axes(local, mesh, config, axes)
     apply_memory_savings(local, config)
     return local
+
+
+def _planned_dp_groups(mesh: Mesh, *, sharded: bool) -> list[DataParallelGroup]:
+    """Return the data-parallel groups, the dense one first, as `build_dp_groups` does for a run."""
+    found = []
+    for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
+        group = data.shard if sharded else data.data
+        found.append(DataParallelGroup(data, group, cast(Any, _NoTransport(group)), "planned"))
+    return found
+
+
+def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:
+    """Add the axes of pipeline stages that share a parameter, such as a tied embedding."""
+    column = mesh.pp.group.ranks
+    for stages in {get_placement(parameter).shared_stages for parameter in model.parameters()}:
+        if stages:
+            ranks = tuple(column[stage] for stage in stages)
+            at = mesh.pp.index
+            mesh.stages[stages] = PlannedAxis("pp", RankGroup(_ABSENT, ranks, stages.index(at)))
 
 
 @dataclass(frozen=True)
@@ -270,13 +310,17 @@ def _planned_mesh(grid: MeshShape, rank: int, secondary: int | None) -> Mesh:
         ranks = grid.along(rank, *axes)
         return RankGroup(_ABSENT, ranks, ranks.index(rank))
 
+    def data_mesh(axes: tuple[str, ...], near: RankGroup | None) -> DataMesh:
+        shard = over(*(axis for axis in axes if axis != "dp_replicate"))
+        return DataMesh(over(*axes), shard, over("dp_replicate"), near)
+
     near = None
     data = over(*DATA_AXES)
     if secondary is not None and 1 < secondary < data.size:
         start = data.index // secondary * secondary
         ranks = data.ranks[start : start + secondary]
         near = RankGroup(_ABSENT, ranks, ranks.index(rank))
-    shard = over(*(axis for axis in DATA_AXES if axis != "dp_replicate"))
-    dense = DataMesh(data, shard, over("dp_replicate"), near)
+    dense = data_mesh(DATA_AXES, near)
+    experts = dense if grid.ep == 1 else data_mesh(EXPERT_DATA_AXES, None)
     axes: dict[str, MeshAxis] = {name: PlannedAxis(name, over(name)) for name in ("pp", "ep", "sp", "tp")}
-    return Mesh(grid, RankGroup(_ABSENT, tuple(range(grid.world)), rank), dense, dense, axes)
+    return Mesh(grid, RankGroup(_ABSENT, tuple(range(grid.world)), rank), dense, experts, axes)

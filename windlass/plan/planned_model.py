@@ -49,8 +49,12 @@ def build_from_shape(shape: str) -> nn.Module:
     return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
 
 
+_TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
+"""Tasks of the models that can be named, in the order in which they are looked for."""
+
+
 def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build a causal language model on the meta device.
+    """Build a model of transformers on the meta device: of its tasks with a loss, the first of `_TASKS`.
 
     Args:
         name: A directory with a config.json, such a file, or the name of a model in the hub's cache on this machine.
@@ -73,9 +77,23 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
             f"no model at {name!r}: {_first_line(error)}; give a directory with a config.json, a name in the hub's "
             "cache of this machine, or --shape 7b"
         ) from error
-    return build_on_meta(
-        lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), name
-    )
+    made = _auto_class(transformers, config)
+    if made is None:
+        raise ModelError(
+            f"model {name!r} of type {getattr(config, 'model_type', '?')} has no class for {', '.join(_TASKS)}; plan a "
+            "language model, an encoder-decoder or an image classifier"
+        )
+    return build_on_meta(lambda: made.from_config(config, trust_remote_code=trust_remote_code), name)
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """Return transformers' automatic class that builds a model of this configuration; None: there is none."""
+    remote = getattr(config, "auto_map", None) or {}
+    for task in _TASKS:
+        found = getattr(transformers, f"AutoModelFor{task}")
+        if type(config) in found._model_mapping or found.__name__ in remote:
+            return found
+    return None
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
@@ -106,6 +124,41 @@ def language_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torc
         return {"input_ids": ids, "labels": ids}
 
     return make
+
+
+def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, torch.Tensor]]]:
+    """Return the function that makes batches of a model, given the micro-batch and the length of a sample."""
+    if getattr(model, "main_input_name", "input_ids") != "pixel_values":
+        return language_batch
+    own: Any = model.config
+    config: Any = getattr(own, "vision_config", own)
+    sides = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    shape = (int(getattr(config, "num_channels", 3)), *sides)
+
+    def make(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
+        return lambda: {
+            "pixel_values": torch.zeros((micro_batch, *shape)),
+            "labels": torch.zeros(micro_batch, dtype=torch.long),
+        }
+
+    return make
+
+
+def longest_sample(model: nn.Module) -> int | None:
+    """Return the most tokens that a model's learned positions have; None: they have no such limit."""
+    config: Any = getattr(model, "config", None)
+    for name in ("n_positions", "max_position_embeddings"):
+        most = getattr(config, name, None)
+        if isinstance(most, int) and any(
+            isinstance(module, nn.Embedding) and most <= module.num_embeddings <= most + 2
+            for path, module in model.named_modules()
+            if path.rpartition(".")[2] in _POSITION_TABLES
+        ):
+            return most
+    return None
+
+
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
 def _constructed_module(error: BaseException) -> str:

@@ -72,6 +72,7 @@ def build_chunks(work: StepWork, device: DevicePart, stage: int) -> tuple[list[M
     """
     sizes, style = rank_sizes(work), work.style
     units = RankUnits(work, sizes, stage)
+    of_block = units.of_block
     forward = layer_forward(work.shape, sizes, style, device)
     # The gradients of a layer are copied into the flat buffer from which they are reduced.
     nbytes = units.layer_numel * (style.itemsize + work.accumulation_bytes)
@@ -85,14 +86,14 @@ def build_chunks(work: StepWork, device: DevicePart, stage: int) -> tuple[list[M
         blocks = []
         if number == 0:
             first, last = embedding_work(work.shape, sizes, style)
-            blocks.append(SimulatedBlock(EMBEDDING, EMBEDDING, [first], [last], units=units.of_block[EMBEDDING]))
+            blocks.append(SimulatedBlock(EMBEDDING, EMBEDDING, [first], [last], units=of_block.get(EMBEDDING, [])))
         for layer in range(work.layer_bounds[number], work.layer_bounds[number + 1]):
             name = f"layer {layer}"
-            blocks.append(SimulatedBlock(name, "layer", forward, backward, again, units.of_block[name]))
+            blocks.append(SimulatedBlock(name, "layer", forward, backward, again, of_block.get(name, [])))
         if number == work.chunks - 1:
             first, last = head_work(work.shape, sizes, style)
-            blocks.append(SimulatedBlock(NORM, NORM, [], [], units=units.of_block[NORM]))
-            blocks.append(SimulatedBlock(HEAD, HEAD, [first], [last], units=units.of_block[HEAD]))
+            blocks.append(SimulatedBlock(NORM, NORM, [], [], units=of_block.get(NORM, [])))
+            blocks.append(SimulatedBlock(HEAD, HEAD, [first], [last], units=of_block.get(HEAD, [])))
         chunks.append(ModelChunk(number, blocks))
     return chunks, units.units
 

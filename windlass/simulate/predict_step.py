@@ -15,6 +15,8 @@ from windlass.simulate.step_prediction import Span, StepPrediction
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import StepWork, describe_step
 
+_CLOSE = 0.05  # of a model's parameters, by which its sizes may differ
+
 
 def predict_step(
     model: nn.Module | ModelShape,
@@ -139,6 +141,11 @@ def _notes(work: StepWork, cluster: Cluster) -> list[str]:
         f"{cluster.device.memory_efficiency:.0%} of its memory's rate; "
         f"links {cluster.host.nic.efficiency:.0%} of theirs"
     ]
+    if work.model_numel and abs(work.shape.numel - work.model_numel) > _CLOSE * work.model_numel:
+        notes.append(
+            f"the model has {work.model_numel:,} parameters, and a decoder of its sizes {work.shape.numel:,}: parts of "
+            "it are unlike a decoder's, and are not simulated"
+        )
     if work.shape.experts and work.grid.ep > 1:
         notes.append("tokens are spread evenly over experts")
     return notes

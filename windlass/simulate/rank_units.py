@@ -2,7 +2,8 @@
 
 [Note: skeleton] A tree of modules on the meta device has the parameters of one rank in the order of transformers' Llama
 and Mixtral, each with its placement. The engine's own rules make units of it, so that padding, merged neighbours and
-parameters that are never resharded are those of a run.
+parameters that are never resharded are those of a run. A model that is there itself takes its place, with biases and
+positions, if no axis divides its parameters and its layers are in one list.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class SimulatedUnit:
         reshards: Each rank has only its shard between two uses.
         sums_over_tp: Each rank along tp computes a part of its gradient.
         is_on_both_ends: The first and the last pipeline stage have it.
+        trainable: It has gradients and states.
         gathered: The task that gathers it, while it is unsharded.
         uses: Blocks that use it.
         backwards, last_backwards: Blocks whose backward is done: of the running micro-batch, and of the last one.
@@ -51,6 +53,7 @@ class SimulatedUnit:
     reshards: bool = False
     sums_over_tp: bool = False
     is_on_both_ends: bool = False
+    trainable: bool = True
     tier: Tier = Tier.DEVICE
     shard_state: ShardState = ShardState.SHARDED
     gathered: SimulatedTask | None = None
@@ -71,12 +74,18 @@ class RankUnits:
     def __init__(self, work: StepWork, sizes: LayerSizes, stage: int) -> None:
         self._work, self._sizes = work, sizes
         chunks = range(stage, work.chunks, work.grid.pp)
-        model, layers = self._build(chunks)
+        own = _layers_of(work.model, work.shape.layers) if work.model is not None else None
+        if own is not None and work.model is not None:
+            model, layers = work.model, list(own.values())
+            block_of = _block_names(work.model, own).__getitem__
+        else:
+            model, layers = self._build(chunks)
+            block_of = _block_of
         self.layer_numel = sum(parameter.numel() for parameter in layers[0].parameters())
         self.units: list[SimulatedUnit] = []
         self.of_block: dict[str, list[SimulatedUnit]] = {}
         for plan in plan_units(model, work.unit_rules)[1]:
-            blocks = dict.fromkeys(_block_of(block.name) for block in plan.blocks)
+            blocks = dict.fromkeys(block_of(block.name) for block in plan.blocks)
             unit = self._unit(plan, next(iter(blocks)))
             unit.uses = len(blocks)
             self.units.append(unit)
@@ -99,6 +108,7 @@ class RankUnits:
             reshards=self._work.sharding_stage == 3 and not plan.persistent and not alone,
             sums_over_tp="tp" in kind.partial_axes,
             is_on_both_ends=bool(kind.shared_stages),
+            trainable=plan.trainable,
         )
 
     # The skeleton.
@@ -194,6 +204,32 @@ def _with_weight(weight: nn.Parameter) -> nn.Module:
     module = nn.Module()
     module.weight = weight
     return module
+
+
+def _layers_of(model: nn.Module, count: int) -> dict[str, nn.Module] | None:
+    """Return the layers of a model by name: those of the outermost list of `count` modules; None: it has none."""
+    for path, module in model.named_modules():
+        if path and isinstance(module, nn.ModuleList) and len(module) == count:
+            return {f"{path}.{name}": layer for name, layer in module.named_children()}
+    return None
+
+
+def _block_names(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
+    """Return the block of each module by its name: modules before the layers are the embedding, those after them the
+    last norm, unless they are the head."""
+    own = getattr(model, "get_output_embeddings", lambda: None)()
+    found, at = {"": HEAD}, EMBEDDING
+    numbers = {path: number for number, path in enumerate(layers)}
+    inside = ""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not name:
+            continue
+        if name in numbers:
+            inside, at = f"layer {numbers[name]}", NORM
+        found[name] = inside if any(f"{name}.".startswith(f"{path}.") for path in layers) else at
+        if module is own:
+            found[name] = HEAD
+    return found
 
 
 def _block_of(name: str) -> str:

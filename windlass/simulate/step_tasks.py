@@ -65,8 +65,9 @@ class StageTasks:
 
     def backward(self, chunk: ModelChunk, *, part: ActionKind, is_last_micro: bool) -> SimulatedTask | None:
         """Add the backward of a chunk for one micro-batch, or one half of it."""
-        for block in reversed(chunk.blocks):
-            self.zero.use(chunk, block, backward=True)
+        order = list(reversed(chunk.blocks))
+        self.zero.use(chunk, order[0], backward=True)
+        for block, following in zip(order, [*order[1:], None], strict=True):
             if part is not ActionKind.BACKWARD_WEIGHT:
                 self._load_input(block)
                 if block.again:
@@ -83,7 +84,14 @@ class StageTasks:
                 self._run(block, segments, backward=True)
             if part is not ActionKind.BACKWARD_INPUT:
                 self.zero.end_block_backward(block, is_last_micro=is_last_micro)
-            self.zero.release(block)
+            # The gradient of a block's input reaches the block before it, whose units are then unsharded, before this
+            # block's backward is over. The head's input is a slice of its own, which ends the head's backward first.
+            if block.kind == "head":
+                self.zero.release(block)
+            if following is not None:
+                self.zero.use(chunk, following, backward=True)
+            if block.kind != "head":
+                self.zero.release(block, in_use=following)
         if part is not ActionKind.BACKWARD_INPUT:
             self.zero.end_chunk_backward()
         if self.work.volumes.tp_sequence_norms and chunk is self.chunks[0] and part is not ActionKind.BACKWARD_WEIGHT:

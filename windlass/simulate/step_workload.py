@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -70,6 +70,8 @@ class StepWork:
         prefetch_numel, max_live_numel, max_reuse_distance: Settings of stage 3.
         overlaps_reduction: Reductions run during the backward.
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
+        model_numel: Elements of the model itself; 0: only its sizes are known.
+        model: The model itself, from which units are made; None: they are those of a decoder of its sizes.
     """
 
     shape: ModelShape
@@ -93,6 +95,8 @@ class StepWork:
     transport: str = "auto"
     offloading: Offloading = Offloading()
     codecs: QuantizedMessages = QuantizedMessages()
+    model_numel: int = 0
+    model: nn.Module | None = None
 
     @property
     def tokens(self) -> int:
@@ -201,6 +205,9 @@ def describe_step(
             zero.zero_quantized_gradients_codec if zero.zero_quantized_gradients else "",
             zero.zero_quantized_gradients_codec_across if zero.zero_quantized_gradients else "",
         ),
+        model_numel=0 if isinstance(model, ModelShape) else _numel(model),
+        # Other axes divide parameters, which the sizes of a decoder are enough for.
+        model=model if isinstance(model, nn.Module) and grid.size("pp", "ep", "tp") == 1 else None,
     )
 
 
@@ -219,7 +226,15 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
             f"the sizes of {type(model).__name__} are unknown, since it has no configuration of transformers; give its "
             "sizes as a windlass.parallel.model_shape.ModelShape, or with --shape hidden=4096,layers=32,..."
         )
-    return from_transformers(plain)
+    shape, numel = from_transformers(plain), _numel(model)
+    variants = [replace(shape, gated=gated, tied=tied) for gated in (shape.gated, not shape.gated)
+                for tied in (shape.tied, not shape.tied)]  # fmt: skip
+    # Families differ in what their keys say: the parameters decide.
+    return min(variants, key=lambda one: abs(one.numel - numel)) if numel else shape
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
 
 
 def _layer_bounds(shape: ModelShape, grid: MeshShape, pipeline: PipelineConfig) -> list[int]:

@@ -119,9 +119,15 @@ class ZeroLanes:
             return list(takewhile(here.__contains__, (cast(SimulatedUnit, one) for one in predicted)))
         return [unit for one in after[:1] for unit in _sharded(one) if unit.shard_state is ShardState.SHARDED]
 
-    def release(self, block: SimulatedBlock) -> None:
-        """Reshard the units of a block, unless they are used again soon."""
+    def release(self, block: SimulatedBlock, *, in_use: SimulatedBlock | None = None) -> None:
+        """Reshard the units of a block, unless they are used again soon.
+
+        Args:
+            in_use: Block whose backward has begun, and whose units stay unsharded.
+        """
         for unit in _sharded(block) if self._reshards else ():
+            if in_use is not None and unit in in_use.units:
+                continue
             if not self._prefetcher.is_reused_soon(cast(Any, unit), self._live_numel()):
                 unit.shard_state, unit.gathered = ShardState.SHARDED, None
 
@@ -172,7 +178,7 @@ class ZeroLanes:
     def end_block_backward(self, block: SimulatedBlock, *, is_last_micro: bool) -> None:
         """Reduce the units whose gradients are complete."""
         computed = self._lanes.flush()
-        for unit in block.units:
+        for unit in (unit for unit in block.units if unit.trainable):
             unit.backwards += 1
             unit.last_backwards += is_last_micro
             if self._often:
@@ -252,21 +258,22 @@ class ZeroLanes:
         """Reduce among replicas, agree on the norm, update the states, and gather what stays unsharded."""
         lanes, stage = self._lanes, self._stage
         computed = lanes.flush()
-        for unit in self._units:
+        trained = [unit for unit in self._units if unit.trainable]
+        for unit in trained:
             self._sum_copies(unit, computed)
         reduced = [task for task in self._reduced.values() if task is not None]
         if stage == 0:
-            reduced += [task for unit in self._units if (task := self._gather_gradients(unit)) is not None]
+            reduced += [task for unit in trained if (task := self._gather_gradients(unit)) is not None]
         for task in reduced:
             lanes.block_on(task)
-        norm_bytes = sum(self.shard_numel(unit) for unit in self._units) * self._work.accumulation_bytes
+        norm_bytes = sum(self.shard_numel(unit) for unit in trained) * self._work.accumulation_bytes
         lanes.spend("norm", norm_bytes / self._device_rate)
         computed = lanes.flush()
         agreed = lanes.collective(
             "data", "all_reduce", 8, self._patterns[False], label="norm", after=[computed], stream=_STREAM
         )
         lanes.block_on(agreed)
-        for unit in reversed(self._units):
+        for unit in reversed(trained):
             self._update_unit(unit, agreed or computed)
         lanes.flush()
 

@@ -23,7 +23,7 @@ from windlass.base.log import logger
 from windlass.config import Config, load_config
 from windlass.config.config_overrides import override_keys
 from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
-from windlass.plan.activation_trace import ActivationTrace, MemoryEvent
+from windlass.plan.activation_trace import ActivationTrace, ForwardArguments, MemoryEvent
 from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
@@ -161,7 +161,7 @@ class BatchShape:
         first = next((shape for shape in shapes if shape), torch.Size([micro]))
         self.fed, self.tokens = first[0], max(1, first.numel() // max(1, first[0]))
 
-    def make(self, micro: int, length: int) -> Callable[[], Any]:
+    def make(self, micro: int, length: int) -> Callable[[], ForwardArguments]:
         """Return a function that makes a batch of `micro` samples without values."""
 
         def resized(value: Any) -> Any:
@@ -170,9 +170,8 @@ class BatchShape:
             rows = micro if value.shape[0] == self.fed else value.shape[0]
             return torch.zeros((rows, *value.shape[1:]), dtype=value.dtype)
 
-        def make() -> Any:
-            args, kwargs = tree_map(resized, (self._args, self._kwargs))
-            return kwargs if kwargs and not args else args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+        def make() -> ForwardArguments:
+            return ForwardArguments(*tree_map(resized, (self._args, self._kwargs)))
 
         return make
 
@@ -209,8 +208,8 @@ class CandidatePlanner:
 
     def _trace(self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape) -> ActivationTrace:
         """Return the trace of a micro-batch, extended from those of one and two samples."""
-        checkpoints = config.activation_checkpointing.enabled
-        kind = (checkpoints, len(layout.blocks))
+        dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
+        kind = (config.activation_checkpointing.enabled, dtypes, len(layout.blocks))
         run = RunShape(self._world, batch.tokens, self._target, make_batch=batch.make)
 
         def traced(samples: int) -> ActivationTrace:

@@ -60,3 +60,34 @@ def test_wrong_options_name_the_fix(model: str, tmp_path: Path) -> None:
         run(model, "--choose")
     with pytest.raises(ModelError, match="no model at .*missing"):
         run(str(tmp_path / "missing"))
+
+
+T5 = {
+    **{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 96, "d_model": 32, "d_kv": 8},
+    **{"d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0},
+}
+VIT = {
+    **{"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8},
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+
+@pytest.mark.parametrize("config", [T5, VIT, GPT2], ids=["t5", "vit", "gpt2"])
+def test_models_of_other_tasks_are_planned(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = run(str(tmp_path), "--json")
+    found = json.loads(text)
+    assert code == 0 and found["moments"]["forward"]["host"]["activations"] > 0
+
+
+def test_more_tokens_than_a_model_has_positions_for_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    with pytest.raises(ConfigError, match="--length 65: the model has positions for 64 tokens"):
+        run(str(tmp_path), "--length", "65")
+
+
+def test_a_model_without_a_known_task_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clap"}))
+    with pytest.raises(ModelError, match="of type clap has no class for CausalLM"):
+        run(str(tmp_path))

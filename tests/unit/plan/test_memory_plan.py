@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from tests.causal_models import model_of
+from tests.causal_models import build, model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.cli.plan_report import memory_table
 from windlass.config import Config, load_config
@@ -59,7 +59,6 @@ def traced_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("windlass.plan.plan_run.trace_of", trace)
-        patch.setattr("windlass.plan.choose_config.trace_of", trace)
         yield
 
 
@@ -239,8 +238,38 @@ def test_an_unknown_gpu_says_what_there_is(wrong: str, says: str) -> None:
 def test_shapes_and_axes_that_are_not_planned() -> None:
     with pytest.raises(ModelError, match="125m, 1b"):
         build_from_shape("6b")
-    with pytest.raises(ConfigError, match="pp = 2: memory is planned for dp, tp and sp only"):
-        plan(llama(), {**settings(), "parallel": {"pp": 2}})
+    with pytest.raises(ConfigError, match="pipeline.partition is 'time'"):
+        plan(llama(), {**settings(), "parallel": {"pp": 2}, "pipeline": {"partition": "time"}})
+
+
+def test_a_pipeline_needs_most_where_its_micro_batches_wait() -> None:
+    model = llama(num_hidden_layers=4, vocab_size=32)
+    config = {**settings(), "gradient_accumulation_steps": 6, "parallel": {"pp": 2}}
+    found = plan(model, config, length=64)
+    assert any("pipeline stage 0, which needs most" in note for note in found.notes)  # it keeps two micro-batches
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    saved = found.moments[FORWARD].host["activations"]
+    more = plan(model, {**config, "pipeline": {"schedule": "gpipe"}}, length=64).moments[FORWARD].host["activations"]
+    assert more > 1.7 * saved  # all six micro-batches at once
+    alone = plan(model, settings(), ranks=1, length=64)
+    assert found.moments["step"].host["optimizer states"] < 0.6 * alone.moments["step"].host["optimizer states"]
+
+
+def test_experts_over_ranks_need_less_memory() -> None:
+    model = build_on_meta(lambda: build("mixtral", output_router_logits=False), "mixtral")
+    alone, spread = (plan(model, {**settings(), "parallel": {"ep": ep}}) for ep in (1, 2))
+    assert spread.moments["step"].host["optimizer states"] < 0.8 * alone.moments["step"].host["optimizer states"]
+    assert alone.moments["init"].host == spread.moments["init"].host  # each rank builds the whole model
+    assert 0.7 < spread.moments[FORWARD].host["activations"] / alone.moments[FORWARD].host["activations"] < 1.4
+
+
+def test_a_merged_unit_stays_unsharded_between_its_blocks() -> None:
+    """The backward of a block begins before that of the block behind it is over."""
+    model = llama(num_hidden_layers=4, vocab_size=16)
+    zero = {"unit_merge_threshold": 1 << 30, "stage3_max_reuse_distance": 0}
+    merged = plan(model, settings(3, zero=zero), target=GPU)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    assert merged.moments[BACKWARD].device["unsharded parameters"] >= whole
 
 
 def test_axes_and_recomputation_of_the_configuration_need_less_memory() -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from tests.causal_models import model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_shape import AXES, MeshShape
 from windlass.config import load_config
 from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes
 from windlass.parallel.model_shape import ModelShape, from_transformers
+from windlass.plan.planned_model import build_on_meta
 from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
@@ -23,7 +26,7 @@ from windlass.simulate.model_blocks import build_chunks, global_model_flops
 from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
 from windlass.simulate.predict_step import predict_step
 from windlass.simulate.step_tasks import StepTasks
-from windlass.simulate.step_workload import describe_step
+from windlass.simulate.step_workload import describe_step, shape_of
 from windlass.simulate.timeline import write_trace
 
 DENSE = ModelShape(hidden=64, layers=4, heads=8, vocabulary=256, kv_heads=4, intermediate=128)
@@ -251,3 +254,38 @@ def test_bad_input_names_the_fix() -> None:
         predict_step(torch.nn.Linear(2, 2), config(), known_cluster("dgx-h100"))
     with pytest.raises(ConfigError, match="a pipeline of 8 stages .* the model has 4"):
         predict_step(DENSE, config(parallel={"pp": 8}), known_cluster("dgx-h100"))
+
+
+TWO_MATRICES = {
+    "FalconForCausalLM": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "BloomForCausalLM": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "Starcoder2ForCausalLM": {**{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+                              **{"num_key_value_heads": 2, "intermediate_size": 128}},
+    "GPTBigCodeForCausalLM": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    "MptForCausalLM": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TWO_MATRICES)
+def test_feed_forward_networks_of_two_matrices_are_known(kind: str) -> None:
+    """Their activations do not show it, and three matrices would be a half more of most of a model's work."""
+    ends = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    model = build_on_meta(lambda: model_of(kind, vocab_size=96, **ends, **TWO_MATRICES[kind]), kind)
+    plain = from_transformers(model.config.to_dict())  # type: ignore[union-attr, operator]
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    found = shape_of(model)
+    assert not plain.gated and not found.gated
+    assert abs(found.numel - matrices) < 0.05 * matrices, (found.numel, matrices)
+
+
+def test_a_model_unlike_a_decoder_of_its_sizes_is_named() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    model = build_on_meta(lambda: model_of("MixtralForCausalLM", vocab_size=96, **sizes, **experts), "mixtral")
+
+    def notes() -> list[str]:
+        return predict_step(model, config(), known_cluster("dgx-h100"), world_size=1, length=16).notes
+
+    assert not any("parameters" in note for note in notes())
+    model.add_module("tower", nn.Linear(200, 200, device="meta"))
+    assert any("and a decoder of its sizes" in note for note in notes())

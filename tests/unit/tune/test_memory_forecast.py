@@ -55,3 +55,17 @@ def test_a_model_that_cannot_be_traced_gives_facts_and_a_reason(tmp_path: Path) 
     start_forecast(str(tmp_path / "order.json"), RAW, Reads(4, 4), 1, 0)(2, (torch.zeros(2, 4),), {})
     found = ForecastResult(**json.loads(Path(order.result).read_text()))
     assert found.parameters == 20 and not found.host_bytes and "cannot be traced" in found.problem
+
+
+def test_a_model_of_two_positional_arguments_is_predicted(tmp_path: Path) -> None:
+    class Pair(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return (super().forward(rows) * scale).sum()
+
+    dtypes = {"fp32": {"bf16.enabled": False}, "bf16": {"bf16.enabled": True}}
+    order = ForecastOrder(dtypes, str(tmp_path / "forecast.json"))
+    order.write(tmp_path / "order.json")
+    batch = (torch.zeros(2, 4000), torch.zeros(2, 1))
+    start_forecast(str(tmp_path / "order.json"), RAW, Pair(4000, 4), 1, 0)(2, batch, {})
+    found = ForecastResult(**json.loads(Path(order.result).read_text()))
+    assert found.problem == "" and found.host_bytes["fp32"] != found.host_bytes["bf16"]

@@ -77,9 +77,8 @@ def _dispatch_remote(
     """Return the output rows of the experts of all ranks, in the order of the sorted slots."""
     spans = compute_expert_spans(num_experts, axis)
     here = spans[axis.index][1] - spans[axis.index][0]
-    arriving = axis.all_to_all(permutation.tokens_per_expert, [end - first for first, end in spans], [here] * axis.size)
-    # the only synchronization with the device
-    all_counts: list[int] = torch.cat([permutation.tokens_per_expert, arriving]).tolist()
+    slots = permutation.sorted_slots.shape[0]
+    arriving, all_counts = axis.exchange_counts(permutation.tokens_per_expert, spans, slots)
     sends = [sum(all_counts[first:end]) for first, end in spans]
     received_counts = [
         all_counts[num_experts + rank * here : num_experts + (rank + 1) * here] for rank in range(axis.size)

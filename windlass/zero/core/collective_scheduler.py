@@ -338,6 +338,10 @@ class CollectiveScheduler:
             # A gather of a sharded unit would allocate memory before it is needed.
             if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
                 return
+            # The second of two gathers of one unit in a row is for a block that uses it after another one has resharded
+            # it. Until then the unit is unsharded, so that this gather would pass as done.
+            if unit is not None and self._position and _unit_of(self._agreed[self._position - 1]) == unit:
+                return
             self._start()
 
     # internals
