@@ -61,6 +61,51 @@ def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> Non
     assert_greedy(model, outputs)
 
 
+PAGED: dict[str, dict[str, Any]] = {
+    # the scale of queries depends on the position, which the layers without rotary embeddings count by their cache
+    "Llama4ForCausalLM": {
+        **{"config": "Llama4TextConfig", "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        **{"intermediate_size_mlp": 24, "no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 1.0},
+        "attention_chunk_size": 8,
+    },
+    "RobertaForCausalLM": {"is_decoder": True, "num_key_value_heads": None},  # counts from its padding token
+    "CamembertForCausalLM": {"is_decoder": True, "pad_token_id": 5, "num_key_value_heads": None},
+    # frequencies that depend on the length beyond some length alone
+    "Phi3ForCausalLM": {
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40},
+            **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        },
+    },
+    "LlamaForCausalLM": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    # a class of recurrent layers, here without one
+    "GraniteMoeHybridForCausalLM": {
+        **{"layer_types": ["full_attention"] * 2, "num_local_experts": 2, "shared_intermediate_size": 24},
+        **{"mamba_n_heads": 8, "mamba_d_head": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_families_that_are_paged_in_spite_of_positions_or_layers_of_their_own(kind: str) -> None:
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "pad_token_id": 0}
+    values = {**size, **heads, **PAGED[kind]}
+    torch.manual_seed(0)
+    model = model_of(kind, values.pop("config", None), **values).eval()
+    padding = model.config.pad_token_id
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        if model.lm_head.bias is not None:
+            model.lm_head.bias[padding] = -100.0  # RoBERTa's positions do not count padding
+    prompts = [[token for token in prompt if token != padding] or [3] for prompt in make_prompts(10, VOCABULARY)]
+    with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=40) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert isinstance(llm.engine.runner, PagedModelRunner)
+    assert_greedy(model, outputs)
+
+
 @pytest.mark.parametrize("wrong", ["raises", "forgets"])
 def test_a_cache_that_fails_at_load_is_not_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

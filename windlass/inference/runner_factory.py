@@ -107,6 +107,7 @@ def make_runner(
             packed=packed,
             forward=forward,
             has_scratch=records,
+            max_model_len=longest,
         )
     except (ConfigError, CommunicationError, StorageError):
         raise
@@ -201,9 +202,12 @@ class PlainLogits:
         values = nullcontext() if streamed is None else streamed.without_values()
         with torch.inference_mode(), values:
             vocabulary = forward(one, None, one).shape[-1]
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        padding = padding if isinstance(padding, int) else -1
         with torch.inference_mode():
             for prompt in _CHECKED_PROMPTS:
                 ids = torch.randint(vocabulary, (prompt + self._steps - 1,), generator=generator)
+                ids[ids == padding] = 0 if padding else 1  # RoBERTa's positions do not count padding
                 rows = torch.arange(prompt - 1, len(ids))
                 self._sequences.append(ids.tolist())
                 self._logits.append(forward(ids.to(self._device), None, rows.to(self._device)))
