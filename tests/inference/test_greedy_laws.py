@@ -42,6 +42,10 @@ RECURRENT = {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
     },
+    "BambaForCausalLM": {  # counts from 0 in each forward without positions, and asks for the last logits by itself
+        **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1]},
+        **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    },
 }
 
 
@@ -104,6 +108,43 @@ def test_families_that_are_paged_in_spite_of_positions_or_layers_of_their_own(ki
         outputs = llm.generate(prompts, GREEDY)
         assert isinstance(llm.engine.runner, PagedModelRunner)
     assert_greedy(model, outputs)
+
+
+def test_prompts_have_logprobs_where_a_model_asks_for_its_last_logits() -> None:
+    model, prompt = recurrent("BambaForCausalLM"), [3, 4, 5, 6, 7]
+    with LLM(model, kv_cache_tokens=64, max_model_len=32) as llm:
+        (output,) = llm.generate([prompt], GREEDY.replace(prompt_logprobs=0))
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    torch.testing.assert_close(torch.tensor(found), wanted[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_model_with_the_state_of_one_batch_in_its_layers_is_computed_again(checked: bool) -> None:
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]}
+    torch.manual_seed(0)
+    model = model_of("RecurrentGemmaForCausalLM", **size, **heads, attention_window_size=8, pad_token_id=0).eval()
+    with LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=32, check_at_load=checked) as llm:
+        outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
+        assert not llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+
+
+def test_a_paged_step_that_raises_at_load_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(runner: Any, batch: Any) -> Any:
+        raise IndexError("index 11 is out of bounds")
+
+    monkeypatch.setattr(PagedModelRunner, "_run_modules", broken)
+    model = build_longer("llama")
+    with caplog.at_level("WARNING"), LLM(model, max_sequences=4, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(4, VOCABULARY), GREEDY)
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner)
+    assert_greedy(model, outputs)
+    assert "its forward raised IndexError: index 11 is out of bounds" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["raises", "forgets"])
