@@ -132,6 +132,11 @@ def test_a_model_with_the_state_of_one_batch_in_its_layers_is_computed_again(che
     assert_greedy(model, outputs)
 
 
+def test_models_without_a_maximum_take_any_length() -> None:
+    with LLM(recurrent("MambaForCausalLM"), max_sequences=1, kv_cache_tokens=8192, max_model_len=8192) as llm:
+        assert llm.max_model_len == 8192
+
+
 def test_a_paged_step_that_raises_at_load_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
