@@ -42,6 +42,10 @@ RECURRENT = {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
     },
+    "BambaForCausalLM": {  # counts from 0 in each forward without positions, and asks for the last logits by itself
+        **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1]},
+        **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    },
 }
 
 
@@ -59,6 +63,93 @@ def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> Non
         outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
         assert isinstance(llm.engine.runner, OwnCacheModelRunner) and llm.engine.runner.keeps_cache
     assert_greedy(model, outputs)
+
+
+PAGED: dict[str, dict[str, Any]] = {
+    # the scale of queries depends on the position, which the layers without rotary embeddings count by their cache
+    "Llama4ForCausalLM": {
+        **{"config": "Llama4TextConfig", "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        **{"intermediate_size_mlp": 24, "no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 1.0},
+        "attention_chunk_size": 8,
+    },
+    "RobertaForCausalLM": {"is_decoder": True, "num_key_value_heads": None},  # counts from its padding token
+    "CamembertForCausalLM": {"is_decoder": True, "pad_token_id": 5, "num_key_value_heads": None},
+    # frequencies that depend on the length beyond some length alone
+    "Phi3ForCausalLM": {
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40},
+            **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        },
+    },
+    "LlamaForCausalLM": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    # a class of recurrent layers, here without one
+    "GraniteMoeHybridForCausalLM": {
+        **{"layer_types": ["full_attention"] * 2, "num_local_experts": 2, "shared_intermediate_size": 24},
+        **{"mamba_n_heads": 8, "mamba_d_head": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_families_that_are_paged_in_spite_of_positions_or_layers_of_their_own(kind: str) -> None:
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "pad_token_id": 0}
+    values = {**size, **heads, **PAGED[kind]}
+    torch.manual_seed(0)
+    model = model_of(kind, values.pop("config", None), **values).eval()
+    padding = model.config.pad_token_id
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        if model.lm_head.bias is not None:
+            model.lm_head.bias[padding] = -100.0  # RoBERTa's positions do not count padding
+    prompts = [[token for token in prompt if token != padding] or [3] for prompt in make_prompts(10, VOCABULARY)]
+    with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=40) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert isinstance(llm.engine.runner, PagedModelRunner)
+    assert_greedy(model, outputs)
+
+
+def test_prompts_have_logprobs_where_a_model_asks_for_its_last_logits() -> None:
+    model, prompt = recurrent("BambaForCausalLM"), [3, 4, 5, 6, 7]
+    with LLM(model, kv_cache_tokens=64, max_model_len=32) as llm:
+        (output,) = llm.generate([prompt], GREEDY.replace(prompt_logprobs=0))
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    torch.testing.assert_close(torch.tensor(found), wanted[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_model_with_the_state_of_one_batch_in_its_layers_is_computed_again(checked: bool) -> None:
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]}
+    torch.manual_seed(0)
+    model = model_of("RecurrentGemmaForCausalLM", **size, **heads, attention_window_size=8, pad_token_id=0).eval()
+    with LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=32, check_at_load=checked) as llm:
+        outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
+        assert not llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+
+
+def test_models_without_a_maximum_take_any_length() -> None:
+    with LLM(recurrent("MambaForCausalLM"), max_sequences=1, kv_cache_tokens=8192, max_model_len=8192) as llm:
+        assert llm.max_model_len == 8192
+
+
+def test_a_paged_step_that_raises_at_load_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(runner: Any, batch: Any) -> Any:
+        raise IndexError("index 11 is out of bounds")
+
+    monkeypatch.setattr(PagedModelRunner, "_run_modules", broken)
+    model = build_longer("llama")
+    with caplog.at_level("WARNING"), LLM(model, max_sequences=4, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(4, VOCABULARY), GREEDY)
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner)
+    assert_greedy(model, outputs)
+    assert "its forward raised IndexError: index 11 is out of bounds" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["raises", "forgets"])

@@ -44,7 +44,7 @@ class InferenceEngine(InferenceModel):
         dtype, weights = _parse_dtype(config.dtype)
         options: dict[str, Any] = {"weights": weights} if weights else {}
         if "max_tokens" in config.model_fields_set and hasattr(model, "config"):
-            options["max_model_len"] = min(config.max_tokens, find_max_length(model))
+            options["max_model_len"] = min(config.max_tokens, find_max_length(model) or config.max_tokens)
         super().__init__(model, EngineOptions(tp=_tp_size(config), ep=_ep_size(config), **options), dtype)
         self.mp_world_size = _tp_size(config)
 

@@ -11,7 +11,7 @@ from torch import nn
 from windlass.inference.block_manager import BlockKey, BlockManager, hash_block
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import find_device
-from windlass.inference.model_loading import find_max_length
+from windlass.inference.model_loading import DEFAULT_LENGTH, find_max_length
 from windlass.inference.runner_factory import make_runner
 from windlass.inference.step_batch import StepBatch
 
@@ -53,7 +53,7 @@ class DraftModelProposer:
     """
 
     def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
-        window = find_max_length(model)
+        window = find_max_length(model) or options.max_model_len or DEFAULT_LENGTH
         # the cache has the length of the draft model, for any length of the large model
         own = options.replace(
             speculative=None,

@@ -17,7 +17,13 @@ from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import eval_mode, find_device, own_modes
-from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
+from windlass.inference.model_loading import (
+    DEFAULT_LENGTH,
+    find_eos_ids,
+    find_max_length,
+    load_model,
+    load_tokenizer_of,
+)
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.rank_channel import RankChannel, open_channel
@@ -130,6 +136,8 @@ def _build(
     elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):
         tokenizer = load_tokenizer_of(model, trust_remote_code=trust_remote_code)
     window = find_max_length(module)
+    if window is None:
+        window = options.max_model_len or DEFAULT_LENGTH
     if options.max_model_len is not None and options.max_model_len > window:
         raise ConfigError(
             f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.parallel.sequence.position_ids import find_position_derivation
 
 
 class CausalForward:
@@ -29,6 +30,7 @@ class CausalForward:
             self.accepts |= _passed_through(model)
         self._ids_by_name = "input_ids" in self.accepts
         self._selects = "logits_to_keep" in self.accepts
+        self._first_position = find_first_position(model)
 
     @property
     def takes_positions(self) -> bool:
@@ -53,7 +55,8 @@ class CausalForward:
         """Return the keyword arguments beside the token ids."""
         arguments: dict[str, Any] = {}
         if positions is not None:
-            arguments["position_ids"] = positions[None]
+            first = self._first_position
+            arguments["position_ids"] = (positions + first if first else positions)[None]
         if "attention_mask" in self.accepts and positions is not None:
             # an explicit mask keeps transformers from looking for packed documents in the positions
             arguments["attention_mask"] = torch.ones(1, len(token_ids), dtype=torch.long, device=token_ids.device)
@@ -114,6 +117,20 @@ def own_modes(*, allocates: bool = False) -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+def find_first_position(model: nn.Module) -> int:
+    """Return the position of a sequence's first token: 0, except for RoBERTa and its relatives, which count from the
+    number after that of their padding token.
+    """
+    derive = find_position_derivation(model)
+    if derive is None:
+        return 0
+    try:
+        # one of the two is not the padding token
+        return max(int(derive({"input_ids": torch.tensor([[token]])})) for token in (0, 1))
+    except ModelError:  # unknown; the check at load finds a difference
+        return 0
 
 
 def find_device(model: nn.Module) -> torch.device:

@@ -14,6 +14,7 @@ from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.base.text import one_line
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
+from windlass.inference.model_forward import find_first_position
 from windlass.inference.staged_loading import StagedModelSource
 
 _DTYPES = {
@@ -28,7 +29,13 @@ _DTYPES = {
     "half": torch.float16,
 }
 
-_DEFAULT_LENGTH = 4096  # of models that state no maximum
+DEFAULT_LENGTH = 4096
+"""Tokens of a sequence where neither the model nor an option states a maximum."""
+
+_LENGTH_NAMES = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
+    "max_target_positions",
+)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -125,15 +132,17 @@ def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(token) for token in found)
 
 
-def find_max_length(model: Any) -> int:
-    """Return the number of tokens that the model can attend to."""
+def find_max_length(model: Any) -> int | None:
+    """Return the number of tokens that the model can attend to; None if its configuration has no maximum, as those of
+    recurrent models and of ALiBi.
+    """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
+    for name in _LENGTH_NAMES:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return value
-    return _DEFAULT_LENGTH
+            return value - (find_first_position(model) if isinstance(model, nn.Module) else 0)
+    return None
 
 
 def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: Any) -> Any:

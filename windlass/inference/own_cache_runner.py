@@ -14,7 +14,7 @@ from torch import nn
 
 from windlass.base.errors import ModelError
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import CausalForward, eval_mode, find_device, get_logits
+from windlass.inference.model_forward import CausalForward, eval_mode, find_device, find_first_position, get_logits
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 
@@ -73,6 +73,7 @@ class OwnCacheModelRunner:
         parameters = inspect.signature(model.forward).parameters
         only_mamba = "cache_params" in parameters and "past_key_values" not in parameters
         self._cache_name = "cache_params" if only_mamba else "past_key_values"
+        self._positions = _PositionSource(model) if self.keeps_cache and "position_ids" in parameters else None
         self._states: dict[int, OwnCacheState] = {}
         self.device = find_device(model)
         kept = "the model's own cache" if self.keeps_cache else "all tokens computed again in each step"
@@ -158,6 +159,11 @@ class OwnCacheModelRunner:
             first = stop - logits.shape[0]
             found.update({place: logits[place - first] for place in wanted if first <= place < stop})
             state.num_computed = stop
+        if missing := [place for place in wanted if place not in found]:
+            raise ModelError(
+                f"{type(self.model).__name__} returns the logits of the last token alone, and those of the tokens "
+                f"{missing[0]} to {missing[-1]} are needed; leave out prompt_logprobs"
+            )
         return [found[place].float() for place in wanted]
 
     def _forward_with_cache(self, state: OwnCacheState, ids: torch.Tensor, *, only_last: bool) -> torch.Tensor:
@@ -169,11 +175,13 @@ class OwnCacheModelRunner:
                 from transformers import DynamicCache
 
                 kwargs[self._cache_name] = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            if self._positions is not None and (positions := self._positions.make(ids, kwargs)) is not None:
+                kwargs["position_ids"] = positions
             inputs = self.model.prepare_inputs_for_generation(ids[None], is_first_iteration=True, **kwargs)
         else:
             inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
-        if only_last and "logits_to_keep" in self._forward.accepts:
-            inputs["logits_to_keep"] = 1
+        if "logits_to_keep" in self._forward.accepts:
+            inputs["logits_to_keep"] = 1 if only_last else 0  # 0: all; some models ask for the last one by themselves
         inputs["return_dict"] = True
         outputs = self.model(**inputs)
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
@@ -183,13 +191,33 @@ class OwnCacheModelRunner:
         return self._forward(ids, None, rows)
 
 
+class _PositionSource:
+    """Positions of a prompt, as `generate` passes them: some models count from 0 in each forward without them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._first = find_first_position(model)
+
+    def make(self, ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the positions of `ids` `[tokens]`: `[1, tokens]`, with more dimensions for multimodal models; None if
+        the model makes them.
+        """
+        prepare = getattr(self._model, "_prepare_position_ids_for_generation", None)
+        if prepare is None:
+            return torch.arange(len(ids), device=ids.device)[None] + self._first
+        found: torch.Tensor | None = prepare(ids[None], model_kwargs)
+        return None if found is None else found + self._first
+
+
 def _has_generation_cache(model: Any) -> bool:
-    """Return True if the model has the generation methods of a recent transformers, and uses a cache."""
+    """Return True if the model has the generation methods of a recent transformers, and a cache for each sequence."""
     prepare = getattr(model, "prepare_inputs_for_generation", None)
     if prepare is None or not hasattr(model, "_update_model_kwargs_for_generation"):
         return False
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return False
+    if any(hasattr(module, "_setup_cache") for module in model.modules()):
+        return False  # RecurrentGemma: layers keep the state of the last batch, whichever cache they get
     from transformers import GenerationMixin
 
     # older releases count cache positions in another way, and recompute here

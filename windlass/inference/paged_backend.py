@@ -82,6 +82,12 @@ class PagedAttention(AttentionBackend):
         self._batch = batch
         self._calls.clear()
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions of the batch's tokens in their sequences, `[tokens]`."""
+        assert self._batch is not None
+        return self._batch.positions
+
     def make_mask(self, mask: AttentionMask) -> PagedMask:
         """Return the pattern, checked to be causal.
 

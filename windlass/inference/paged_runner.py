@@ -17,6 +17,7 @@ from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, eval_mode, find_device
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
+from windlass.inference.row_positions import give_positions
 from windlass.inference.stage_link import StageForward
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 from windlass.inference.step_program import StepProgram
@@ -29,6 +30,7 @@ PAGEABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_att
 """Values of `config.layer_types` whose only state are keys and values."""
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""Types of rotary embeddings whose frequencies change beyond some number of tokens."""
 
 
 class PagedModelRunner:
@@ -45,6 +47,7 @@ class PagedModelRunner:
         packed: packed weights, which are used inside of `run`.
         forward: forward of the model; None: `CausalForward`.
         has_scratch: allocate one more block, which recorded decode steps need.
+        max_model_len: tokens of the longest sequence; None: not known.
 
     Raises:
         ModelError: the model cannot be run with a paged cache. The message has the reason.
@@ -64,8 +67,9 @@ class PagedModelRunner:
         packed: PackedModules | None = None,
         forward: CausalForward | StageForward | None = None,
         has_scratch: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
-        check_pageable(model)
+        check_pageable(model, max_model_len)
         self._forward = CausalForward(model) if forward is None else forward
         if not self._forward.takes_positions:
             raise ModelError(
@@ -234,22 +238,40 @@ class PagedModelRunner:
             raise
 
 
-def check_pageable(model: Any) -> None:
-    """Raise a ModelError if the state of a sequence is more than the keys and values of its tokens."""
+def check_pageable(model: Any, max_model_len: int | None = None) -> None:
+    """Raise a ModelError if the state of a sequence is more than the keys and values of its tokens.
+
+    Args:
+        max_model_len: tokens of the longest sequence; None: not known.
+    """
     config = getattr(model, "config", None)
     name = type(model).__name__
     if config is None:
         return
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    others = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - PAGEABLE_LAYERS)
-    if others:
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    if others := sorted(kinds - PAGEABLE_LAYERS):
         raise ModelError(f"{name} has layers of the types {others}, whose state is not keys and values of tokens")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not kinds:  # a hybrid class may have layers of attention alone
         raise ModelError(f"{name} keeps a recurrent state, not keys and values of tokens")
     for rope in _rope_settings(config):
         kind = rope.get("rope_type", rope.get("type"))
-        if kind in _LENGTH_DEPENDENT_ROPE:
-            raise ModelError(f"{name} rotates by frequencies that depend on the longest sequence of a batch ({kind})")
+        if kind not in _LENGTH_DEPENDENT_ROPE:
+            continue
+        limit = _find_rope_limit(config, rope, kind)
+        if limit is None or max_model_len is None or max_model_len > limit:
+            advice = "" if limit is None else f"; with max_model_len up to {limit} they do not"
+            raise ModelError(
+                f"{name} rotates by frequencies that depend on the longest sequence of a batch ({kind}){advice}"
+            )
+
+
+def _find_rope_limit(config: Any, rope: dict[str, Any], kind: str) -> int | None:
+    """Return the number of tokens up to which all sequences have the same frequencies."""
+    if kind == "dynamic":
+        return getattr(config, "max_position_embeddings", None)
+    name = "original_max_position_embeddings"
+    return rope.get(name) or getattr(config, name, None)
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
@@ -269,4 +291,10 @@ def _install(model: Any) -> Callable[[], None]:
         return lambda: None  # its own code calls windlass.attention, or the probe finds no layer
     before = config._attn_implementation
     install_attention(model)
-    return lambda: model.set_attn_implementation(before)
+    take_positions = give_positions(model)
+
+    def restore() -> None:
+        take_positions()
+        model.set_attn_implementation(before)
+
+    return restore

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from windlass.base.errors import CommunicationError, ConfigError, ModelError, StorageError
+from windlass.base.errors import CommunicationError, ConfigError, ModelError, StorageError, WindlassError
 from windlass.base.log import logger
 from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
@@ -107,18 +107,19 @@ def make_runner(
             packed=packed,
             forward=forward,
             has_scratch=records,
+            max_model_len=longest,
         )
     except (ConfigError, CommunicationError, StorageError):
         raise
     except Exception as error:  # code of any model runs here; the runner with the model's own cache is tried next
-        reason = str(error).split("\n")[0]
+        reason = _describe(error)
     else:
         replayable = streamed is None or not streamed.stacked  # stacked matrices have no fixed address
         if packed is not None and owned and replayable and ranks is None:
             _compile(runner, plain, options, longest)
         if records and isinstance(runner, PagedModelRunner):
             runner.record_decodes(CudaGraphCapture(), options.max_sequences, -(-longest // options.block_size))
-        problem = None if plain is None else plain.find_difference(runner, options)
+        problem = None if plain is None else _find_paged_problem(runner, plain, options)
         if ranks is not None and not ranks.minimum(problem is None):
             problem = problem or "another rank found a difference"  # all ranks take the same runner
         if problem is None:
@@ -147,6 +148,22 @@ def make_runner(
     return own
 
 
+def _find_paged_problem(runner: ModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
+    """Return the reason for which a runner with a paged cache cannot be used."""
+    try:
+        return plain.find_difference(runner, options)
+    except (CommunicationError, StorageError):
+        raise
+    except Exception as error:  # code of any model runs here
+        return _describe(error)
+
+
+def _describe(error: Exception) -> str:
+    """Return one line for an error of the forward of any model."""
+    line = str(error).split("\n")[0]
+    return line if isinstance(error, WindlassError) else f"its forward raised {type(error).__name__}: {line}"
+
+
 def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
     """Return the reason for which the model's own cache cannot be used."""
     try:
@@ -157,7 +174,7 @@ def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineO
     except (CommunicationError, StorageError):
         raise
     except Exception as error:  # code of any model runs here; it can compute without a cache
-        return str(error).split("\n")[0] or type(error).__name__
+        return _describe(error)
     finally:
         own.free_cache()
 
@@ -201,9 +218,12 @@ class PlainLogits:
         values = nullcontext() if streamed is None else streamed.without_values()
         with torch.inference_mode(), values:
             vocabulary = forward(one, None, one).shape[-1]
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        padding = padding if isinstance(padding, int) else -1
         with torch.inference_mode():
             for prompt in _CHECKED_PROMPTS:
                 ids = torch.randint(vocabulary, (prompt + self._steps - 1,), generator=generator)
+                ids[ids == padding] = 0 if padding else 1  # RoBERTa's positions do not count padding
                 rows = torch.arange(prompt - 1, len(ids))
                 self._sequences.append(ids.tolist())
                 self._logits.append(forward(ids.to(self._device), None, rows.to(self._device)))
@@ -235,7 +255,7 @@ class PlainLogits:
         return None
 
     def generates_as(self, own: OwnCacheModelRunner, options: EngineOptions) -> bool:
-        """Return True if the logits of a runner are those of the model's own `generate`."""
+        """Return True if a runner has the logits of the model's own `generate`, with both sequences side by side."""
         from transformers import GenerationConfig
 
         settings = GenerationConfig(
@@ -243,17 +263,22 @@ class PlainLogits:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        for number, (tokens, prompt) in enumerate(zip(self._sequences, _CHECKED_PROMPTS, strict=True)):
+        answers = []
+        for tokens, prompt in zip(self._sequences, _CHECKED_PROMPTS, strict=True):
             ids = torch.tensor([tokens[:prompt]], device=self._device)
             found = own.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-            generated, computed = found.sequences[0].tolist(), 0
-            for step, logits in enumerate(found.logits):
-                known = generated[: prompt + step]
-                batch = _flat_batch([known], [computed], [[0] * len(known)], own.block_size, self._device)
-                difference = (own.run(replace(batch, sequence_ids=[number]))[0] - logits[0].float()).abs().max().item()
-                if not difference <= self._tolerance(options) * max(logits.std().item(), 1e-6):
+            answers.append((found.sequences[0].tolist(), prompt, found.logits))
+        for step in range(max(len(logits) for _, _, logits in answers)):
+            running = [number for number, (_, _, logits) in enumerate(answers) if step < len(logits)]
+            known = [answers[number][0][: answers[number][1] + step] for number in running]
+            computed = [len(tokens) - 1 if step else 0 for tokens in known]
+            tables = [[0] * max(len(tokens) for tokens in known)] * len(known)
+            batch = _flat_batch(known, computed, tables, own.block_size, self._device)
+            for number, row in zip(running, own.run(replace(batch, sequence_ids=running)), strict=True):
+                logits = answers[number][2][step][0].float()
+                allowed = self._tolerance(options) * max(logits.std().item(), 1e-6)
+                if not (row - logits).abs().max().item() <= allowed:
                     return False
-                computed = len(known)
         return True
 
     def _tolerance(self, options: EngineOptions) -> float:
