@@ -63,7 +63,7 @@ _ZERO_ONE = {"var_update_scaler": 4, "local_step_clipper": 4}
 METHODS = {
     BASE: Method("AdamW", 0),
     "1-bit Adam": Method("OneBitAdam", 0, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
-    "1-bit Adam, stage 1": Method("OneBitAdam", 1, params=_BOUNDED, phases={"freeze_step": 0.4}, goal=0.01),
+    "1-bit Adam, stage 1": Method("OneBitAdam", 1, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
     "1-bit Adam, unbounded steps": Method("OneBitAdam", 0, phases={"freeze_step": 0.3}),
     "0/1 Adam": Method(
         "ZeroOneAdam",
