@@ -403,6 +403,20 @@ def test_a_module_in_training_mode_generates_as_in_evaluation_and_keeps_its_mode
     assert_greedy(model.eval(), outputs)
 
 
+def test_engines_of_one_module_do_not_depend_on_one_another() -> None:
+    model = build_longer("llama")
+    prompts = make_prompts(3, VOCABULARY)
+    before = model.config._attn_implementation
+    first, second = (LLM(model, max_tokens_per_step=16, max_sequences=4, check_at_load=False) for _ in range(2))
+    assert_greedy(model, first.generate(prompts, GREEDY))
+    first.close()
+    assert_greedy(model, second.generate(prompts, GREEDY))
+    model.set_attn_implementation("eager")
+    assert_greedy(model, second.generate([prompt[:-1] for prompt in prompts], GREEDY))
+    second.close()
+    assert model.config._attn_implementation in (before, "eager")
+
+
 def test_changed_weights_are_served_after_the_prefix_cache_is_cleared() -> None:
     model = build_longer("llama")
     prompt = list(range(3, 40))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ _PROBE_TOKENS = 4
 
 PAGEABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Values of `config.layer_types` whose only state are keys and values."""
+
+_attention_before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Attention function of each module that a runner uses, as it was before the first of its runners."""
 
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies change beyond some number of tokens."""
@@ -79,12 +83,13 @@ class PagedModelRunner:
         self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, 1
         self._scratch_blocks = 0
-        self._restore = _install(model)
+        self._restore_attention, self._take_positions = _install(model), give_positions(model)
+        self._attention = _attention_of(model)
         self.device = find_device(model)
         probe = PagedAttention(self._make_cache)
         self.vocab_size = self._probe(probe)
         if not probe.shapes:
-            self._restore()
+            self._restore_model()
             raise ModelError(f"{type(model).__name__} has no layer that computes attention through the registry")
         self._backend = PagedAttention(self._make_cache)
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
@@ -155,6 +160,9 @@ class PagedModelRunner:
         )
 
     def _run_modules(self, batch: StepBatch) -> torch.Tensor:
+        if _attention_of(self.model) != self._attention:
+            # another engine of the module was closed, or the caller has chosen another function
+            self._restore_attention = _install(self.model)
         self._backend.begin(batch)
         active = nullcontext() if self._packed is None else self._packed.active()
         adapters = nullcontext() if self.lora is None else self.lora.active(batch)
@@ -203,7 +211,11 @@ class PagedModelRunner:
             self.graphs.close()
         self._population.close()
         self._backend.caches.clear()
-        self._restore()
+        self._restore_model()
+
+    def _restore_model(self) -> None:
+        self._take_positions()
+        self._restore_attention()
 
     def _cache_tensors(self) -> list[torch.Tensor]:
         return [tensor for cache in self._backend.caches.values() for tensor in cache.tensors]
@@ -234,7 +246,7 @@ class PagedModelRunner:
             with torch.inference_mode(), use_backend(backend), values:
                 return self._forward(batch.token_ids, batch.positions, batch.logit_rows).shape[-1]
         except Exception:
-            self._restore()
+            self._restore_model()
             raise
 
 
@@ -286,15 +298,23 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
 
 def _install(model: Any) -> Callable[[], None]:
     """Route the attention of a transformers model through windlass; return the function that undoes it."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
+    before = _attention_of(model)
+    if before is None:
         return lambda: None  # its own code calls windlass.attention, or the probe finds no layer
-    before = config._attn_implementation
+    _attention_before[model] = before = _attention_before.get(model, before)
     install_attention(model)
-    take_positions = give_positions(model)
 
     def restore() -> None:
-        take_positions()
+        _attention_before.pop(model, None)
         model.set_attn_implementation(before)
 
     return restore
+
+
+def _attention_of(model: Any) -> str | None:
+    """Return the name of the attention function of a transformers model; None for other modules."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        return None
+    name: str = config._attn_implementation
+    return name
