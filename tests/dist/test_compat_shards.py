@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,6 +159,7 @@ def test_gradient_parts_and_ranks_by_parameter() -> None:
 
 
 def _strict() -> None:
+    from windlass.compat.accelerator import get_accelerator
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.partition_parameters import Init
     from windlass.compat.zero_linear import InsertPostInitMethodToModuleSubClasses, zero3_linear_wrap
@@ -188,9 +190,10 @@ def _strict() -> None:
         engine.destroy()
         for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other)
-        with Init():
-            layer = nn.Linear(4, 4)
-            assert layer.weight.ds_tensor.dtype == torch.float16
+        for has_fp16, dtype in ((True, torch.float16), (False, torch.bfloat16)):  # depends on the processor
+            with patch.object(type(get_accelerator()), "is_fp16_supported", lambda _, found=has_fp16: found), Init():
+                layer = nn.Linear(4, 4)
+                assert layer.weight.ds_tensor.dtype == dtype
         engine = initialize(model=_net(), config=_config(0))[0]
         engine.backward(engine(x).mean())
         engine.step()

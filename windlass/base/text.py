@@ -31,7 +31,10 @@ def one_line(text: str, max_length: int | None = None) -> str:
 
 def print_escaped(text: str, to_stderr: bool = False) -> None:
     """Print text that quotes names, paths or output of other hosts, with unprintable characters escaped."""
-    print(escape_unprintable(text), file=sys.stderr if to_stderr else sys.stdout)
+    # `print` writes the line and its end one after the other, and lines of several threads would mix.
+    stream = sys.stderr if to_stderr else sys.stdout
+    stream.write(escape_unprintable(text) + "\n")
+    stream.flush()
 
 
 def plural(count: int, noun: str, plural_noun: str | None = None) -> str:

@@ -32,7 +32,7 @@ def test_every_method_has_the_same_sequences_in_a_step() -> None:
         config = method.config(640)
         assert config["train_micro_batch_size_per_gpu"] * method.ranks == bench.SEQUENCES
     params = bench.METHODS["1-bit Adam"].config(640)["optimizer"]["params"]
-    assert params["freeze_step"] == 96 and params["lr"] == "auto"
+    assert params["freeze_step"] == 192 and params["lr"] == "auto"
 
 
 def test_stored_runs_have_the_same_steps(tmp_path: Path) -> None:
