@@ -19,6 +19,8 @@ from windlass.base.errors import ConfigError
 from windlass.compat.inference_engine import init_inference
 from windlass.compat.module_quantization import init_group_wise_weight_quantization
 from windlass.kernels.grouped_formats import RangeWeightFormat
+from windlass.kernels.inference_path import list_inference_paths
+from windlass.kernels.packed_gemm import pack_panels, packed_linear
 from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear, PackedMatrix
 
 IDS = torch.arange(10)[None]
@@ -240,3 +242,44 @@ def test_quantized_gathers_of_a_construction_are_those_of_the_engine() -> None:
         nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="does not set zero_optimization.zero_quantized_weights"):
         windlass.zero.Init(zero_quantized_weights=True)
+
+
+@pytest.mark.parametrize("path", [path for path in list_inference_paths() if path != "reference"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_native_products_of_ranges_are_those_of_the_unpacked_weight(path: str, bits: int, group: int) -> None:
+    torch.manual_seed(bits)
+    form = RangeWeightFormat(bits, group)
+    weight = torch.randn(37, 256) + 3 * torch.randn(37, 1)  # ranges that do not contain 0
+    weight[5] = 0.25
+    packed = form.pack(weight)
+    panels = pack_panels(packed, form, path=path)
+    assert panels.path == path
+    wide, bias = form.unpack(packed).double(), torch.randn(37)
+    for rows in (1, 3, 8, 12, 40):
+        x = torch.randn(rows, 256)
+        wanted = x.double() @ wide.t() + bias
+        found = packed_linear(x, panels, bias)
+        assert float((found - wanted).abs().max()) < 2e-6 * float((x.abs().double() @ wide.abs().t()).max())
+        assert torch.equal(found[:1], packed_linear(x[:1], panels, bias)), "a row does not depend on the others"
+        half = packed_linear(x.bfloat16(), panels, bias)
+        exact = x.bfloat16().double() @ wide.t() + bias
+        torch.testing.assert_close(half.double(), exact, rtol=1e-2, atol=1e-1)
+
+
+def test_layers_of_ranges_use_native_products_where_their_groups_do() -> None:
+    torch.manual_seed(0)
+    for form, native in (
+        (RangeWeightFormat(4, 64), True),
+        (RangeWeightFormat(4, 48), False),
+        (RangeWeightFormat(4, 32, 0), False),
+    ):
+        layer = nn.Linear(192, 64)
+        packed = PackedLinear.from_linear(layer, form)
+        x = torch.randn(5, 192, requires_grad=True)
+        for _ in range(3):
+            out = packed(x)
+            torch.testing.assert_close(out, nn.functional.linear(x, packed.weight, packed.bias), rtol=1e-5, atol=1e-5)
+        assert (packed._panels._panels is not None) == native
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, packed.weight.sum(0).expand(5, 192), rtol=1e-5, atol=1e-5)

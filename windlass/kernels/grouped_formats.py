@@ -2,7 +2,8 @@
 
 [Note: grouped formats] These are DeepSpeed's: `RangeWeightFormat` of its `weight_quantization`, and
 `MinifloatWeightFormat` of its `fp_quantizer`. Codes lie in whole bytes of a row, values of groups (scale, minimum) are
-float32. No native code multiplies them: a product unpacks a block of rows at a time.
+float32. Native code multiplies ranges in groups of 32, 64 or multiples of 128 input features (`low_bit_panels`); a
+product with other ones unpacks a block of rows at a time.
 """
 
 from __future__ import annotations

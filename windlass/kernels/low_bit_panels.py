@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, TritWeightFormat
+from windlass.kernels.grouped_formats import RangeWeightFormat, unpack_codes
 from windlass.kernels.inference_path import tensor_address
 from windlass.kernels.packed_tensors import PackedWeight
 from windlass.kernels.panel_memory import take_panels
 
-LowBitFormat = CodedWeightFormat | Float8WeightFormat
+LowBitFormat = CodedWeightFormat | Float8WeightFormat | RangeWeightFormat
 
+_GROUPS = (32, 64, 128)
 _FLOAT8_CODES = 9
 _PANEL = 16
 _ROW_GROUP = 128  # group size of formats with one scale per row: a partial sum is scaled after this many features
@@ -40,8 +42,11 @@ class LowBitPanels:
         assert module is not None
         self.module: Any = module
         coded = weight_format if isinstance(weight_format, CodedWeightFormat) else None
-        codes = tensors["weight" if coded is None else "weight_packed"].contiguous()
-        code = _FLOAT8_CODES if coded is None else coded.bits
+        ranges = weight_format if isinstance(weight_format, RangeWeightFormat) else None
+        codes = tensors["weight" if isinstance(weight_format, Float8WeightFormat) else "weight_packed"].contiguous()
+        code = _FLOAT8_CODES if isinstance(weight_format, Float8WeightFormat) else weight_format.bits
+        if code == 6:  # in a byte each
+            codes, code = unpack_codes(codes, 6, in_features).to(torch.uint8).contiguous(), 8
 
         def fill(panels: torch.Tensor) -> None:
             module.pack(
@@ -56,9 +61,11 @@ class LowBitPanels:
             )
 
         self._panels = take_panels(module.panel_bytes(code, out_features, in_features), fill)
-        self._scales = self._group_scales = self._zeros = None
+        self._scales = self._group_scales = self._zeros = self._wide_scales = self._shifts = None
         group, zero = (_ROW_GROUP, 0.0) if coded is None else (coded.group or _ROW_GROUP, coded.zero)
-        if coded is None or coded.group is None:
+        if ranges is not None:
+            group, (self._wide_scales, self._shifts) = min(ranges.group, _ROW_GROUP), _range_panels(ranges, tensors)
+        elif coded is None or coded.group is None:
             self._scales = tensors["weight_scale"].to(torch.float32).flatten().contiguous()
         else:
             self._group_scales = _in_panels(tensors["weight_scale"])
@@ -72,12 +79,13 @@ class LowBitPanels:
             if self._group_scales is not None:
                 self._group_scales /= 2
         self._weight = (code, self._panels.data_ptr(), out_features, in_features, group)
-        self._more = (_address(self._group_scales), _address(self._zeros), int(zero), _address(self._scales))
+        groups = (_address(self._group_scales), _address(self._zeros), int(zero))
+        self._more = (*groups, _address(self._wide_scales), _address(self._shifts), _address(self._scales))
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points, padding included."""
-        held = (self._panels, self._scales, self._group_scales, self._zeros)
+        held = (self._panels, self._scales, self._group_scales, self._zeros, self._wide_scales, self._shifts)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def arguments(
@@ -100,6 +108,10 @@ class LowBitPanels:
 
 def has_native_codes(weight_format: object) -> bool:
     """Return True if native code multiplies weights of the format by way of `LowBitPanels`."""
+    if isinstance(weight_format, RangeWeightFormat):
+        group = weight_format.group
+        if weight_format.dim == 0 or not (group in _GROUPS or group % _ROW_GROUP == 0):
+            return False
     return isinstance(weight_format, LowBitFormat) and low_bit_module() is not None
 
 
@@ -110,6 +122,15 @@ def low_bit_module() -> ModuleType | None:
         return importlib.import_module("windlass.kernels._low_bit")
     except ImportError:  # the reason is logged for the optimizers' kernels, which are built together with this module
         return None
+
+
+def _range_panels(form: RangeWeightFormat, tensors: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and shifts in panels: `q / scale + minimum` is `(q + minimum * scale) / scale`."""
+    scale, low = tensors["weight_scale"], tensors["weight_minimum"]
+    values = (1 / scale, -low * scale)
+    repeats = max(form.group // _ROW_GROUP, 1)
+    wide, shifts = (_in_panels(one.repeat_interleave(repeats, 1) if repeats > 1 else one) for one in values)
+    return wide, shifts
 
 
 def _in_panels(values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.low_bit_panels import has_native_codes
 from windlass.kernels.mapped_bytes import MappedBytes
@@ -60,7 +59,7 @@ class PanelCache:
             one.untyped_storage().nbytes() == one.nbytes and not one.is_inference() for one in parameters.values()
         )
         key = tuple((one.data_ptr(), one._version) for one in parameters.values()) if owned else None
-        if not owned and not isinstance(weight_format, (CodedWeightFormat, Float8WeightFormat)):
+        if not owned and not has_native_codes(weight_format):
             self._key = self._panels = None
             return None  # a cast to float is cheaper than panels for one product
         again = owned and self._key == key

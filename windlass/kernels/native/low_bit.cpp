@@ -127,10 +127,11 @@ void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
     });
 }
 
-// y = x @ ((codes - zeros) * group_scales * scales).T + bias. Addresses are 0 where there is nothing.
+// y = x @ ((codes - zeros - shifts) * group_scales * scales).T + bias. Addresses are 0 where there is nothing.
 void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::int64_t group,
-            std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t scales, std::uint64_t bias,
-            std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads, bool codes_inputs) {
+            std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t wide_scales, std::uint64_t shifts,
+            std::uint64_t scales, std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16,
+            int threads, bool codes_inputs) {
     const LowBitSet& chosen = set_at(supported_sets(), set);
     LowBitJob job = make_job(codes, outputs, features);
     refuse(group != 32 && group != 64 && group != 128, "a group has 32, 64 or 128 features");
@@ -138,11 +139,14 @@ void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std:
     refuse(rows <= 0 || threads <= 0, "a product needs rows and threads above 0");
     refuse(panels % kStepBytes != 0, "packed codes begin at a multiple of 64 bytes");
     refuse(codes_inputs && job.codes == Codes::float8, "8-bit floats take float inputs");
+    refuse(codes_inputs && (wide_scales != 0 || shifts != 0), "float32 scales and shifts of groups take float inputs");
     job.panels = reinterpret_cast<const char*>(panels);
     job.span_units = group / kUnit;
     job.group_scales = reinterpret_cast<const std::uint16_t*>(group_scales);
     job.zeros = reinterpret_cast<const std::uint8_t*>(zeros);
     job.zero = zero;
+    job.wide_scales = reinterpret_cast<const float*>(wide_scales);
+    job.shifts = reinterpret_cast<const float*>(shifts);
     job.scales = reinterpret_cast<const float*>(scales);
     job.bias = reinterpret_cast<const float*>(bias);
     job.is_bf16 = is_bf16;
@@ -168,6 +172,6 @@ NB_MODULE(_low_bit, module) {
     module.def("pack", windlass::pack, "codes"_a, "trits"_a, "codes_of_rows"_a, "row_bytes"_a, "outputs"_a,
                "features"_a, "panels"_a, "threads"_a);
     module.def("linear", windlass::linear, "instruction_set"_a, "codes"_a, "panels"_a, "outputs"_a, "features"_a,
-               "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a,
-               "is_bf16"_a, "threads"_a, "codes_inputs"_a);
+               "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "wide_scales"_a, "shifts"_a, "scales"_a, "bias"_a,
+               "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a);
 }

@@ -162,6 +162,8 @@ struct TilePlace {
     const char* lines[kPanels];
     const std::uint16_t* scales[kPanels];
     const std::uint8_t* zeros[kPanels];
+    const float* wide_scales[kPanels];
+    const float* shifts[kPanels];
 
     TilePlace(const LowBitJob& job, std::int64_t panel) {
         const std::int64_t spans = job.spans();
@@ -169,6 +171,8 @@ struct TilePlace {
             lines[i] = job.panels + (panel + i) * job.panel_bytes();
             scales[i] = job.group_scales == nullptr ? nullptr : job.group_scales + (panel + i) * spans * kPanel;
             zeros[i] = job.zeros == nullptr ? nullptr : job.zeros + (panel + i) * spans * kPanel;
+            wide_scales[i] = job.wide_scales == nullptr ? nullptr : job.wide_scales + (panel + i) * spans * kPanel;
+            shifts[i] = job.shifts == nullptr ? nullptr : job.shifts + (panel + i) * spans * kPanel;
         }
     }
 };
@@ -462,6 +466,16 @@ WINDLASS_INLINE void load_offsets(const LowBitJob& job, const TilePlace<kPanels>
     }
 }
 
+// Shifts of a span's floats, or 0.
+template <int kPanels>
+WINDLASS_INLINE void load_shifts(const TilePlace<kPanels>& place, std::int64_t span, F (&shifts)[kPanels * kVectors]) {
+#pragma GCC unroll 16
+    for (int column = 0; column < kPanels * kVectors; ++column) {
+        const float* from = place.shifts[column / kVectors];
+        shifts[column] = from == nullptr ? F{} : load<F>(from + span * kPanel + column % kVectors * kLanes);
+    }
+}
+
 template <Codes kCodes>
 constexpr float magic_of() {
     return kCodes == Codes::float8 ? 0.0f : 8388608.0f;
@@ -476,7 +490,9 @@ WINDLASS_INLINE void add_span(const TilePlace<kPanels>& place, std::int64_t span
     for (int column = 0; column < kColumns; ++column) {
         const int i = column / kVectors;
         const std::int64_t at = span * kPanel + column % kVectors * kLanes;
-        const F scale = place.scales[i] == nullptr ? all(1.0f) : widen_scales(place.scales[i] + at);
+        const F scale = place.wide_scales[i] != nullptr ? load<F>(place.wide_scales[i] + at)
+                        : place.scales[i] != nullptr    ? widen_scales(place.scales[i] + at)
+                                                        : all(1.0f);
 #pragma GCC unroll 16
         for (int row = 0; row < kRows; ++row) {
             float* total = tile + (row * kColumns + column) * kLanes;
@@ -485,7 +501,7 @@ WINDLASS_INLINE void add_span(const TilePlace<kPanels>& place, std::int64_t span
     }
 }
 
-template <Codes kCodes, int kRows, int kPanels, bool kTable>
+template <Codes kCodes, int kRows, int kPanels, bool kTable, bool kShifted>
 void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* packed, float* tile) {
     constexpr int kColumns = kPanels * kVectors;
     constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
@@ -497,8 +513,9 @@ void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, 
     if constexpr (kTable) table = make_table<kCodes>(job.zero);
     for (std::int64_t begin = 0, span = 0; begin < units; begin += job.span_units, ++span) {
         const std::int64_t end = begin + job.span_units < units ? begin + job.span_units : units;
-        F sums[kRows][kColumns] = {}, offsets[kColumns];
+        F sums[kRows][kColumns] = {}, offsets[kColumns], shifts[kColumns];
         load_offsets<kPanels>(job, place, span, magic_of<kCodes>(), offsets);
+        if constexpr (kShifted) load_shifts<kPanels>(place, span, shifts);
         fetch.span(place, span);
         for (std::int64_t unit = begin; unit < end; ++unit) {
             const std::int64_t from = unit * kUnitBytes;
@@ -527,6 +544,7 @@ void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, 
                         } else {
                             weights[column] = code_float<kCodes>(bytes[column], part, offsets[column]);
                         }
+                        if constexpr (kShifted) weights[column] -= shifts[column];
                     }
 #pragma GCC unroll 16
                     for (int row = 0; row < kRows; ++row) {
@@ -561,13 +579,15 @@ void multiply_low_block(const LowBitJob& job, const RowBlock& block, const char*
             }
         }
         if constexpr (kHasFloats && kRows <= kNarrowFloatRows) {
-            if constexpr (has_table<kCodes>()) {
-                if (!done && job.zeros == nullptr) {
-                    multiply_float_tile<kCodes, kRows, kPanels, true>(job, place, input, tile);
-                    done = true;
+            const auto multiply = [&](auto shifted) {
+                if constexpr (has_table<kCodes>()) {
+                    if (job.zeros == nullptr) {
+                        return multiply_float_tile<kCodes, kRows, kPanels, true, shifted>(job, place, input, tile);
+                    }
                 }
-            }
-            if (!done) multiply_float_tile<kCodes, kRows, kPanels, false>(job, place, input, tile);
+                multiply_float_tile<kCodes, kRows, kPanels, false, shifted>(job, place, input, tile);
+            };
+            if (!done) job.shifts == nullptr ? multiply(std::false_type{}) : multiply(std::true_type{});
         }
         finish_rows_of<kPanels>(job, block, tile, panel * kPanel);
     }
@@ -660,14 +680,15 @@ void expand_bytes(const char* from, std::int64_t units, char* to) {
     }
 }
 
-// Writes units [begin, end) of kPanels panels as floats less their zeros: a line is a feature.
+// Writes units [begin, end) of kPanels panels as floats less their zeros and shifts: a line is a feature.
 template <Codes kCodes, int kPanels>
 void expand_floats(const LowBitJob& job, const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
                    char* to) {
     constexpr std::int64_t kUnitBytes = kStepBytes * windlass::lines_of(kCodes);
     for (std::int64_t unit = begin; unit < end; ++unit) {
-        F offsets[kPanels * kVectors];
+        F offsets[kPanels * kVectors], shifts[kPanels * kVectors];
         load_offsets<kPanels>(job, place, unit / job.span_units, magic_of<kCodes>(), offsets);
+        load_shifts<kPanels>(place, unit / job.span_units, shifts);
 #pragma GCC unroll 16
         for (int column = 0; column < kPanels * kVectors; ++column) {
             const char* from = place.lines[column / kVectors] + unit * kUnitBytes + column % kVectors * sizeof(U);
@@ -678,7 +699,7 @@ void expand_floats(const LowBitJob& job, const TilePlace<kPanels>& place, std::i
 #pragma GCC unroll 4
                 for (int part = 0; part < 4; ++part) {
                     store(line + ((unit - begin) * kUnit + 4 * step + part) * kStepBytes,
-                          code_float<kCodes>(bytes, part, offsets[column]));
+                          code_float<kCodes>(bytes, part, offsets[column]) - shifts[column]);
                 }
             }
         }

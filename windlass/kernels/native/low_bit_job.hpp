@@ -14,14 +14,16 @@ constexpr std::int64_t kGroupUnits = kCodeGroup / kUnit;
 
 constexpr int lines_of(Codes codes) { return codes == Codes::float8 ? 8 : static_cast<int>(codes); }
 
-// y[m, n] = sum_k x[m, k] * (code[n, k] - zero[n, g]) * group_scale[n, g] * scale[n] + bias[n], g = k / (32 * units).
-// `panels` has the codes; `code` is not used.
+// y[m, n] = sum_k x[m, k] * (code[n, k] - zero[n, g] - shift[n, g]) * group_scale[n, g] * scale[n] + bias[n],
+// g = k / (32 * units). `panels` has the codes; `code` is not used. Shifts need float inputs.
 struct LowBitJob : GemmJob {
     Codes codes;
     std::int64_t span_units;            // units that share a scale: 1, 2 or 4
     const std::uint16_t* group_scales;  // fp16 [panels, spans, 16]; nullptr: 1
     const std::uint8_t* zeros;          // [panels, spans, 16]; nullptr: `zero` everywhere
     int zero;
+    const float* wide_scales;           // [panels, spans, 16], instead of group_scales
+    const float* shifts;                // [panels, spans, 16]; nullptr: 0
 
     std::int64_t units() const { return (features + kUnit - 1) / kUnit; }
     std::int64_t spans() const { return (units() + span_units - 1) / span_units; }
