@@ -58,8 +58,10 @@ class Method:
         return config
 
 
+_AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
+"""The outer step is the mean of the replicas."""
 _BOUNDED = {"max_update": 1.0}
-_ZERO_ONE = {"var_update_scaler": 4, "local_step_clipper": 4}
+_ZERO_ONE = {"var_update_scaler": 64, "local_step_clipper": 4}
 METHODS = {
     BASE: Method("AdamW", 0),
     "1-bit Adam": Method("OneBitAdam", 0, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
@@ -73,6 +75,7 @@ METHODS = {
         goal=0.01,
     ),
     "DiLoCo, 2 replicas": Method("DiLoCo", 0, params={"inner_steps": 32}, goal=0.03),
+    "DiLoCo, 2 replicas, averaged": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}, goal=0.03),
     "DiLoCo, 4 replicas": Method("DiLoCo", 0, ranks=4, params={"inner_steps": 32}, goal=0.03),
 }
 
