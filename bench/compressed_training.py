@@ -61,7 +61,7 @@ class Method:
 _AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
 """The outer step is the mean of the replicas."""
 _BOUNDED = {"max_update": 1.0}
-_ZERO_ONE = {"var_update_scaler": 64, "local_step_clipper": 4}
+_ZERO_ONE = {"var_update_scaler": 128, "local_step_clipper": 2}
 METHODS = {
     BASE: Method("AdamW", 0),
     "1-bit Adam": Method("OneBitAdam", 0, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
@@ -71,7 +71,7 @@ METHODS = {
         "ZeroOneAdam",
         0,
         params=_ZERO_ONE | _BOUNDED,
-        phases={"var_freeze_step": 0.5, "local_step_scaler": 0.1},
+        phases={"var_freeze_step": 0.6, "local_step_scaler": 0.1},
         goal=0.01,
     ),
     "DiLoCo, 2 replicas": Method("DiLoCo", 0, params={"inner_steps": 32}, goal=0.03),
