@@ -230,6 +230,11 @@ def draw(runs: list[Run], steps: int, path: Path) -> bool:
                 label=method,
             )
     axes.set(xlabel="step", ylabel="held-out bits per byte", title="the demo's model after equal tokens")
+    # A method that diverges would hide the differences between the others.
+    begins = [
+        curve[min(curve, key=lambda step: abs(int(step) - steps // 8))] for curve in (run.held_out for run in runs)
+    ]
+    axes.set_ylim(0.97 * min(run.last for run in runs), 1.1 * statistics.median(begins))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
