@@ -50,11 +50,11 @@ class Job:
             self.start_server(server)
 
     def start_server(self, server: int) -> None:
+        settings = self.settings  # of now: a test may change them for the workers
+
         def serve() -> None:
             layout = layout_of(self.build_from(server), self.server_count)
-            made = ParameterServer(
-                layout, server, self.worker_count, self.settings, self.make_optimizer, self.meeting()
-            )
+            made = ParameterServer(layout, server, self.worker_count, settings, self.make_optimizer, self.meeting())
             self.servers[server] = made
             made.serve()
 

@@ -16,8 +16,10 @@ from torch import nn
 
 from tests.parameter_server.jobs import Job
 from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
+from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
+from windlass.parameter_server.meeting import Meeting
 from windlass.parameter_server.messages import receive_gradient, receive_text
 from windlass.parameter_server.parameter_cut import CutParameter, cut_parameters
 from windlass.parameter_server.server_shard import require_elementwise
@@ -324,6 +326,24 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
     job.start_server(0)
     job.finish()
     assert job.servers[0].version == 1
+
+
+def test_a_server_that_does_not_answer_a_call_in_time_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that stands still for a while: it is the same process, and no other one takes its place."""
+    call, waits = Meeting.call_server, list[float]()
+
+    def fail_twice(self: Meeting, address: Any, wait: Any = None) -> PairLink:
+        waits.append(wait.total_seconds())
+        if len(waits) <= 2:
+            raise LinkClosedError("it did not answer")
+        return call(self, address, wait)
+
+    monkeypatch.setattr(Meeting, "call_server", fail_twice)
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous", connect_seconds=240), servers=1, workers=1)
+    job.start_servers()
+    job.start_worker(0, lambda model, worker: train_once(model, worker, 0))
+    job.finish()
+    assert job.servers[0].version == 1 and waits == [30, 60, 120]
 
 
 def test_a_server_whose_worker_was_killed_in_its_absence_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

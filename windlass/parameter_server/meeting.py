@@ -151,8 +151,11 @@ class Meeting:
                 return None
             time.sleep(_PAUSE)
 
-    def call_server(self, address: ServerAddress) -> PairLink:
+    def call_server(self, address: ServerAddress, wait: timedelta | None = None) -> PairLink:
         """Connect with a server, as a worker or a replica.
+
+        Args:
+            wait: longest wait for its answer; None: that for any process.
 
         Raises:
             LinkClosedError: the server was replaced before it answered, has ended, or does not answer in time.
@@ -163,8 +166,9 @@ class Meeting:
         def is_over() -> bool:
             return self.record(address.server).generation > address.generation or self.is_over(address.server)
 
-        store = PollingStore(self._tcp, self._connect, is_over)
-        return PairLink(store, name, first=False, peer=str(address), connect=self._connect)
+        wait = self._connect if wait is None else wait
+        store = PollingStore(self._tcp, wait, is_over)
+        return PairLink(store, name, first=False, peer=str(address), connect=wait)
 
     def end(self, server: int) -> None:
         """Note that the run has ended for a shard."""

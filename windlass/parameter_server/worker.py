@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,6 +21,10 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult
 
 T = TypeVar("T")
+
+_PAUSE = 0.02
+_FIRST_CALL_SHARE = 8
+"""The first call of a server waits for an eighth of `connect_seconds`, each later one twice as long, up to the whole."""
 
 
 class StalePushError(CommunicationError):
@@ -144,13 +149,16 @@ class ParameterServerWorker:
         self.close()
 
     def _connect(self, server: int, seconds: float, cause: str) -> None:
-        """Connect with the newest server of a shard, of a later generation than the one before, within a time."""
-        began, named = time.time(), str(self._addresses.get(server, f"server {server}"))
+        """Connect with the newest server of a shard, of a later generation than the one before, within a time.
+
+        A server that did not answer in time is called again, unless another one has taken its place: it may be slow.
+        """
+        began, before = time.time(), self._addresses.get(server)
+        named, lost, calls = str(before or f"server {server}"), before.generation if before is not None else 0, 0
         while True:
-            before = self._addresses.get(server)
             left = max(0.0, began + seconds - time.time())
-            address = self._meeting.find_server(server, before.generation if before is not None else 0, left)
-            if address is None:
+            address = self._meeting.find_server(server, lost, left)
+            if address is None or (calls and not left):
                 since = time.strftime("%H:%M:%S", time.localtime(began))
                 raise ServerLostError(
                     f"worker {self.index} cannot reach {named} since {since} ({seconds:.0f} s): "
@@ -159,9 +167,12 @@ class ParameterServerWorker:
                 )
             self._addresses[server] = address
             try:
-                self._greet(server, self._meeting.call_server(address))
-            except LinkClosedError as error:  # it was lost meanwhile
-                cause = str(error)
+                # The first calls wait for a short time, since a server may end while it answers.
+                wait = timedelta(seconds=self._settings.connect_seconds / max(1, _FIRST_CALL_SHARE >> calls))
+                self._greet(server, self._meeting.call_server(address, wait))
+            except LinkClosedError as error:
+                cause, calls = str(error), calls + 1
+                time.sleep(_PAUSE)
                 continue
             return
 
