@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _PAUSE = 0.02
 _FIRST_CALL_SHARE = 8
-"""The first call of a server waits for an eighth of `connect_seconds`, each later one twice as long, up to the whole."""
+"""The first call of a server waits for an eighth of `connect_seconds`, each later one twice as long, up to all."""
 
 
 class StalePushError(CommunicationError):
