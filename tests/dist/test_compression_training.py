@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import windlass
+from tests.dist.averaged_losses import part_of_rank, step_and_average, train_and_end
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import build
 from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
@@ -197,13 +198,8 @@ def train_in_parts(axis: str, zero: dict[str, Any]) -> tuple[list[float], dict[s
             losses.append(float(loss))
             continue
         if axis == "dp":
-            rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
-        loss = engine(input_ids=rows, labels=rows).loss
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
+            rows = part_of_rank(rows)
+        losses.append(step_and_average(engine, engine(input_ids=rows, labels=rows).loss))
     state = engine.full_state_dict()
     engine.destroy()
     return losses, state if dist.get_rank() == 0 else {}
@@ -352,17 +348,7 @@ def train_unusual(stage: int) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(2)
     config = unusual_config(zero_optimization={"stage": stage})
     engine = windlass.initialize(model=init_compression(Unusual(), config), config=config)[0]
-    losses = []
-    for step in range(STEPS):
-        loss = engine(unusual_rows(step).chunk(dist.get_world_size())[dist.get_rank()])
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
-    state = engine.full_state_dict()
-    engine.destroy()
-    return losses, state if dist.get_rank() == 0 else {}
+    return train_and_end(engine, lambda step: engine(part_of_rank(unusual_rows(step))), STEPS)
 
 
 @pytest.mark.parametrize(("stage", "transport"), [(1, "gloo"), (3, "shm")])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import windlass
+from tests.dist.averaged_losses import part_of_rank, train_and_end
 from tests.dist.harness import run_ranks
 from windlass.compat.optimized_linear import LoRAConfig, OptimizedLinearInit, QuantizationConfig, init_lora
 from windlass.kernels.packed_linear import PackedLinear
@@ -58,18 +59,14 @@ def train(order: str, quantized: bool, stage: int) -> dict[str, Any]:
     held = sum(p.numel() if (s := initial_shard.find(p)) is None else s.shard.numel() for p in packed)
     bases = sum(isinstance(module, PackedLinear) for module in model.modules())
     engine = windlass.initialize(model=model, config=config(stage))[0]
-    losses = []
-    for step in range(STEPS):
+
+    def loss_of_step(step: int) -> Tensor:
         rows = torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(step))
-        loss = engine(rows.chunk(dist.get_world_size())[dist.get_rank()])
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
-    state = engine.full_state_dict()
-    engine.destroy()
-    return {"losses": losses, "state": state if dist.get_rank() == 0 else {}, "held": held, "bases": bases}
+        loss: Tensor = engine(part_of_rank(rows))
+        return loss
+
+    losses, state = train_and_end(engine, loss_of_step, STEPS)
+    return {"losses": losses, "state": state, "held": held, "bases": bases}
 
 
 @pytest.mark.parametrize("quantized", [True, False])
