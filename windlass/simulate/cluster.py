@@ -148,10 +148,8 @@ class Cluster:
         return self._explicit[kind].part
 
     def along(self, axis: str) -> Cluster:
-        """Return the cluster whose devices are connected by the links of an axis; itself if the axis has none."""
-        if axis not in self.host.axis_links:
-            return self
-        return replace(self, host=replace(self.host, device_link=self.host.axis_links[axis]))
+        """Return the cluster whose devices are connected by the links of an axis that has its own."""
+        return replace(self, host=replace(self.host, device_link=self.host.axis_links[axis], axis_links={}))
 
     @cached_property
     def _explicit(self) -> dict[str, ExplicitLink]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -135,9 +135,7 @@ class CollectiveCosts:
     def _along(self, axis: str) -> CollectiveCosts:
         """Return the costs on the links of an axis."""
         if axis not in self._axis_costs:
-            cluster = self.cluster.along(axis)
-            cluster = replace(cluster, host=replace(cluster.host, axis_links={}))
-            self._axis_costs[axis] = CollectiveCosts(cluster, self.grid)
+            self._axis_costs[axis] = CollectiveCosts(self.cluster.along(axis), self.grid)
         return self._axis_costs[axis]
 
     def _message(self, sender: int, receiver: int) -> CollectiveCost:
