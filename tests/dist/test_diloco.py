@@ -34,7 +34,9 @@ from windlass.optim.diloco import fragment_due
 from windlass.parallel.placement import PlacementKey
 from windlass.zero.update.diloco_update import outer_step_due
 
-GROUP = {"inner_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 1, "codec": "int8"}
+GROUP = {
+    "inner_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "fragments": 1, "codec": "int8", "start_step": 0,
+}  # fmt: skip
 CASE = Case(optimizer="DiLoCo", params=tuple(GROUP.items()), begin=0, steps=10)
 
 
@@ -43,9 +45,12 @@ def with_params(case: Case, **more: Any) -> Case:
 
 
 def test_fragments_take_turns() -> None:
-    group = {"inner_steps": 8, "fragments": 3}
+    group = {"inner_steps": 8, "fragments": 3, "start_step": 0}
     due = [[step for step in range(1, 25) if fragment_due(step, unit, group)] for unit in range(4)]
     assert due == [[8, 16, 24], [6, 14, 22], [3, 11, 19], [8, 16, 24]]
+    group["start_step"] = 3  # the first steps send no changes
+    later = [[step for step in range(1, 28) if fragment_due(step, unit, group)] for unit in range(4)]
+    assert later == [[step + 3 for step in steps] for steps in due]
 
 
 def test_a_parameter_of_several_stages_belongs_to_part_0() -> None:
@@ -100,8 +105,11 @@ class DiLoCoSimulation(Simulation):
                 with torch.no_grad():
                     for name, parameter in self.named:
                         parameter.copy_((self.x[name] - self.changes[rank][name]).view(parameter.shape))
-                for name, gradient in self._local(step, rank).items():
-                    self._inner(rank, name, step + 1, gradient)
+                if step >= self.group["start_step"]:
+                    for name, gradient in self._local(step, rank).items():
+                        self._inner(rank, name, step + 1, gradient)
+            if step < self.group["start_step"]:
+                self._averaged(step)
             overlap = self.group.get("overlap_steps", 0)
             for name in self.x:
                 if overlap and step + 1 > overlap and fragment_due(step + 1 - overlap, self.unit[name], self.group):
@@ -111,6 +119,19 @@ class DiLoCoSimulation(Simulation):
                         self.sent[name] = self._mean(name)
                     else:
                         self._outer(name)
+
+    def _averaged(self, step: int) -> None:
+        """Take a step of AdamW with the mean of the gradients of all ranks."""
+        mean = {name: torch.zeros_like(value) for name, value in self.x.items()}
+        for rank in range(self.case.ranks):
+            for name, gradient in self._local(step, rank).items():
+                mean[name] += gradient / self.case.ranks
+        for name, gradient in mean.items():
+            for rank in range(self.case.ranks):
+                self._inner(rank, name, step + 1, gradient)
+            self.x[name] = self.x[name] - self.changes[0][name]
+            for changes in self.changes:
+                changes[name] = torch.zeros_like(gradient)
 
     def _inner(self, rank: int, name: str, step: int, gradient: torch.Tensor) -> None:
         m = self.moments[rank][name] = BETA1 * self.moments[rank][name] + (1 - BETA1) * gradient
@@ -167,6 +188,10 @@ CASES = [
     with_params(replace(CASE, accumulation=2), codec="identity", fragments=2, overlap_steps=2, mixing=0.25),
     with_params(replace(CASE, transport="shm"), codec="bf16", overlap_steps=3, mixing=0.5),
     with_params(CASE, codec="identity", fragments=4, overlap_steps=1, mixing=0.0),
+    with_params(replace(CASE, accumulation=2), codec="identity", start_step=3),
+    with_params(
+        replace(CASE, transport="shm"), codec="identity", fragments=2, overlap_steps=2, mixing=0.5, start_step=3
+    ),
 ]
 
 
@@ -194,13 +219,15 @@ def test_inner_and_outer_steps_equal_their_simulation(ranks: int) -> None:
             for step, moved in enumerate(found["bytes"]):
                 due = any(fragment_due(step + 1, unit, simulation.group) for unit in units)
                 if not simulation.group.get("overlap_steps"):
-                    assert bool(moved) == due, (case, step, moved)
+                    averaged = step < simulation.group["start_step"]
+                    assert bool(moved) == (due or averaged), (case, step, moved)
 
 
 OVERLAPPED = with_params(CASE, overlap_steps=3, fragments=2, mixing=0.25)
+AVERAGED = with_params(CASE, start_step=8)  # the resumed run changes to local steps
 
 
-@pytest.mark.parametrize("case", [CASE, OVERLAPPED], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("case", [CASE, OVERLAPPED, AVERAGED], ids=["plain", "overlapped", "averaged"])
 def test_a_run_resumed_between_outer_steps_is_exact(case: Case, tmp_path: Path) -> None:
     at = 6  # an overlapped message is on its way
     straight = run_ranks(save, 2, case, str(tmp_path), at)
@@ -221,6 +248,7 @@ def refused(stage: int, more: dict[str, Any]) -> None:
         (1, {}, r"DiLoCo.* at zero_optimization.stage 1.*write stage 0"),
         (0, {"fragments": 5}, r"fragments is 5"),
         (0, {"overlap_steps": 4}, r"overlap_steps is 4, inner_steps is 4"),
+        (0, {"start_step": -1}, r"start_step: -1 does not fit"),
     ],
 )
 def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:

@@ -67,6 +67,7 @@ def test_recorded_steps_generate_what_the_plain_model_does(name: str, tmp_path: 
     [
         ("fp32", "auto"), ("bf16", "auto"), ("int8", "auto"), ("fp8", "auto"), ("int4_g32_zp", "float"),
         ("int3_g64", "float"), ("ternary", "float"), ("binary_g32", "float"), ("int4_g128", "auto"), ("int8", "int8"),
+        ("bf16", "bf16"),
     ],
 )  # fmt: skip
 def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, 
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
-    coarse = activations == "int8" or weights in ("int8", "int4_g128")  # whose inputs are rounded too
+    coarse = activations in ("int8", "bf16") or weights in ("int8", "int4_g128")  # whose inputs are rounded too
     assert_greedy(model, outputs, tolerance=0.05 if coarse else 1e-3)
 
 
@@ -99,5 +100,5 @@ def test_the_weights_of_a_loaded_model_are_held_once(tmp_path: Path) -> None:
 def test_formats_and_activations_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"weights is 'int5'; write one of .*int4_g128, "):
         EngineOptions(weights="int5")
-    with pytest.raises(ConfigError, match="activations is 'fp4'; write auto, float or int8"):
+    with pytest.raises(ConfigError, match="activations is 'fp4'; write one of auto, float, bf16, int8"):
         EngineOptions(activations="fp4")

@@ -66,7 +66,7 @@ def serve(
         str | None, typer.Option(help="Format of packed weights: fp32, bf16, int8, int4_g128, ... [as they are]")
     ] = None,
     activations: Annotated[
-        str, typer.Option(help="Inputs of packed layers: float, int8, or auto (int8 for weights below 8 bits).")
+        str, typer.Option(help="Inputs of packed layers: float, bf16, int8, or auto (int8 for weights below 8 bits).")
     ] = "auto",
     weights_tier: Annotated[
         str,

@@ -133,6 +133,7 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
         "codec": ParameterSpec("str", "int8", choices=("identity", "bf16", "fp8", "int8", "int4", "sign")),
         "overlap_steps": ParameterSpec("int", 0, minimum=0),
         "mixing": ParameterSpec("float", 0.5, minimum=0, less_than=1),
+        "start_step": ParameterSpec("int", 0, minimum=0),
     },
     "PowerSGD": {
         **_LR, **_DECAY,

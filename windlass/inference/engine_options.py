@@ -16,6 +16,7 @@ from windlass.kernels.weight_format import list_weight_formats
 KvDtype = Literal["auto", "fp32", "bf16", "int8"]
 WeightsTier = Literal["device", "host", "disk"]
 _WEIGHTS_TIERS = ("device", "host", "disk")
+_ACTIVATIONS = ("auto", "float", "bf16", "int8")
 
 _KV_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
@@ -101,8 +102,9 @@ class EngineOptions:
             weights of a live module too. Experts in stacked matrices are not covered.
         weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None: as
             they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
-        activations: inputs of packed layers: `float`, `int8` (rounded for each token and 128 features), or `auto`,
-            which is `int8` for weights of less than 8 bits, and for 8 bits where the directory asks for it (W8A8).
+        activations: inputs of packed layers: `float`; `int8`, rounded for each token and 128 features, of integer
+            weights; `bf16`, of bf16 weights; or `auto`, which is `int8` for weights of less than 8 bits, and for 8 bits
+            where the directory asks for it (W8A8), else `float`.
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
@@ -157,8 +159,8 @@ class EngineOptions:
             raise ConfigError(f"kv_dtype is {self.kv_dtype!r}; write one of {', '.join(_KV_DTYPES)}")
         if self.weights is not None and self.weights not in list_weight_formats():
             raise ConfigError(f"weights is {self.weights!r}; write one of {', '.join(list_weight_formats())}")
-        if self.activations not in ("auto", "float", "int8"):
-            raise ConfigError(f"activations is {self.activations!r}; write auto, float or int8")
+        if self.activations not in _ACTIVATIONS:
+            raise ConfigError(f"activations is {self.activations!r}; write one of {', '.join(_ACTIVATIONS)}")
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; write a multiple of 16")
         if self.max_gap_ms is not None and not 0 < self.max_gap_ms < 1e9:
@@ -190,9 +192,10 @@ class EngineOptions:
             raise ConfigError(
                 f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need one rank alone"
             )
-        elif self.activations == "int8":
+        elif self.activations in ("bf16", "int8"):
             raise ConfigError(
-                f"activations is 'int8' with weights_tier {tier!r}; streamed weights take 'float' and 'auto'"
+                f"activations is {self.activations!r} with weights_tier {tier!r}; streamed weights take 'float' and "
+                "'auto'"
             )
 
     @property

@@ -22,8 +22,8 @@ from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.mapped_bytes import drop_pages, find_pages
 from windlass.kernels.packed_gemm import (
     PackedPanels,
-    can_quantize_inputs,
     join_packed,
+    narrow_input_dtype,
     pack_panels,
     pack_weight,
     packed_linear,
@@ -36,6 +36,7 @@ from windlass.parallel.placement import get_placement, has_placement, set_placem
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activations` that round to a dtype
 
 
 @dataclass(eq=False)
@@ -175,8 +176,9 @@ def pack_modules(
         probe: runs a forward, so that layers with the same input are found.
         weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
             format.
-        activations: "int8" rounds inputs to int8 where the format allows that, "float" does not, "auto" does so for
-            integers of less than 8 bits, whose own rounding is coarser by far, and for layers whose files ask for it.
+        activations: "int8" and "bf16" round inputs of integer weights and of bf16 weights; "float" does not; "auto"
+            rounds those of integers of less than 8 bits, whose own rounding is coarser by far, and of layers whose
+            files ask for it.
         frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
             replaced.
     """
@@ -264,9 +266,10 @@ def _quantizes(form: WeightFormat, activations: str, stated: bool = False) -> bo
     Args:
         stated: the files of the layers ask for it.
     """
+    narrow = narrow_input_dtype(form)
     if activations == "auto":
-        return stated and can_quantize_inputs(form) or isinstance(form, CodedWeightFormat) and form.bits < 8
-    return activations == "int8" and can_quantize_inputs(form)
+        return stated and narrow == torch.int8 or isinstance(form, CodedWeightFormat) and form.bits < 8
+    return narrow is not None and activations == _ROUNDED[narrow]
 
 
 def can_pack(model: nn.Module) -> bool:

@@ -20,7 +20,8 @@ class DiLoCo(torch.optim.AdamW):
     changes is the gradient of an outer SGD with Nesterov momentum, which moves the parameters of all ranks. With
     `fragments` above 1 the units of the model are divided into as many parts, which take their outer steps at evenly
     distributed steps, so that each message is shorter. With `overlap_steps` above 0 inner steps go on while a message
-    travels. Outside an engine every step is AdamW's.
+    travels. The first `start_step` steps are those of AdamW with averaged gradients, as the paper begins with a model
+    that was trained so. Outside an engine every step is AdamW's.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
     algorithm 1; parts and overlap: "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, sections 2.2
@@ -34,6 +35,7 @@ class DiLoCo(torch.optim.AdamW):
         overlap_steps: inner steps that a message may take; 0: the step waits for it.
         mixing: with overlapped messages, weight of the local parameters beside the new common ones; 0 drops the inner
             steps during the transfer.
+        start_step: steps with averaged gradients before the first local one.
 
     Raises:
         ConfigError: a value is out of range.
@@ -53,6 +55,7 @@ class DiLoCo(torch.optim.AdamW):
         codec: str = "int8",
         overlap_steps: int = 0,
         mixing: float = 0.5,
+        start_step: int = 0,
     ) -> None:
         if inner_steps < 1 or not 1 <= fragments <= inner_steps:
             raise ConfigError(
@@ -70,6 +73,8 @@ class DiLoCo(torch.optim.AdamW):
                 "fewer overlapped than inner steps, so that a message arrives before the next one is sent, and a "
                 "mixing in [0, 1), such as 0.5"
             )
+        if start_step < 0:
+            raise ConfigError(f"DiLoCo: start_step is {start_step}; write 0 or more steps with averaged gradients")
         if codec not in CODECS:
             raise ConfigError(f"DiLoCo: there is no codec {codec!r} for changes; write one of {', '.join(CODECS)}")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -81,6 +86,7 @@ class DiLoCo(torch.optim.AdamW):
             "codec": codec,
             "overlap_steps": overlap_steps,
             "mixing": mixing,
+            "start_step": start_step,
             "applied_steps": 0,
         }
         keep_options(self, kept)
@@ -88,6 +94,6 @@ class DiLoCo(torch.optim.AdamW):
 
 def fragment_due(step: int, unit: int, group: dict[str, Any]) -> bool:
     """Return True if a unit takes an outer step after step `step`, counted from 1. Pure."""
-    part = unit % group["fragments"]
-    due: bool = (step + part * group["inner_steps"] // group["fragments"]) % group["inner_steps"] == 0
+    part, local = unit % group["fragments"], step - group["start_step"]
+    due: bool = local > 0 and (local + part * group["inner_steps"] // group["fragments"]) % group["inner_steps"] == 0
     return due

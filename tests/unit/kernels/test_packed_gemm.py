@@ -18,7 +18,11 @@ from windlass.kernels.weight_format import CastWeightFormat, get_weight_format
 PATHS = list_inference_paths()
 NATIVE = PATHS[:-1]
 CODED = ("int8_g64", "int4_g128", "int4_g32_zp", "int3_g64", "int2_g128", "ternary", "binary_g32", "binary", "int4_zp")
-FORMATS = ("fp32", "bf16", "int8", "int8, int8 inputs", "fp8", *CODED, *(f"{name}, int8 inputs" for name in CODED))
+FORMATS = (
+    *("fp32", "bf16", "bf16, bf16 inputs", "int8", "int8, int8 inputs", "fp8"),
+    *CODED,
+    *(f"{name}, int8 inputs" for name in CODED),
+)
 DTYPES = (torch.float32, torch.bfloat16)
 
 sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 160, 257]))
@@ -38,7 +42,8 @@ def pack(weight: torch.Tensor, format: str, path: str | None = None) -> PackedPa
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, format: str) -> torch.Tensor:
     name, _, inputs = format.partition(", ")
     form = get_weight_format(name)
-    x = quantize_groups(x.float()) if inputs else x
+    if inputs:
+        x = x.bfloat16() if inputs == "bf16 inputs" else quantize_groups(x.float())
     values = form.unpack(form.pack(weight)).double()
     return x.double() @ values.T + (0 if bias is None else bias.double())
 
@@ -123,7 +128,8 @@ def test_outputs_have_the_same_bits_in_a_joined_weight(
     assert torch.equal(torch.cat(parts, 1), joined)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+# Products of pairs are added in another order.
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "bf16, bf16 inputs"])
 def test_sets_with_fused_multiply_add_agree_in_every_bit(format: str) -> None:
     x, weight = random(13, 131), random(45, 131, seed=1)
     fused = [path for path in NATIVE if path != "baseline"]
@@ -140,11 +146,22 @@ def test_quantized_inputs_lose_at_most_half_a_scale(path: str) -> None:
     scales = torch.stack([part.abs().amax(1) / 127 for part in x.split(128, 1)], 1).repeat_interleave(128, 1)[:, :300]
     assert bool(((result - x).abs() <= 0.5001 * scales).all())
     assert float((result - x)[2, 128:].abs().max()) < 0.02  # the outlier is in another group
-    with pytest.raises(WeightFormatError, match="'fp32'; use 'int8'"):
+    with pytest.raises(WeightFormatError, match="'fp32'; use 'bf16', 'int8'"):
         pack_weight(weight, "fp32", quantize_inputs=True)
 
 
-@pytest.mark.parametrize("format", ["fp32", "int8, int8 inputs"])
+@pytest.mark.parametrize("rows", [1, 13])
+@pytest.mark.parametrize("features", [1, 50, 131])
+@pytest.mark.parametrize("path", PATHS)
+def test_rounding_inputs_to_bf16_equals_rounded_inputs(path: str, features: int, rows: int) -> None:
+    x, packed = random(rows, features, seed=1), pack(random(20, features), "bf16, bf16 inputs", path)
+    assert torch.equal(packed_linear(x, packed), packed_linear(x.bfloat16().float(), packed))
+    assert not torch.equal(packed_linear(x, packed), packed_linear(x, pack(random(20, features), "bf16", path)))
+    if path != "reference":  # which rounds after each operation
+        assert torch.equal(packed_linear(x, packed).bfloat16(), packed_linear(x.bfloat16(), packed))
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16, bf16 inputs", "int8, int8 inputs"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite_stay_in_their_row(path: str, format: str, value: float) -> None:

@@ -407,7 +407,7 @@ void multiply_blocks(const GemmJob& job, const RowBlock* blocks, std::int64_t co
 // True if rows are packed as pairs of bf16 for the dot-product instruction.
 inline bool uses_dot(const GemmJob& job) {
 #if defined(__AVX512BF16__)
-    return job.code == PanelCode::bf16 && job.is_bf16 && job.dots_bf16;
+    return job.code == PanelCode::bf16 && (job.is_bf16 || job.rounds_to_bf16) && job.dots_bf16;
 #else
     (void)job;
     return false;
@@ -455,6 +455,21 @@ WINDLASS_INLINE __m128 four_words(const std::uint32_t* from) {
 WINDLASS_INLINE __m128 four_words(const std::uint16_t* from) {  // bf16, widened
     const __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
     return _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), halves));
+}
+#endif
+
+// Two floats that are packed as one word of two bf16.
+struct FloatPair {
+    float low, high;
+};
+
+inline std::uint32_t word_of(FloatPair pair) {
+    return bf16_of(pair.low) | static_cast<std::uint32_t>(bf16_of(pair.high)) << 16;
+}
+
+#if defined(__AVX512BF16__)
+WINDLASS_INLINE __m128 four_words(const FloatPair* from) {
+    return (__m128)_mm256_cvtneps_pbh(_mm256_loadu_ps(reinterpret_cast<const float*>(from)));
 }
 #endif
 
@@ -588,21 +603,39 @@ void pack_coded_rows(const GemmJob& job, const RowBlock& block, char* to) {
     }
 }
 
+// Writes rows as words of two bf16, for the dot product.
+void pack_pairs(const GemmJob& job, const RowBlock& block, char* to) {
+    auto* words = reinterpret_cast<std::uint32_t*>(to);
+    const std::int64_t features = job.features, pairs = features / 2, steps = job.steps();
+#if defined(__AVX512BF16__)
+    if (features % 2 == 0 && !job.is_bf16) {
+        transpose_rows(words, static_cast<const FloatPair*>(job.x), pairs, pairs, steps, block, word_of);
+        return;
+    }
+#endif
+    if (features % 2 == 0 && job.is_bf16 && reinterpret_cast<std::uintptr_t>(job.x) % 4 == 0) {
+        transpose_rows(words, static_cast<const std::uint32_t*>(job.x), pairs, pairs, steps, block,
+                       [](std::uint32_t word) { return word; });
+        return;
+    }
+    const auto half = [&](std::int64_t row, std::int64_t feature) -> std::uint32_t {
+        if (row >= block.count || feature >= features) return 0;
+        const std::int64_t at = (block.first + row) * features + feature;
+        return job.is_bf16 ? static_cast<const std::uint16_t*>(job.x)[at] : bf16_of(static_cast<const float*>(job.x)[at]);
+    };
+    for (std::int64_t row = 0; row < block.padded; ++row) {
+        for (std::int64_t step = 0; step < steps; ++step) {
+            words[step * block.padded + row] = half(row, 2 * step) | half(row, 2 * step + 1) << 16;
+        }
+    }
+}
+
 void pack_rows(const GemmJob& job, const RowBlock& block, char* packed) {
     char* to = packed + block.offset;
     if (job.codes_inputs) return pack_coded_rows(job, block, to);
     const std::int64_t features = job.features, padded = job.steps() * windlass::features_per_step(job.code);
     if (uses_dot(job)) {
-        const auto* x = static_cast<const std::uint16_t*>(job.x);
-        auto* pairs = reinterpret_cast<std::uint32_t*>(to);
-        for (std::int64_t row = 0; row < block.padded; ++row) {
-            const std::uint16_t* line = x + (block.first + row) * features;
-            for (std::int64_t i = 0; i < padded; i += 2) {
-                const std::uint32_t low = row < block.count ? line[i] : 0;
-                const std::uint32_t high = row < block.count && i + 1 < features ? line[i + 1] : 0;
-                pairs[i / 2 * block.padded + row] = low | high << 16;
-            }
-        }
+        pack_pairs(job, block, to);
     } else if (job.is_bf16) {
         transpose_rows(reinterpret_cast<float*>(to), static_cast<const std::uint16_t*>(job.x), features, features,
                        padded, block, [](std::uint16_t bits) { return float_of(bits); });
@@ -612,6 +645,10 @@ void pack_rows(const GemmJob& job, const RowBlock& block, char* packed) {
     } else {
         transpose_rows(reinterpret_cast<float*>(to), static_cast<const float*>(job.x), features, features, padded,
                        block, [](float value) { return value; });
+    }
+    if (job.rounds_to_bf16 && !uses_dot(job)) {
+        auto* values = reinterpret_cast<float*>(to);
+        for (std::int64_t i = 0; i < padded * block.padded; ++i) values[i] = float_of(bf16_of(values[i]));
     }
 }
 

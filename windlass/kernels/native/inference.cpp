@@ -149,10 +149,18 @@ void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     });
 }
 
+// Inputs are rounded to int8 for int8 weights, to bf16 for bf16 weights.
+void set_rounding(GemmJob& job, bool rounds_inputs) {
+    refuse(rounds_inputs && job.code == PanelCode::fp32, "inputs of float32 weights are not rounded");
+    job.codes_inputs = rounds_inputs && job.code == PanelCode::int8;
+    job.rounds_to_bf16 = rounds_inputs && job.code == PanelCode::bf16;
+    job.dots_bf16 = dots_of_bf16_are_fast();
+}
+
 // y = x @ weight.T * scales + bias. Addresses are 0 where there is nothing.
 void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
             std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads,
-            bool codes_inputs) {
+            bool rounds_inputs) {
     const InferenceSet& chosen = set_at(set);
     GemmJob job{};
     job.panels = reinterpret_cast<const char*>(panels);
@@ -165,9 +173,7 @@ void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::
     job.x = reinterpret_cast<const void*>(x);
     job.y = reinterpret_cast<void*>(y);
     job.is_bf16 = is_bf16;
-    job.codes_inputs = codes_inputs;
-    job.dots_bf16 = dots_of_bf16_are_fast();
-    refuse(codes_inputs && job.code != PanelCode::int8, "int8 weights alone take int8 inputs");
+    set_rounding(job, rounds_inputs);
     refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
     refuse(rows <= 0 || outputs <= 0 || features <= 0 || threads <= 0, "a product needs sizes and threads above 0");
     refuse(panels % kStepBytes != 0, "a packed weight begins at a multiple of 64 bytes");
@@ -458,7 +464,7 @@ class StepProgram {
 
     void add_linear(int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
                     std::uint64_t bias, std::uint64_t x, std::uint64_t y, Count count, bool is_bf16,
-                    bool codes_inputs) {
+                    bool rounds_inputs) {
         refuse(panels == 0 || outputs <= 0 || features <= 0, "a product needs the address of the weight and sizes above 0");
         const int set = set_;
         GemmJob product{};
@@ -467,13 +473,12 @@ class StepProgram {
         product.outputs = outputs;
         product.features = features;
         product.is_bf16 = is_bf16;
-        product.codes_inputs = codes_inputs;
-        product.dots_bf16 = dots_of_bf16_are_fast();
+        set_rounding(product, rounds_inputs);
         products_.push_back({calls_.size(), count, product});
         add([=](const Sizes& sizes) {
             if (const std::int64_t rows = sizes.of(count)) {
                 linear(set, code, panels, outputs, features, scales, bias, x, y, rows, is_bf16, sizes.threads,
-                       codes_inputs);
+                       rounds_inputs);
             }
         });
     }
@@ -624,11 +629,11 @@ NB_MODULE(_inference, module) {
                "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a, WithoutGil());
     module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a, WithoutGil());
     module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
-               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a, WithoutGil());
+               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "rounds_inputs"_a, WithoutGil());
     nb::class_<StepProgram>(module, "StepProgram")
         .def(nb::init<int>(), "instruction_set"_a)
         .def("add_linear", &StepProgram::add_linear, "code"_a, "panels"_a, "outputs"_a, "features"_a, "scales"_a,
-             "bias"_a, "x"_a, "y"_a, "count"_a, "is_bf16"_a, "codes_inputs"_a)
+             "bias"_a, "x"_a, "y"_a, "count"_a, "is_bf16"_a, "rounds_inputs"_a)
         .def("add_rms_norm", &StepProgram::add_rms_norm, "x"_a, "weight"_a, "out"_a, "is_bf16"_a, "count"_a,
              "features"_a, "epsilon"_a)
         .def("add_rotary", &StepProgram::add_rotary, "x"_a, "is_bf16"_a, "token_stride"_a, "heads"_a, "head_dim"_a,

@@ -34,7 +34,8 @@ struct GemmJob {
     void* y;              // [rows, outputs], contiguous
     bool is_bf16;         // x and y; else float32
     bool codes_inputs;    // int8 weights: x is rounded to int8 with one scale for each row and kCodeGroup features
-    bool dots_bf16;       // bf16 weights and x: use the dot-product instruction, where there is one
+    bool rounds_to_bf16;  // bf16 weights: x is rounded to bf16
+    bool dots_bf16;       // bf16 weights and bf16 or rounded x: use the dot-product instruction, where there is one
 
     std::int64_t steps() const { return (features + features_per_step(code) - 1) / features_per_step(code); }
     std::int64_t num_panels() const { return (outputs + kPanel - 1) / kPanel; }

@@ -1,10 +1,10 @@
 """Update of `DiLoCo` at stage 0.
 
-Each rank moves its own parameters with AdamW and states of its own, and nothing is sent. The master weights keep the
-values of the last outer step, equal on all ranks; the parameters of a rank are these minus its `local_change`. An outer
-step of a unit sends the changes of all ranks through the compressed all-reduce of two phases ([Note: error feedback]),
-and moves the master weights by SGD with Nesterov momentum on their mean. A save between two outer steps holds the
-weights of the last one, and what each rank has changed since as states of the rank.
+After `start_step` each rank moves its own parameters with AdamW and states of its own, and nothing is sent. The master
+weights keep the values of the last outer step, equal on all ranks; the parameters of a rank are these minus its
+`local_change`. An outer step of a unit sends the changes of all ranks through the compressed all-reduce of two phases
+([Note: error feedback]), and moves the master weights by SGD with Nesterov momentum on their mean. A save between two
+outer steps holds the weights of the last one, and what each rank has changed since as states of the rank.
 
 [Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
 and the outer step is taken with their mean after step s + T; inner steps go on meanwhile. The first phase of the
@@ -47,6 +47,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
         if self._overlap:
             self._phase.add_key(IN_FLIGHT)
+        if not self.takes_local_gradients:  # steps with averaged gradients use the states of local ones, equal on all
+            self._phase.begin()
 
     @property
     def _overlap(self) -> int:
@@ -69,8 +71,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     @property
     def takes_local_gradients(self) -> bool:
-        """Always True."""
-        return True
+        """True after `start_step`."""
+        return applied_steps(self.optimizer) >= int(self.optimizer.param_groups[0]["start_step"])
 
     @property
     def publishes_itself(self) -> bool:
@@ -85,6 +87,20 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def publish(self, units: list[Unit]) -> None:
         """See `Update.publish`. Sends nothing."""
         self._publish_local(units)
+
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
+        """See `Update.run`. Collective in steps with outer steps."""
+        run = self._run_compressed if self.takes_local_gradients else self._run_reduced
+        return self._counted(run(used, divisor, self._phase.options()))
+
+    def _step_exactly(
+        self, segment: ParameterSegment, values: torch.Tensor, gradient: torch.Tensor, options: Options
+    ) -> None:
+        """Take a step of AdamW with an averaged gradient: the master weights take the change at once."""
+        self._inner_step(segment, gradient.float(), options)
+        change = self._own(LOCAL_CHANGE, segment)
+        values.sub_(change)
+        change.zero_()
 
     @torch.no_grad()
     def _run_compressed(
