@@ -4,8 +4,9 @@ python bench/serve.py                                  # a few minutes, 4 GB
 python bench/serve.py --llama-bin llama/bin            # needs the package gguf
 
 All contenders run alternately in one run. The roofs are measured in it too: memory by a plain read loop on all threads,
-arithmetic by MKL's 2048^3 product. The greedy tokens of windlass and transformers are compared first. Servers get the
-same mixed load from the same clients over HTTP. Where a figure has a goal, it is printed beside it.
+arithmetic by a 2048^3 product, the better of MKL's and oneDNN's. The greedy tokens of windlass and transformers are
+compared first. Servers get the same mixed load from the same clients over HTTP. Where a figure has a goal, it is
+printed beside it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _PROMPT, _ANSWER = 128, 24
 _ROOF_BYTES, _ROOF_SIDE = 600 << 20, 2048
 _HEAD = 8192 * 1024  # parameters of the head
 _CACHE_TOKENS = 32_768
+_MIXED_REQUESTS = 24
 _KV_BYTES = 16 * 12 * 2 * 4 * 64 * 4  # of a block: tokens, layers, keys and values, heads, features, fp32
 _MIXED_CLIENTS = (8, 32)
 _LLAMA_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
@@ -83,13 +85,13 @@ def main(
             f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
         forms = weights.split(",")
-        # int8 inputs, as llama.cpp's for its quantized weights
+        # inputs in the format of the weights, as llama.cpp's
         engines = {
             form: LLM(
                 folder,
                 skip_tokenizer_init=True,
                 weights=form,
-                activations="int8" if form == "int8" else "auto",
+                activations=form if form in ("bf16", "int8") else "auto",
                 kv_cache_tokens=_CACHE_TOKENS,
             )
             for form in forms
@@ -100,7 +102,11 @@ def main(
             for count in counts:
                 runs[f"windlass {form}, {count}"] = ("decode", lambda llm=llm, count=count: _decode(llm, count))
             runs[f"windlass {form}, 512 tokens"] = ("prefill", lambda llm=llm: _prefill(llm))
-            runs[f"windlass {form}, mixed"] = ("generated", lambda llm=llm: _mixed(llm))
+            runs[f"windlass {form}, mixed"] = (
+                "generated",
+                lambda llm=llm: _mixed(llm, _mixed_load(), at_a_time=8),
+            )
+            runs[f"windlass {form}, mixed at once"] = ("generated", lambda llm=llm: _mixed(llm, _equal_answers()))
         if peers:
             runs["transformers generate, 1"] = ("generated", lambda: _generate(model))
         measured = {name: Measurement(unit) for name, (unit, _) in runs.items()}
@@ -123,7 +129,7 @@ def main(
             for label, rate in _llama(Path(llama_bin), files, counts).items() if number else ():
                 llama.setdefault(label, []).append(rate)
         if peers:
-            label = "transformers continuous batching, mixed"
+            label = "transformers continuous batching, mixed at once"
             measured[label] = Measurement("generated")
             before = _cpu_seconds(), time.perf_counter()
             measured[label].rates.append(_continuous(model))
@@ -153,7 +159,7 @@ def main(
     for label, served in over_http.items():
         generated = f"{served['generated_per_second']:.1f}"
         table.add_row(label, "generated", generated, "", "", "", f"{served['other']:.2f}")
-    console.print(f"roofs: read {read / 1e9:.1f} GB/s, MKL 2048^3 {product / 1e9:.0f} GFLOP/s")
+    console.print(f"roofs: read {read / 1e9:.1f} GB/s, best 2048^3 product {product / 1e9:.0f} GFLOP/s")
     console.print(table)
     for label, served in over_http.items():
         times = [f"{key[:-3].replace('_', ' ')} {value:.0f} ms" for key, value in served.items() if "ms" in key]
@@ -216,7 +222,8 @@ def _goals(
     for clients in _MIXED_CLIENTS:
         ours, other = f"windlass serve fp32, {clients} clients", f"llama-server f32, {clients} clients"
         ratio(f"fp32, {clients} clients: llama-server", ours, other, 1.5)
-    ratio("fp32, mixed: continuous batching", "windlass fp32, mixed", "transformers continuous batching, mixed", 4.0)
+    at_once = "transformers continuous batching, mixed at once"
+    ratio("fp32, mixed at once: continuous batching", "windlass fp32, mixed at once", at_once, 4.0)
     ratio("bf16 decode, 1 request: own fp32", "windlass bf16, 1", "windlass fp32, 1", 1.8)
     # Where the dot product of bf16 pairs is no faster than fp32's, weights are widened; half the time cannot be had.
     goal = 1.7 if _bf16_gain() > 1.7 else 0.9
@@ -294,19 +301,26 @@ def _prefill(llm: LLM) -> float:
     return 512 / min(seconds)
 
 
-def _mixed_load(count: int = 24) -> list[tuple[list[int], int]]:
+def _mixed_load(count: int = _MIXED_REQUESTS) -> list[tuple[list[int], int]]:
     r = random.Random(5)
     return [(_prompt(r.randrange(16, 257), 100 + n), r.randrange(8, 65)) for n in range(count)]
 
 
-def _mixed(llm: LLM) -> float:
-    """Return the generated tokens per second of 24 requests, 8 at a time."""
+def _equal_answers() -> list[tuple[list[int], int]]:
+    """Return the mixed load with answers of their mean length, since transformers accepts one for all requests."""
+    load = _mixed_load()
+    answer = sum(length for _, length in load) // len(load)
+    return [(prompt, answer) for prompt, _ in load]
+
+
+def _mixed(llm: LLM, load: list[tuple[list[int], int]], at_a_time: int = _MIXED_REQUESTS) -> float:
+    """Return the generated tokens per second of prompts with the lengths of their answers."""
     llm.reset_prefix_cache()
-    load, engine = _mixed_load(), llm.engine
+    engine = llm.engine
     began, added, generated = time.perf_counter(), 0, 0
     while added < len(load) or engine.has_requests():
         stats = engine.stats()
-        while added < len(load) and stats.num_running + stats.num_waiting < 8:
+        while added < len(load) and stats.num_running + stats.num_waiting < at_a_time:
             prompt, answer = load[added]
             engine.add_request(f"mixed-{added}", prompt, _greedy(answer))
             added += 1
@@ -327,11 +341,9 @@ def _continuous(model: Any) -> float:
     """Return the generated tokens per second of transformers' own continuous batching, all requests at once."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    load = _mixed_load()
+    load = _equal_answers()
     settings = ContinuousBatchingConfig(num_blocks=512, max_batch_tokens=512)
-    # it accepts one length for all requests: the mean of the load
-    answer = sum(length for _, length in load) // len(load)
-    generation = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    generation = GenerationConfig(max_new_tokens=load[0][1], do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
     found = model.generate_batch(
         inputs=[prompt for prompt, _ in load],
@@ -429,31 +441,34 @@ def _roofs() -> tuple[float, float]:
     memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
     prefer_huge_pages(memory)  # packed weights use huge pages too
     memory.fill_(1)
-    square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
-    reads, products = [], []
+    reads = []
     for _ in range(3):
         if path.module is not None:
             began = time.perf_counter()
             path.module.read_memory(path.number, memory.data_ptr(), _ROOF_BYTES, torch.get_num_threads())
             reads.append(time.perf_counter() - began)
+    read = _ROOF_BYTES / min(reads) if reads else 0.0
+    return read, 2 * _ROOF_SIDE**3 / min(_product_seconds(torch.float32))
+
+
+def _product_seconds(dtype: torch.dtype) -> list[float]:
+    """Return times of square products by MKL (in fp32) and by oneDNN with a packed weight, which is faster on some."""
+    square, seconds = torch.randn(_ROOF_SIDE, _ROOF_SIDE).to(dtype), []
+    packed = torch.ops.mkldnn._reorder_linear_weight(square) if torch.backends.mkldnn.is_available() else None
+    for _ in range(4):
         began = time.perf_counter()
         square @ square
-        products.append(time.perf_counter() - began)
-    read = _ROOF_BYTES / min(reads) if reads else 0.0
-    return read, 2 * _ROOF_SIDE**3 / min(products)
+        seconds.append(time.perf_counter() - began)
+        if packed is not None:
+            began = time.perf_counter()
+            torch.ops.mkldnn._linear_pointwise(square, packed, None, "none", [], "")
+            seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _bf16_gain() -> float:
-    """Return the rate of oneDNN's bf16 product over that of the fp32 product."""
-    seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        square, taken = torch.randn(_ROOF_SIDE, _ROOF_SIDE).to(dtype), []
-        for _ in range(4):
-            began = time.perf_counter()
-            square @ square
-            taken.append(time.perf_counter() - began)
-        seconds.append(min(taken))
-    return seconds[0] / seconds[1]
+    """Return the rate of the best bf16 product over that of the best fp32 product."""
+    return min(_product_seconds(torch.float32)) / min(_product_seconds(torch.bfloat16))
 
 
 def _roof(label: str, unit: str, parameters: int, nbytes: dict[str, int], read: float, product: float) -> float:
