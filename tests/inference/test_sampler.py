@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 
 from windlass.inference.sampler import SequenceSampler, sample
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.token_draw import _nucleus, draw_one, draw_together
+from windlass.inference.token_draw import _nucleus, draw_one, draw_together, greatest
 
 VOCABULARY = 53
 
@@ -233,3 +233,16 @@ def test_rows_without_a_token_report_an_error_and_leave_others_alone() -> None:
     assert "highest logit of the model is nan" in str(found[2].error)
     assert found[0].token == logits[0].argmax()
     assert found[3].token == 7
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 64, 1000])
+def test_greatest_token_is_the_first_maximum(vocabulary: int) -> None:
+    scores = torch.randint(0, 9, (40, vocabulary), generator=torch.Generator().manual_seed(vocabulary)).float()  # ties
+    scores[3], scores[4] = -torch.inf, torch.inf
+    scores[5, vocabulary // 2], scores[6] = torch.nan, torch.nan
+    wide = torch.stack([scores, scores], 2)[:, :, 0]  # not contiguous
+    for one in (scores, wide, scores[:0]):
+        best, tokens = greatest(one)
+        expected = one.max(dim=-1)
+        assert torch.equal(tokens, expected.indices)
+        assert torch.equal(best.nan_to_num(nan=-1), expected.values.nan_to_num(nan=-1))

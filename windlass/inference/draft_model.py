@@ -14,6 +14,7 @@ from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import DEFAULT_LENGTH, find_max_length
 from windlass.inference.runner_factory import make_runner
 from windlass.inference.step_batch import StepBatch
+from windlass.inference.token_draw import greatest
 
 
 @dataclass(eq=False)
@@ -159,7 +160,7 @@ class DraftModelProposer:
                 if part:
                     chosen.append((draft, part))
                     budget -= len(part)
-            best = self._runner.run(self._make_batch(chosen)).argmax(dim=-1).tolist()
+            best = greatest(self._runner.run(self._make_batch(chosen)))[1].tolist()
             for (draft, part), token in zip(chosen, best, strict=True):
                 state = draft.state
                 state.tokens = state.tokens + part

@@ -22,7 +22,7 @@ from windlass.base.log import logger
 from windlass.base.text import one_line
 from windlass.inference.outputs import Logprob, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.token_draw import draw_together, draw_tokens, upload
+from windlass.inference.token_draw import draw_together, draw_tokens, greatest, upload
 
 _LOWEST = -torch.inf
 
@@ -149,7 +149,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
         samplers: one for each row. Each draws at most one number; none counts the token.
     """
     scores, errors = _change_rows(logits, samplers)
-    best, tokens = scores.max(dim=-1)
+    best, tokens = greatest(scores)
     for row, value in enumerate(best.tolist()):
         if not math.isfinite(value):
             errors.setdefault(row, _explain(value, logits[row]))
@@ -212,7 +212,7 @@ def draw_later(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> Pen
         logits: float32 `[rows, vocabulary]`.
         samplers: one for each row, which `can_draw_later` accepts.
     """
-    best, tokens = logits.max(dim=-1)
+    best, tokens = greatest(logits)
     drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
     if drawing:
         every = len(drawing) == len(samplers)

@@ -25,6 +25,22 @@ _SORTED = 1024  # tokens that are sorted
 _CHUNK = 512
 
 
+def greatest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the highest score of each row and the first token that has it: `scores.max(dim=-1)`.
+
+    Args:
+        scores: float32 `[rows, vocabulary]`.
+
+    Returns:
+        float32 `[rows]` and int64 `[rows]`. NaN counts as the highest.
+    """
+    if not scores.is_cpu or 0 in scores.shape:
+        best, tokens = scores.max(dim=-1)
+        return best, tokens
+    tokens = torch.from_numpy(scores.numpy().argmax(axis=-1))  # several times faster than torch
+    return scores.gather(1, tokens[:, None])[:, 0], tokens
+
+
 def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
     """Return a token for each row, int64 `[rows]`: the inverse of the cumulative distribution at its number.
 
