@@ -61,7 +61,8 @@ class Method:
 _AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
 """The outer step is the mean of the replicas."""
 _BOUNDED = {"max_update": 1.0}
-_ZERO_ONE = {"var_update_scaler": 128, "local_step_clipper": 2}
+_ZERO_ONE = {"local_step_clipper": 2}
+_AFTER_ADAMW = {"start_step": 0.3}
 METHODS = {
     BASE: Method("AdamW", 0),
     "1-bit Adam": Method("OneBitAdam", 0, params=_BOUNDED, phases={"freeze_step": 0.3}, goal=0.01),
@@ -71,12 +72,15 @@ METHODS = {
         "ZeroOneAdam",
         0,
         params=_ZERO_ONE | _BOUNDED,
-        phases={"var_freeze_step": 0.6, "local_step_scaler": 0.1},
+        phases={"var_update_scaler": 0.3, "var_freeze_step": 0.6, "local_step_scaler": 0.1},
         goal=0.01,
     ),
-    "DiLoCo, 2 replicas": Method("DiLoCo", 0, params={"inner_steps": 32}, goal=0.03),
-    "DiLoCo, 2 replicas, averaged": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}, goal=0.03),
-    "DiLoCo, 4 replicas": Method("DiLoCo", 0, ranks=4, params={"inner_steps": 32}, goal=0.03),
+    "DiLoCo, 2 replicas": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}, phases=_AFTER_ADAMW, goal=0.03),
+    "DiLoCo, 4 replicas": Method(
+        "DiLoCo", 0, ranks=4, params={"inner_steps": 32, **_AVERAGED}, phases=_AFTER_ADAMW, goal=0.03
+    ),
+    "DiLoCo, 2 replicas, local from the start": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}),
+    "DiLoCo, 2 replicas, local from the start, outer momentum 0.9": Method("DiLoCo", 0, params={"inner_steps": 32}),
 }
 
 
