@@ -76,13 +76,13 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     @property
     def publishes_itself(self) -> bool:
-        """Always True."""
-        return True
+        """True after `start_step`."""
+        return self.takes_local_gradients
 
     @property
     def keeps_local_weights(self) -> bool:
-        """Always True."""
-        return True
+        """True after `start_step`."""
+        return self.takes_local_gradients
 
     def publish(self, units: list[Unit]) -> None:
         """See `Update.publish`. Sends nothing."""
