@@ -126,6 +126,27 @@ def test_without_a_modifier_rank_changes_are_lost_at_stage_3(transport: str) -> 
         assert torch.equal(result["after"], before)
 
 
+def doubled_in_own_order(setting: Setting) -> dict[str, Tensor]:
+    """Pass the parameters in an order that differs between ranks, as that of a set does."""
+    import windlass
+
+    engine, rank = start(specimen("tied"), ds_config(Recipe(), setting)), dist.get_rank()
+    parameters = sorted(engine.module.parameters(), key=lambda p: hash((p.shape, rank)))
+    with windlass.zero.GatheredParameters(iter(parameters), modifier_rank=1), torch.no_grad():
+        for parameter in parameters if rank == 1 else ():
+            parameter.mul_(2.0)
+    values = whole_params(engine.module)
+    engine.destroy()
+    return values
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_order_of_gathered_parameters_may_differ_between_ranks(stage: int, transport: str) -> None:
+    expected = {name: 2.0 * p.detach() for name, p in oracle.build(specimen("tied"), 0).named_parameters()}
+    for actual in run_ranks(doubled_in_own_order, 3, Setting(stage=stage, transport=transport), transport=transport):
+        assert relative_error(actual, expected)[0] == 0.0
+
+
 def rewritten(setting: Setting) -> dict[str, Any]:
     """Read and write each kind of value through the setters. Every write is read back and affects training."""
     import windlass

@@ -61,9 +61,9 @@ class GatheredParameters:
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]
         self._init_shards = [(p, init_shard) for p in unique if (init_shard := initial_shard.find(p)) is not None]
-        self._init_shards.sort(
-            key=lambda item: item[1].number
-        )  # `params` may be a set, whose order differs between ranks
+        # `params` may be a set, whose order differs between ranks
+        self._places.sort(key=lambda item: item[1].order)
+        self._init_shards.sort(key=lambda item: item[1].number)
         placed = {id(p) for p, _ in [*self._places, *self._init_shards]}
         self._whole = [p for p in unique if id(p) not in placed]
         self._rank = modifier_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
@@ -17,25 +18,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Location of a parameter: its sharded model, its unit, and its index in the unit."""
+    """Location of a parameter: its sharded model, its unit, and its index in the unit.
+
+    Attributes:
+        model_number: Position of the model among all that were registered in this process.
+    """
 
     model: ShardedModel
     unit: Unit
     index: int
+    model_number: int
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: an order of parameters that is the same on all ranks, whatever order a script passes them in."""
+        return self.model_number, self.unit.index, self.index
 
     @property
     def name(self) -> str:
         return self.unit.names[self.index]
 
 
-_locations: dict[int, tuple[ReferenceType[nn.Parameter], ReferenceType[ShardedModel], int, int]] = {}
+_locations: dict[int, tuple[ReferenceType[nn.Parameter], ReferenceType[ShardedModel], int, int, int]] = {}
+_model_numbers = count()
 
 
 def register(model: ShardedModel) -> None:
     """Register the parameters of `model`."""
+    model_number = next(_model_numbers)
     for number, unit in enumerate(model.units):
         for index, parameter in enumerate(unit.parameters):
-            _locations[id(parameter)] = ref(parameter), ref(model), number, index
+            _locations[id(parameter)] = ref(parameter), ref(model), number, index, model_number
 
 
 def unregister(model: ShardedModel) -> None:
@@ -57,7 +70,7 @@ def find(parameter: nn.Parameter) -> ParameterLocation | None:
     if entry is None or entry[0]() is not parameter:
         return None
     model = entry[1]()
-    return ParameterLocation(model, model.units[entry[2]], entry[3]) if model is not None else None
+    return ParameterLocation(model, model.units[entry[2]], *entry[3:]) if model is not None else None
 
 
 def require(parameter: nn.Parameter) -> ParameterLocation:
