@@ -80,6 +80,27 @@ def test_use_of_sharded_values_raises_with_a_fix(released: tuple[nn.Parameter, F
         use(released[0])
 
 
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda p: torch.full_like(p, 0.5, memory_format=torch.preserve_format),
+        lambda p: torch.zeros_like(p, dtype=torch.float64),
+        torch.randn_like,
+        lambda p: p.new_ones(2),
+    ],
+)
+def test_tensor_like_a_sharded_parameter_needs_no_values(released: tuple[nn.Parameter, FakeUnit], create: Any) -> None:
+    parameter = released[0]
+    like = nn.Parameter(torch.empty(parameter.shape))
+    torch.manual_seed(0)
+    expected = create(like)
+    torch.manual_seed(0)
+    found = create(parameter)
+    assert type(found) is torch.Tensor and found.dtype == expected.dtype and torch.equal(found, expected)
+    found.add_(1)  # memory of its own
+    assert isinstance(parameter, ShardedParameter)
+
+
 CASTS = {
     "float": lambda p: p.float(),
     "half": lambda p: p.half(),

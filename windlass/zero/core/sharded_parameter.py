@@ -80,19 +80,12 @@ shape_substitute: Callable[[nn.Parameter, FrameType], torch.Tensor | None] | Non
 
 _CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
-# Calls that create another tensor of the same shape or dtype.
+# Calls that create another tensor of the same shape or dtype, and read no values.
 FACTORY_CALLS = frozenset(
-    (
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_tensor",
-    )
+    """
+    new_empty new_zeros new_ones new_full new_tensor
+    empty_like zeros_like ones_like full_like rand_like randn_like
+    """.split()  # noqa: SIM905
 )
 
 # In-place calls that overwrite every element and read none.
@@ -132,6 +125,8 @@ class ShardedParameter(nn.Parameter):
         # `state_dict()` often needs only names and shapes: return a stub instead of gathering every parameter.
         if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
             return StateDictStub.of(args[0])
+        if name in FACTORY_CALLS and args and isinstance(args[0], ShardedParameter):
+            return _create_like(function, args, kwargs or {})
         if not reads_only_metadata(name, args, kwargs or {}):
             tensors = _tensors_in((args, kwargs))
             for parameter in tensors:
@@ -201,6 +196,14 @@ def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return cast if cast != args[0].dtype else None
 
 
+def _create_like(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call one of `FACTORY_CALLS` for a tensor without values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        # A zero-stride tensor has the shape, dtype and device that the factory copies, without memory.
+        like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+        return function(like, *args[1:], **kwargs)
+
+
 class _StandIn(torch.Tensor):
     """Stand-in for the values of a sharded parameter. Metadata calls return results; all other calls go to `_use`."""
 
@@ -248,9 +251,7 @@ class ShardedParameterCopy(_StandIn):
     @classmethod
     def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if name in FACTORY_CALLS:
-            # A zero-stride tensor has the shape, dtype and device that the factory copies, without memory.
-            like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
-            return function(like, *args[1:], **given)
+            return _create_like(function, args, given)
         # Some callers of torch.nn.init pass the tensor by name.
         written = (args[0] if args else given.get("tensor")) if name in _OVERWRITES else None
         for copied in _tensors_in((args, given)):
