@@ -135,3 +135,43 @@ def test_buffers_have_the_configured_dtype(ranks: int, tmp_path: Path) -> None:
                 for name, buffer in model.named_buffers():
                     assert buffers[name].dtype == buffer.dtype, (section, name)
                     assert torch.equal(buffers[name], buffer), (section, name)
+
+
+class Meshed(nn.Module):
+    """Model with sparse buffers, one of them in two modules, and an expanded one. Ranks have different values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        graph = (torch.rand(8, 8) > 0.4 + 0.2 * dist.get_rank()).float()
+        self.register_buffer("coordinates", graph.to_sparse(), persistent=False)
+        self.register_buffer("rows", graph.to_sparse_csr(), persistent=False)
+        self.register_buffer("expanded", torch.rand(8, 1).expand(8, 3), persistent=False)
+        self.out = nn.Linear(8, 8)
+        self.out.register_buffer("rows", self.rows, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (self.coordinates @ x.t()).t() + (self.out.rows @ x.t()).t()
+        return self.out(mixed + self.expanded.sum(-1)).square().mean()
+
+
+def sparse(stage: int) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    model = Meshed()
+    first = [tensor.to_dense() for tensor in (model.coordinates, model.rows, model.expanded)]
+    engine = windlass.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    loss = engine(torch.ones(2, 8))
+    engine.backward(loss)
+    engine.step()
+    found = [tensor.to_dense() for tensor in (model.coordinates, model.rows, model.expanded)]
+    assert model.rows is model.out.rows
+    engine.destroy()
+    return [first, found, float(loss)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sparse_and_expanded_buffers_are_those_of_rank_0(stage: int) -> None:
+    ranks = run_ranks(sparse, 2, stage)
+    for _, found, loss in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(found, ranks[0][0], strict=True))
+        assert loss == pytest.approx(ranks[0][2], rel=1e-6)

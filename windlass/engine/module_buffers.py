@@ -101,7 +101,7 @@ class BufferSynchronizer:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     dtype = dtype_policy.dtype_of(prefix, module, name, buffer) if dtype_policy is not None else None
-                    module._buffers[name] = buffer.to(device=device, dtype=dtype)
+                    module._buffers[name] = _writable(buffer.to(device=device, dtype=dtype))
         self._synced_versions: list[tuple[int, int]] = []
         self._stale = False
         self.broadcast()
@@ -126,10 +126,12 @@ class BufferSynchronizer:
 
     def broadcast(self) -> None:
         """Make all buffers equal to rank 0's. Collective."""
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self._model.buffers():
-            kinds.setdefault(buffer.dtype, []).append(buffer)
         if self._group.size > 1:
+            self._broadcast_sparse()
+            kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+            for buffer in self._model.buffers():
+                if buffer.layout is torch.strided:
+                    kinds.setdefault(buffer.dtype, []).append(buffer)
             for buffers in kinds.values():
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
                 self._group.broadcast(flat.view(torch.uint8))
@@ -139,5 +141,24 @@ class BufferSynchronizer:
         self._stale = False
         self._synced_versions = self._versions()
 
+    def _broadcast_sparse(self) -> None:
+        """Replace sparse buffers by rank 0's: those of a rank may have another number of elements."""
+        received: dict[int, torch.Tensor] = {}
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.layout is not torch.strided:
+                    if id(buffer) not in received:
+                        values = self._group.broadcast_object(buffer.detach().cpu())
+                        received[id(buffer)] = buffer if self._group.index == 0 else values.to(buffer.device)
+                    module._buffers[name] = received[id(buffer)]
+
     def _versions(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
+
+
+def _writable(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the buffer, or a copy if several of its elements share memory (`expand`): torch refuses to write these."""
+    if buffer.layout is not torch.strided:
+        return buffer
+    shares = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return buffer.contiguous() if shares else buffer
