@@ -288,6 +288,19 @@ class CheckpointedClosure(Regressor):
         return mse(self.head(x), y)
 
 
+class Scripted(Regressor):
+    """Model with a module that `torch.jit` compiled, which accepts no hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated, and still in use
+            self.compiled = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.compiled(super().hidden(x))
+
+
 class ManySmall(nn.Module):
     """Model of hundreds of parameters with one element each."""
 
@@ -321,6 +334,7 @@ HOSTILE: dict[str, Specimen] = {
         ("target", Target, rows),
         ("forces", Forces, rows),
         ("checkpointed_closure", CheckpointedClosure, rows),
+        ("scripted", Scripted, rows),
         ("many_small", ManySmall, rows),
     )
 }

@@ -224,8 +224,14 @@ def check_devices(model: nn.Module, device: torch.device) -> None:
     """Raise if the model cannot be trained on `device`.
 
     Raises:
-        ModelError: a parameter is complex, on the meta device, or on an accelerator other than `device`.
+        ModelError: a parameter is complex, on the meta device, or on an accelerator other than `device`; or the model
+            itself is a `ScriptModule`.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is a ScriptModule of torch.jit, which accepts no hooks; put it into a module of Python whose "
+            "forward calls it, or pass the model that was compiled"
+        )
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ModelError(f"parameter {name!r} is on the meta device and has no values; load or initialise it first")

@@ -89,7 +89,7 @@ def find_blocks(model: nn.Module, rules: UnitRules) -> list[Block]:
     By default a block is an element of a ModuleList, ModuleDict or Sequential (e.g. one transformer layer), or a child
     without such a container (e.g. an embedding, a head, a final norm). A parameter held directly by a module with
     deeper blocks belongs to that module's own block. The model itself is always a block, at least to detect when it
-    runs.
+    runs. It also has the parameters of modules that `torch.jit` compiled, which accept no hooks.
     """
     blocks = [Block("", model, list(model.parameters(recurse=False)))]
     if rules.blocks:
@@ -103,7 +103,7 @@ def _child_blocks(module: nn.Module, prefix: str, rules: UnitRules) -> Iterator[
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         parameters = list(child.parameters())
-        if not parameters:
+        if not parameters or isinstance(child, torch.jit.ScriptModule):
             continue
         large = sum(get_global_numel(p) for p in parameters) > rules.split_above
         element = isinstance(module, _CONTAINERS)
@@ -137,6 +137,8 @@ def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
     def visit(module: nn.Module, name: str) -> None:
         for child_name, child in module.named_children():
             full = f"{name}.{child_name}" if name else child_name
+            if isinstance(child, torch.jit.ScriptModule):
+                continue
             if full in wanted or type(child).__name__ in wanted:
                 blocks.append(Block(full, child, list(child.parameters())))
                 continue
