@@ -288,6 +288,57 @@ class CheckpointedClosure(Regressor):
         return mse(self.head(x), y)
 
 
+class Transformed(nn.Module):
+    """Model that calls its blocks inside transforms of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, slow = self.blocks[0](x), dict(self.net.named_parameters())
+
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return mse(torch.func.functional_call(self.net, weights, (x,)), y)
+
+        step = torch.func.grad(loss)(slow, x)
+        rows_of_net = torch.func.vmap(lambda row: torch.func.functional_call(self.net, slow, (row,)))(x)
+        fast = {name: weight - 0.1 * step[name] for name, weight in slow.items()}
+        return loss(fast, self.blocks[1](x)) + mse(rows_of_net, y)
+
+
+class Ledger:
+    """Losses that blocks leave here, in a slot."""
+
+    __slots__ = ("losses",)
+
+
+class HidingBlock(Block):
+    """Block that returns a detached tensor, and leaves its graph where the caller alone finds it."""
+
+    def forward(self, x: Tensor, leave: Any) -> Tensor:
+        out = super().forward(x.detach())
+        leave(F.linear(out, self.up.weight).square().mean())
+        return out.detach()
+
+
+class HiddenGraphs(nn.Module):
+    """Model that collects the losses of its blocks through a callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HidingBlock() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        ledger = Ledger()
+        ledger.losses = []
+        for block in self.blocks:
+            x = block(x, ledger.losses.append)
+        return mse(self.head(x), y) + sum(ledger.losses)
+
+
 class Scripted(Regressor):
     """Model with a module that `torch.jit` compiled, which accepts no hooks."""
 
@@ -335,6 +386,8 @@ HOSTILE: dict[str, Specimen] = {
         ("forces", Forces, rows),
         ("checkpointed_closure", CheckpointedClosure, rows),
         ("scripted", Scripted, rows),
+        ("transformed", Transformed, rows),
+        ("hidden_graphs", HiddenGraphs, rows),
         ("many_small", ManySmall, rows),
     )
 }

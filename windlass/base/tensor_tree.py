@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def _iterate(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for item in value:
             yield from _iterate(item, seen)
     elif isinstance(value, Mapping):
@@ -31,9 +32,17 @@ def _iterate(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _iterate(getattr(value, field.name, None), seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type)) and not callable(value):
-        for item in list(vars(value).values()):
+    elif not isinstance(value, (torch.nn.Module, type)) and not callable(value):
+        for item in _attributes(value):
             yield from _iterate(item, seen)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return the attributes of an object, also those in slots of its classes."""
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = [name for of_class in slots for name in ((of_class,) if isinstance(of_class, str) else of_class)]
+    own = list(getattr(value, "__dict__", {}).values())
+    return own + [getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)]
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:

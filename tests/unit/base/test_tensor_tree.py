@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 
 import torch
@@ -23,6 +23,20 @@ def test_search_visits_all_containers_and_yields_each_tensor_once() -> None:
     a, b, c, d, e = (torch.full((), float(i)) for i in range(5))
     value = [a, (b, {"x": Pair(c, [d])}), Output(e, OrderedDict(again=a)), SimpleNamespace(y=b), None, "text", 3]
     assert [t.item() for t in iterate_tensors(value)] == [0, 1, 2, 3, 4]
+
+
+class Slotted:
+    """Object whose only attribute is in a slot."""
+
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def test_search_visits_slots_and_queues() -> None:
+    a, b = torch.zeros(()), torch.ones(())
+    assert [t.item() for t in iterate_tensors([Slotted(deque([a])), Slotted(b)])] == [0, 1]
 
 
 def test_cycles_and_modules_end_the_search() -> None:

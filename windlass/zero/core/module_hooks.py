@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from windlass.base.functional_transforms import in_transform, outside_transforms
 from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 from windlass.zero.core.gradient_reducer import GradientReducer
 from windlass.zero.core.unit_partition import Block
@@ -56,15 +58,28 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
 
 
 def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[RemovableHandle]:
-    """Unshard the units of `block` before its forward and its backward, and reshard them afterwards."""
+    """Unshard the units of `block` before its forward and its backward, and reshard them afterwards.
+
+    A transform of torch.func hides the graph: hooks on its tensors do not see the backward of the model. Units of a
+    block that runs inside one stay unsharded until the step.
+    """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if in_transform():
+            with outside_transforms():
+                runtime.pre_forward(block)
+            return None
         call = runtime.pre_forward(block)
         if torch.is_grad_enabled():
             call.inputs = list(iterate_tensors((args, kwargs)))
         return _hook_inputs(args, kwargs, runtime, call) if torch.is_grad_enabled() else None
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if in_transform():
+            with outside_transforms():
+                if (call := runtime.post_forward(block)) is not None:
+                    runtime.keep_until_step(call)
+            return
         call = runtime.post_forward(block, output)
         if call is not None and torch.is_grad_enabled():
             _hook_outputs(output, (args, kwargs), block, runtime, call)
@@ -106,13 +121,13 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
     """Unshard again in the backward, when a gradient reaches a tensor that the block made.
 
     Such tensors are the block's outputs, tensors that it put into a container from its inputs, and tensors that it left
-    on its modules (e.g. a router loss). If the output contains no tensor at all (e.g. an iterator or a closure), the
-    start of the backward cannot be seen, so the units stay unsharded until the step.
+    on its modules (e.g. a router loss). If there is none although something here requires a gradient, the graph may
+    continue where no search finds it (an iterator, a closure, a list of losses that the script keeps). The start of the
+    backward cannot be seen then, so the units stay unsharded until the step.
     """
     enter_backward = partial(runtime.pre_backward, call)
     given = {id(tensor) for tensor in call.inputs}
     made = [tensor for tensor in iterate_tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
-    seen = bool(made) or any(True for _ in iterate_tensors(output))
     # Tensors that the block added to an input container were not among the inputs at its start.
     made += [t for t in iterate_tensors(inputs) if t.requires_grad and t.grad_fn is not None and id(t) not in given]
     for module in block.module.modules():
@@ -121,10 +136,12 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
                 made += [t for t in iterate_tensors(left) if t.requires_grad and t.grad_fn is not None]
     for tensor in made:
         tensor.register_hook(lambda _: enter_backward())
+    # torch calls this hook after an error too, e.g. at the early end of a recomputation; the graph is dropped then.
+    failed = output is None and sys.exception() is not None
+    if not made and not failed and any(tensor.requires_grad for tensor in (*call.inputs, *block.parameters)):
+        runtime.keep_until_step(call)
     # Do not keep activations alive until the backward.
     call.inputs = []
-    if not seen and output is not None:
-        runtime.keep_until_step(call)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of torch's own on a module

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from windlass.base.errors import ShardedParameterError
+from windlass.base.functional_transforms import outside_transforms
 
 
 class GatherHandler(Protocol):
@@ -382,7 +383,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 def _try_gather(parameter: ShardedParameter, together: Sequence[torch.Tensor]) -> bool:
     """Gather the parameter through its handler. Return True on success."""
     keeper = handler_of(parameter)
-    return keeper is not None and keeper.gather_parameter(parameter, together)
+    if keeper is None:
+        return False
+    with outside_transforms():
+        return keeper.gather_parameter(parameter, together)
 
 
 def _error(parameter: nn.Parameter, what: str) -> ShardedParameterError:
