@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.dist.parallel_runs import Case, check
@@ -41,3 +43,8 @@ _CASES = [
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_layout_trains_as_one_process(case: Case) -> None:
     check(case)
+
+
+def test_stages_with_different_numbers_of_parameters_read_them_from_disk(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    check(Case("llama", (("pp", 2),), stage=1, accumulation=2, zero=(("offload_optimizer", disk),)))

@@ -150,9 +150,10 @@ class ShardedModel:
             local_factor=local_factor,
         )
         self.disk_health = DiskHealth(tiers.disk, tiers.staging, mesh.world, device, self._temporary_extents)
-        # Stages unshard at different times, so that the ranks of one stage alone exchange the failures of its reads.
+        # Stages have different units and unshard at different times, so that the ranks of one stage alone exchange the
+        # failures of its reads.
         self._stage_ranks: RankGroup | None = None
-        if mesh.pp.size > 1 and tiers.param is Tier.NVME:
+        if mesh.pp.size > 1 and tiers.disk is not None:
             self._stage_ranks = mesh.over(*(axis for axis in AXES if axis != "pp"))
         self.scheduler = CollectiveScheduler(
             self.units,
@@ -189,6 +190,7 @@ class ShardedModel:
             self._state_name,
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
+            stage_ranks=self._stage_ranks,
             delayed=late,
             separate=optimizer is not None and update_class(optimizer, policy.state).separates_masters(policy.state),
         )

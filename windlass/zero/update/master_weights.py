@@ -43,6 +43,7 @@ class MasterWeights:
         device: device of the model.
         ledger: receives the bytes of separate master weights on the device.
         health: health of the disk.
+        stage_ranks: ranks that have the same units, where pipeline stages have different ones; None: all ranks.
         state_bytes, state_name_of: see `StateOffloadCallbacks`.
         dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
         delayed: updates may be delayed; see [Note: delayed update].
@@ -62,6 +63,7 @@ class MasterWeights:
         *,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
+        stage_ranks: RankGroup | None = None,
         delayed: bool = False,
         separate: bool = False,
     ) -> None:
@@ -74,7 +76,7 @@ class MasterWeights:
             pin=tiers.pin,
             callbacks=StateOffloadCallbacks(state_bytes, self.copy_edits, state_name_of),
         )
-        self._health = health
+        self._health, self._stage_ranks = health, stage_ranks
         self._device, self._ledger, self._pin, self._staging = device, ledger, tiers.pin, tiers.staging
         self._separate = separate or delayed
         self._delayed, self._dtype, self._state_dtype = delayed, dtype, state_dtype
@@ -145,13 +147,13 @@ class MasterWeights:
         Args:
             changes: store values that were changed in the context.
             alone: this rank does not wait for others, and errors are raised on this rank only.
-            among: only these ranks take part.
+            among: only these ranks take part; None: all ranks that have the units.
 
         Raises:
             StorageError: the data cannot be read or written on some rank, or training cannot continue from the model's
                 state. Raised on all ranks that take part.
         """
-        check = self._health.check_local if alone else partial(self._health.check, among=among)
+        check = self._health.check_local if alone else partial(self._health.check, among=among or self._stage_ranks)
         self._health.require_intact("reading or setting master weights and optimizer states")
         chunks = [chunk for unit in units for chunk in self.chunks_of(unit)]
         with self.state_offload.resident(
@@ -199,7 +201,7 @@ class MasterWeights:
         """Return the master weights of this rank's state span `[state_stop - state_start]`.
 
         The caller must not change them: the result may be the master weights themselves or a copy. Collective if the
-        model keeps data on NVMe, over all ranks or the ranks `among`.
+        model keeps data on NVMe, over all ranks that have the unit or the ranks `among`.
 
         Raises:
             StorageError: the master weights cannot be read on some rank. Raised on all ranks that take part.
@@ -215,7 +217,7 @@ class MasterWeights:
             for chunk in chunks:
                 with self.state_offload.resident([chunk], changes=False):
                     full[chunk.start : chunk.stop].copy_(chunk.values())
-        self._health.check("master weights could not be read", among=among)
+        self._health.check("master weights could not be read", among=among or self._stage_ranks)
         return full
 
     @contextmanager
