@@ -153,7 +153,7 @@ class Cluster:
 
     @cached_property
     def _explicit(self) -> dict[str, ExplicitLink]:
-        return {f"{one.source}-{one.target}": one for one in self.network.links}
+        return {f"{_quoted(one.source)}-{_quoted(one.target)}": one for one in self.network.links}
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
@@ -254,6 +254,11 @@ class Cluster:
         """Return the latency of a route, in seconds: that of its slowest kind of link, and of its switches."""
         ends = max((self.link_part(link.kind).latency for link in links), default=0.0)
         return ends + self.network.switch_latency * max(0, len(links) - 2)
+
+
+def _quoted(name: str) -> str:
+    """Return the name of a switch or host, in quotes if it has a hyphen, so that no two links have one name."""
+    return repr(name) if "-" in name else name
 
 
 def _host_at(place: object, sides: tuple[int, ...]) -> str:

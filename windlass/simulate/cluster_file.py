@@ -282,7 +282,7 @@ class _Reader:
         switches = data.get("switches", [])
         if not isinstance(switches, list) or not all(isinstance(name, str) for name in switches):
             raise self.fail("switches", switches, 'is no list of names; write e.g. switches = ["leaf 0"]')
-        found, rows = [], data.get("links", [])
+        found, rows, pairs = [], data.get("links", []), set[frozenset[str]]()
         if not isinstance(rows, list):
             raise self.fail("links", rows, "is no list of tables; write [[links]]")
         for number, row in enumerate(rows):
@@ -293,6 +293,13 @@ class _Reader:
             ends = [self._end(row, key, where, hosts, switches) for key in ("from", "to")]
             if ends[0] == ends[1]:
                 raise self.fail(f"{where}to", ends[1], "is the link's own begin; write another host or switch")
+            if frozenset(ends) in pairs:
+                raise self.fail(
+                    f"{where}to",
+                    ends[1],
+                    f"is linked with {ends[0]!r} already; write one link with the sum of the rates",
+                )
+            pairs.add(frozenset(ends))
             found.append(ExplicitLink(ends[0], ends[1], self.link_part(row, None, where)))
         return tuple(found)
 

@@ -90,6 +90,16 @@ def test_explicit_links_are_routed(tmp_path: Path) -> None:
     assert found.link_part("leaf-host 2").rate == pytest.approx(1.25e9)
 
 
+def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
+    """`a` to `b-c` and `a-b` to `c` are two links."""
+    pairs = [("host 0", "a"), ("a", "b-c"), ("b-c", "host 1"), ("host 1", "a-b"), ("a-b", "c"), ("c", "host 2")]
+    links = "".join(f'[[links]]\nfrom = "{a}"\nto = "{b}"\nrate = {at}e9\n' for at, (a, b) in enumerate(pairs, 1))
+    found = load(tmp_path, LINKS.partition("[[links]]")[0].replace('["leaf"]', '["a", "b-c", "a-b", "c"]') + links, 24)
+    assert isinstance(found, Cluster)
+    rates = [found.link_part(link.kind).rate for link in found.route(0, 16)[1:-1]]
+    assert rates == [at * 1e9 for at in range(1, 7)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -100,7 +110,14 @@ def test_explicit_links_are_routed(tmp_path: Path) -> None:
         ),
         (LINKS.replace('"host 2"', '"host 3"'), "links[2].to = 'host 3' leads nowhere"),
         (LINKS.replace('"host 2"', '"leaf"'), "links[2].to = 'leaf' is the link's own begin"),
-        (LINKS.replace('to = "host 2"', 'to = "host 1"'), "no links lead from 'host 0' to 'host 2'"),
+        (
+            LINKS.replace('from = "leaf"\nto = "host 2"', 'from = "host 0"\nto = "host 1"'),
+            "no links lead from 'host 0' to 'host 2'",
+        ),
+        (
+            LINKS.replace('to = "host 2"', 'to = "host 1"'),
+            "links[2].to = 'host 1' is linked with 'leaf' already; write one link with the sum of the rates",
+        ),
         (LINKS.replace('rate = "10Gbps"', ""), "links[2].rate is missing"),
         (LINKS.replace("10Gbps", "fast"), "links[2].rate = 'fast' is no rate; write e.g. 400Gbps"),
         (LINKS.replace("2us", "soon"), "links[0].latency = 'soon' is no time"),
