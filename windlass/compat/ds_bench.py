@@ -12,13 +12,15 @@ import torch
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.compute_device import local_device
 from windlass.base.dtypes import parse_dtype
-from windlass.base.errors import WindlassError
+from windlass.base.errors import CommunicationError, WindlassError
 from windlass.base.text import print_escaped
 from windlass.comm.rank_environment import rank_environment
 from windlass.compat import collectives
 from windlass.compat.collective_benchmark import OPERATIONS, CollectiveRow, CollectiveSettings, measure_collectives
+from windlass.launch.launch_flags import int_between
 
 _DEFAULT_RANKS = 2
+_MOST_CALLS = 1_000_000
 _COPIES = 4  # of a message, in an operation's buffers of all ranks together per rank
 
 
@@ -26,9 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `ds_bench`."""
     parser = argparse.ArgumentParser("ds_bench", description="Measure collectives between ranks.")
     parser.add_argument("--local_rank", type=int, help="accepted; ranks find their place in their environment")
-    parser.add_argument("--trials", type=int, default=50, help="timed calls of each [50]")
-    parser.add_argument("--warmups", type=int, default=5, help="untimed calls before them [5]")
-    parser.add_argument("--maxsize", type=int, default=24, help="log2 of the elements of the largest message [24]")
+    parser.add_argument("--trials", type=int_between(1, _MOST_CALLS), default=50, help="timed calls of each [50]")
+    parser.add_argument("--warmups", type=int_between(0, _MOST_CALLS), default=5, help="untimed calls before them [5]")
+    parser.add_argument(
+        "--maxsize", type=int_between(1, 40), default=24, help="log2 of the elements of the largest message [24]"
+    )
     parser.add_argument("--async-op", action="store_true", help="start the operation, then wait for it")
     parser.add_argument("--bw-unit", choices=("Gbps", "GBps"), default="Gbps", help="unit of bandwidths [Gbps]")
     parser.add_argument("--backend", choices=("nccl", "ccl", "mpi", "gloo"), help="back end [nccl on GPUs, else gloo]")
@@ -39,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--raw", action="store_true", help="numbers without units")
     parser.add_argument("--dtype", default="float", help="dtype of the elements [float]")
     parser.add_argument("--mem-factor", type=float, default=0.3, help="share of the free memory for buffers [0.3]")
+    parser.add_argument("--device", default="cuda", help="accepted; ranks use GPUs where there are any, else the CPU")
     parser.add_argument("--debug", action="store_true", help="print the settings")
     for operation in OPERATIONS:
         parser.add_argument(f"--{operation.replace('_', '-')}", action="store_true", help=f"measure {operation}")
@@ -55,6 +60,10 @@ def ds_bench(argv: Sequence[str] | None = None) -> int:
     asked = build_parser().parse_args(words)
     try:
         dtype = parse_dtype(asked.dtype)
+        if not 0 < asked.mem_factor <= 1:
+            raise CommunicationError(
+                f"--mem-factor {asked.mem_factor} is no share of the free memory; write a number above 0 and at most 1"
+            )
         if rank_environment(os.environ) is None:
             return _start_ranks(words)
         collectives.init_distributed(None if asked.backend == "ccl" else asked.backend, verbose=False)

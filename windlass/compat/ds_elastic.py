@@ -12,6 +12,7 @@ from windlass.base.errors import WindlassError
 from windlass.base.text import print_escaped
 from windlass.config import load_config
 from windlass.config.elastic_batch import find_elastic_batch, solve_elastic_batch
+from windlass.launch.launch_flags import int_between
 
 _RULE = "-" * 42
 
@@ -27,7 +28,9 @@ def ds_elastic(argv: Sequence[str] | None = None) -> int:
         "ds_elastic", description="Compute the batch size of an elastic configuration, and the ranks that it fits."
     )
     parser.add_argument("-c", "--config", required=True, help="configuration with a section elasticity")
-    parser.add_argument("-w", "--world-size", type=int, default=0, help="also solve for this number of ranks")
+    parser.add_argument(
+        "-w", "--world-size", type=int_between(0, 1 << 30), default=0, help="also solve for this number of ranks"
+    )
     asked = parser.parse_args(argv)
     try:
         section = load_config(asked.config).elasticity

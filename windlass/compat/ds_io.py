@@ -16,6 +16,7 @@ from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import StorageError, WindlassError
 from windlass.base.text import print_escaped
+from windlass.launch.launch_flags import int_between
 from windlass.storage.disk_sweep import (
     DEFAULT_SETTINGS,
     DiskMeasurement,
@@ -26,6 +27,7 @@ from windlass.storage.disk_sweep import (
 )
 
 _LOG_FILE = "windlass_disk_rates.json"
+_MOST = 1 << 20  # of processes, requests, threads and loops
 _INERT = "accepted; windlass submits requests while others complete, from aligned memory, with its own I/O engine"
 
 
@@ -53,11 +55,13 @@ def build_io_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--io_size", required=True, help="bytes to move, with K, M or G")
     parser.add_argument("--read", action="store_true", help="read; else write")
-    parser.add_argument("--multi_process", type=int, default=1, help="processes that work at once [1]")
+    parser.add_argument(
+        "--multi_process", type=int_between(1, _MOST), default=1, help="processes that work at once [1]"
+    )
     parser.add_argument("--block_size", default="1M", help="bytes of a request [1M]")
-    parser.add_argument("--queue_depth", type=int, default=32, help="requests in flight [32]")
-    parser.add_argument("--io_parallel", type=int, help="threads, if the I/O engine uses threads [1]")
-    parser.add_argument("--loops", type=int, default=3, help="runs; the best counts [3]")
+    parser.add_argument("--queue_depth", type=int_between(1, _MOST), default=32, help="requests in flight [32]")
+    parser.add_argument("--io_parallel", type=int_between(1, _MOST), help="threads, if the I/O engine uses threads [1]")
+    parser.add_argument("--loops", type=int_between(1, _MOST), default=3, help="runs; the best counts [3]")
     parser.add_argument("--validate", action="store_true", help="accepted; every page that is read is checked anyway")
     for flag in ("--single_submit", "--sequential_requests", "--slow_bounce_buffer", "--torch_legacy_save"):
         parser.add_argument(flag, action="store_true", help=_INERT)
@@ -66,7 +70,10 @@ def build_io_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", default="aio_handle", help=_INERT)
     parser.add_argument("--fast_io_size", default="64M", help=_INERT)
     parser.add_argument(
-        "--warmup_loops", type=int, default=1, help="accepted; space is written once before it is timed"
+        "--warmup_loops",
+        type=int_between(0, _MOST),
+        default=1,
+        help="accepted; space is written once before it is timed",
     )
     parser.add_argument("--gpu", action="store_true", help="refused: only host memory is measured")
     parser.add_argument("--use_gds", action="store_true", help="refused: GPUDirect Storage is not built")
@@ -113,7 +120,7 @@ def build_tune_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gds", action="store_true", help="refused: GPUDirect Storage is not built")
     parser.add_argument("--flush_page_cache", action="store_true", help="accepted; direct I/O bypasses the page cache")
     parser.add_argument("--log_dir", default="_aio_bench_logs", help="folder of the measured rates [_aio_bench_logs]")
-    parser.add_argument("--loops", type=int, default=1, help="passes; the best counts [1]")
+    parser.add_argument("--loops", type=int_between(1, _MOST), default=1, help="passes; the best counts [1]")
     parser.add_argument("--verbose", action="store_true", help="print every setting")
     return parser
 

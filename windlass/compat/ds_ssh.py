@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,9 @@ def ds_ssh(argv: Sequence[str] | None = None) -> int:
         if is_installed("pdsh"):
             environment = {**os.environ, "PDSH_RCMD_TYPE": "ssh"}
             return subprocess.run(["pdsh", "-S", "-w", ",".join(hosts), text], env=environment, check=False).returncode
+        if shutil.which("ssh") is None:
+            print_escaped("ds_ssh: neither pdsh nor ssh is installed; install one of them", to_stderr=True)
+            return 1
         commands = {host: SshConnectionOptions().ssh_argv(host, f"sh -c {shlex.quote(text)}") for host in hosts}
     except WindlassError as error:
         print_escaped(f"ds_ssh: {error}", to_stderr=True)

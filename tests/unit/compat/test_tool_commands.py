@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from windlass.base.errors import StorageError
 from windlass.compat import ds_ssh as ssh_module
+from windlass.compat.ds_bench import ds_bench
 from windlass.compat.ds_elastic import ds_elastic
 from windlass.compat.ds_io import ds_io, ds_nvme_tune, parse_size, read_sweep
 from windlass.compat.ds_ssh import ds_ssh
@@ -61,6 +63,32 @@ def test_ds_io(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert ds_io([*small, *words]) == 1
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (ds_io, ["--folder", "x", "--io_size", "1M", "--loops", "0"]),
+        (ds_io, ["--folder", "x", "--io_size", "1M", "--multi_process", "0"]),
+        (ds_io, ["--folder", "x", "--io_size", "1M", "--io_parallel", "-1"]),
+        (ds_nvme_tune, ["--nvme_dir", "x", "--loops", "0"]),
+        (ds_elastic, ["-c", "x", "--world-size", "-4"]),
+        (ds_bench, ["--trials", "0"]),
+        (ds_bench, ["--maxsize", "99"]),
+    ],
+)
+def test_numbers_that_measure_nothing_name_their_option(
+    command: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command(words)
+    assert f"{words[-2]}: '{words[-1]}' is not a whole number" in capsys.readouterr().err
+
+
+def test_ds_bench_refuses_a_share_of_memory_beyond_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for share in ("0", "-1", "1.5", "nan"):
+        assert ds_bench(["--device", "cuda", "--mem-factor", share]) == 1
+        assert "--mem-factor" in capsys.readouterr().err
 
 
 def test_ds_nvme_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,3 +153,6 @@ def test_ds_ssh(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: 
     assert sorted(capfd.readouterr().out.splitlines()) == ["left: x", "right: x"]
     assert ds_ssh(["-f", str(tmp_path / "none"), "true"]) == 1 and ds_ssh([]) == 1
     assert "there is no hostfile at" in capfd.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ds_ssh(["-f", str(hosts), "true"]) == 1
+    assert "neither pdsh nor ssh is installed" in capfd.readouterr().err
