@@ -105,6 +105,16 @@ def test_text_of_files_stays_text(tmp_path: Path) -> None:
     assert any(HOSTILE in part for part in page.text)
 
 
+def test_numbers_beyond_float64_are_left_out(tmp_path: Path) -> None:
+    huge = 10**400
+    lines: list[dict[str, Any]] = [{"kind": "run", "machine": {"memory": {"total_bytes": huge}}, "world_size": huge}]
+    lines += [{"kind": "step", "step": step, "loss": value} for step, value in ((huge, 1.0), (2, huge), (3, 1.5))]
+    lines += [{"kind": "checkpoint", "seconds": huge, "time": huge}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).curves["loss"] == [(3.0, 1.5)]
+    page_of(str(tmp_path), folder=tmp_path)
+
+
 def test_a_run_that_was_killed_in_a_line_goes_on_in_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "run" / "run.jsonl"
     write_record(path, steps=3, seed="of the first start")

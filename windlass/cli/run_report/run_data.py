@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +16,7 @@ from windlass.cli.training.run_metrics import read_rows
 from windlass.observe.run_record import RECORD_FILE, read_record
 
 Curve = list[tuple[float, float]]  # step and value
+_SMALLEST, _LARGEST = 1e-300, 1e300  # absolute values whose differences and sums are finite and not 0
 
 CURVES = {
     "loss": "loss",
@@ -114,8 +114,9 @@ def _add_training(run: RunData, folder: Path) -> None:
         found_result = _read_object(result)
         run.facts["end"] = "finished"  # `windlass train` removes the file when it starts, and writes it last
         for name, key in (("held-out bits per byte before", "bits_before"), ("after", "bits_after")):
-            if isinstance(found_result.get(key), int | float):
-                run.facts[name] = f"{found_result[key]:.4g}"
+            number = _number(found_result.get(key))
+            if number is not None:
+                run.facts[name] = f"{number:.4g}"
     if not run.checkpoints and (folder / CHECKPOINT_FOLDER).is_dir():
         _add_listed_checkpoints(run, folder / CHECKPOINT_FOLDER)
 
@@ -143,11 +144,11 @@ def _add_record(run: RunData, path: Path) -> None:
             _add_start(run, line)
             if isinstance(line.get("config"), dict):  # of a resumed run, the last start's, like its other facts
                 run.config = planned or line["config"]
-        elif kind == "step" and isinstance(line.get("step"), int):
+        elif kind == "step" and isinstance(line.get("step"), int) and _number(line["step"]) is not None:
             steps[line["step"]] = line  # a resumed run repeats steps: the last one counts
         elif kind == "checkpoint":
-            seconds = line.get("seconds")
-            shown = f"{seconds:.2f}" if isinstance(seconds, int | float) else ""
+            seconds = _number(line.get("seconds"))
+            shown = f"{seconds:.2f}" if seconds is not None else ""
             cells = (str(line.get("action", "")), str(line.get("step", "")), shown, str(line.get("path", "")))
             run.checkpoints.append((_clock(line.get("time")), *cells))
         elif kind == "log":
@@ -177,8 +178,8 @@ def _add_start(run: RunData, line: Mapping[str, Any]) -> None:
 
 def _machine_text(key: str, value: Any) -> str:
     if isinstance(value, dict):
-        if key == "memory" and isinstance(value.get("total_bytes"), int):
-            return f"{value['total_bytes'] / 2**30:.1f} GiB"
+        if key == "memory" and (total := _number(value.get("total_bytes"))) is not None:
+            return f"{total / 2**30:.1f} GiB"
         return ", ".join(f"{name}: {item}" for name, item in value.items())
     if isinstance(value, list):
         return "; ".join(str(one.get("name", one)) if isinstance(one, dict) else str(one) for one in value) or "none"
@@ -229,14 +230,16 @@ def _curve(pairs: Iterable[tuple[Any, Any]]) -> Curve:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, or None for anything else that a file may have in its place."""
+    """Return a number that can be drawn, or None for anything else that a file may have in its place."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    if abs(number) < _SMALLEST:
+        return 0.0
+    return number if abs(number) <= _LARGEST else None
 
 
 def _clock(value: Any) -> str:

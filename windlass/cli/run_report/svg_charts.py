@@ -10,6 +10,7 @@ Points = Sequence[tuple[float, float]]
 
 COLOURS = ("#1f6fb4", "#d1601f", "#3a8f3a", "#8a4fb0", "#b0303a", "#5a6570")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 230, 62, 12, 30, 34
+_FLAT = 1e-12  # a curve whose values differ by less than this share of them is drawn as a level line
 _MOST_POINTS = 400  # intervals of a curve, each with its smallest and largest value
 
 
@@ -94,7 +95,7 @@ def bar_chart(title: str, unit: str, bars: Mapping[str, Mapping[str, float]]) ->
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about `count` round numbers that enclose `low` and `high`, ascending, at least two."""
-    if high <= low:
+    if high - low <= _FLAT * max(abs(low), abs(high)):
         around = abs(low) * 0.1 or 1.0
         low, high = low - around, high + around
     rough = (high - low) / count
