@@ -219,8 +219,10 @@ def get_model_profile(
         mode: `"forward"`, or `"generate"` for the model's method of this name.
 
     Raises:
-        ModelError: there are no inputs, or an unknown `mode`.
+        ModelError: there are no inputs, an unknown `mode`, or no method `generate`.
     """
+    if isinstance(args, torch.Tensor):
+        raise ModelError("get_model_profile: args is a tensor; give a list of arguments: [tensor]")
     arguments = list(args)
     if input_shape is not None:
         if type(input_shape) is not tuple or not input_shape:
@@ -232,6 +234,8 @@ def get_model_profile(
         raise ModelError("get_model_profile: there are no inputs; give input_shape, args or kwargs")
     if mode not in ("forward", "generate"):
         raise ModelError(f'get_model_profile: mode is {mode!r}; write "forward" or "generate"')
+    if mode == "generate" and not callable(getattr(model, "generate", None)):
+        raise ModelError(f"get_model_profile: {type(model).__name__} has no method generate; write mode='forward'")
     call = model if mode == "forward" else model.generate
     profiler, trains = FlopsProfiler(model), model.training
     model.eval()

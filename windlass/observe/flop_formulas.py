@@ -8,6 +8,7 @@ recomputed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
+_ROWS_OF_A_PRODUCT = 25  # above which torch.cdist uses a product
 _QUIET_NAMESPACES = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "higher_order"})
 
 
@@ -112,6 +114,53 @@ def _added_vector_product(added: Any, matrix: torch.Tensor, *rest: Any) -> int:
     return 2 * matrix.numel()
 
 
+def _convolution_backward(
+    upstream: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, biases: Any, stride: Any, padding: Any,
+    dilation: Any, transposed: bool, *rest: Any,
+) -> int:  # fmt: skip
+    """Count the gradients of inputs and weights: each costs as much as the forward, with groups too."""
+    rows = source if transposed else upstream  # whose elements each meet one filter
+    wanted: Sequence[bool] = rest[2]
+    return (wanted[0] + wanted[1]) * 2 * rows.numel() * (weight.numel() // max(1, weight.shape[0]))
+
+
+def _time_convolution(rows: torch.Tensor, weight: torch.Tensor, bias: Any, pad: int = 0) -> int:
+    """Count a convolution of `[time, batch, in]` with `[width, in, out]`."""
+    width, _, out = weight.shape
+    return 2 * (rows.shape[0] + 2 * pad - width + 1) * rows.shape[1] * width * rows.shape[2] * out
+
+
+def _triple_product(
+    first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, expand_first: Sequence[int],
+    expand_second: Sequence[int], expand_third: Sequence[int], summed: Sequence[int], *rest: Any,
+) -> int:  # fmt: skip
+    """Count the two products of `nn.Bilinear` or its backward, which sums the first one where the third is constant."""
+
+    def sizes(tensor: torch.Tensor, expanded: Sequence[int]) -> list[int]:
+        found = list(tensor.shape)
+        for dimension in sorted(expanded):
+            found.insert(dimension, 1)
+        return found
+
+    pair = [max(two) for two in zip(sizes(first, expand_first), sizes(second, expand_second), strict=True)]
+    between = [1 if at in summed and at in expand_third else size for at, size in enumerate(pair)]
+    last = [max(two) for two in zip(between, sizes(third, expand_third), strict=True)]
+    return 2 * (math.prod(pair) + math.prod(last))
+
+
+def _euclidean_distances(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Count the product of rows with two more elements, from which distances are computed."""
+    batch = math.prod(torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]))
+    return 2 * batch * first.shape[-2] * second.shape[-2] * (first.shape[-1] + 2)
+
+
+def _distances(first: torch.Tensor, second: torch.Tensor, power: float, mode: int | None = None) -> int:
+    """Count the product of `torch.cdist`, which it uses for many rows; other distances are elementwise work."""
+    is_large = first.shape[-2] > _ROWS_OF_A_PRODUCT or second.shape[-2] > _ROWS_OF_A_PRODUCT
+    uses_product = power == 2 and (mode == 1 or (not mode and is_large))
+    return _euclidean_distances(first, second) if uses_product else 0
+
+
 def _self_attention_layer(
     query: torch.Tensor, key: Any, value: Any, width: int, heads: int, qkv: torch.Tensor, *rest: Any
 ) -> int:
@@ -169,6 +218,11 @@ _NAMED_FORMULAS: dict[str, Callable[..., int]] = {
     "addbmm": _added_product,
     "addbmm_": _added_product,
     "_weight_int8pack_mm": _transposed_product,
+    "convolution_backward": _convolution_backward,
+    "conv_tbc": _time_convolution,
+    "_trilinear": _triple_product,
+    "_euclidean_dist": _euclidean_distances,
+    "_cdist_forward": _distances,
     "mv": _vector_product,
     "addmv": _added_vector_product,
     "addmv_": _added_vector_product,

@@ -52,6 +52,8 @@ def test_inputs_ignored_modules_and_file(tmp_path: Path) -> None:
         ({}, "there are no inputs"),
         ({"input_shape": [1, 3]}, "give a tuple of sizes"),
         ({"input_shape": (1, 3), "mode": "train"}, 'write "forward" or "generate"'),
+        ({"input_shape": (1, 3), "mode": "generate"}, "has no method generate"),
+        ({"args": torch.ones(1, 3, 8, 8)}, "args is a tensor"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], words: str) -> None:

@@ -171,6 +171,39 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "side"), [(nn.Conv1d, 1), (nn.Conv2d, 2), (nn.ConvTranspose1d, 1), (nn.ConvTranspose2d, 2)]
+)
+def test_gradients_of_a_convolution_cost_twice_its_forward(kind: Any, side: int, groups: int) -> None:
+    layer = kind(8, 16, 3, stride=2, groups=groups)
+    rows = torch.randn(2, 8, *[9] * side, requires_grad=True)
+    root = count(layer, lambda: layer(rows).sum()).root
+    positions = rows.numel() // 8 if "Transpose" in kind.__name__ else layer(rows).numel() // 16
+    assert root.forward == 2 * positions * 8 * 16 // groups * 3**side
+    assert root.backward == 2 * root.forward
+
+
+def test_layers_whose_products_are_inside_of_one_operation() -> None:
+    left, right = torch.randn(5, 8, requires_grad=True), torch.randn(5, 12, requires_grad=True)
+    pair = nn.Bilinear(8, 12, 6)
+    root = count(pair, lambda: pair(left, right).sum()).root
+    assert root.forward == 2 * 5 * 6 * (8 * 12 + 12)
+    assert root.backward >= 2 * root.forward  # three products of three factors: with the weight's gradient
+
+    def counted(call: Callable[[], torch.Tensor]) -> int:
+        counter = FlopCounter(nn.Identity(), CPU)
+        with counter.counting():
+            call()
+        return counter.outside.forward
+
+    many, few = torch.randn(40, 6), torch.randn(9, 6)
+    assert counted(lambda: torch.cdist(many, few)) == 2 * 40 * 9 * 8
+    assert counted(lambda: torch.cdist(few, few)) == counted(lambda: torch.cdist(many, few, p=1.0)) == 0
+    series, filters = torch.randn(10, 2, 4), torch.randn(3, 4, 8)
+    assert counted(lambda: torch.conv_tbc(series, filters, torch.randn(8), 1)) == 2 * 10 * 2 * 3 * 4 * 8
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_operations_belong_to_the_module_that_created_their_nodes(reentrant: bool | None) -> None:
     model, x = Stack(reentrant), torch.randn(T, H, requires_grad=True)
