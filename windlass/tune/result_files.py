@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,14 @@ class ResultFiles:
         """Write the metrics of a measured trial."""
         if record.measured:
             write_atomically(self.folder_of(record.candidate) / "metrics.json", json.dumps(metrics_of(record)))
+
+    def remove_best(self, config: str | None) -> None:
+        """Remove the best configuration of an earlier search, unless it is the file `config`, which this one starts
+        from."""
+        for name in (OPTIMAL_CONFIG, OPTIMAL_COMMAND):
+            path = self.results / name
+            if path.exists() and not (config is not None and os.path.exists(config) and path.samefile(config)):
+                path.unlink()
 
     def write_best(self, config: dict[str, Any], command: Sequence[str]) -> None:
         """Write the best configuration so far, and the command that uses it."""

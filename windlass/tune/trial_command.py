@@ -55,7 +55,10 @@ class ProgramCommand:
     def _is_config(self, word: str) -> bool:
         if self.config is None:
             return False
-        return word == self.config or os.path.exists(word) and os.path.samefile(word, self.config)
+        if word == self.config:
+            return True
+        # The configuration may be base64, which is no path.
+        return os.path.exists(word) and os.path.exists(self.config) and os.path.samefile(word, self.config)
 
 
 def find_config(program: Sequence[str]) -> str:

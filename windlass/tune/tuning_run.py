@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.config.batch_sizes import MICRO
@@ -43,6 +44,10 @@ _SHARE = 0.25  # of the time that all candidates would take
 _SEARCHED = 0.8  # of that time for the search; the rest is for runs of the best again
 _COUNTED = 0.5  # of the candidates that are tried by default, if the time is enough
 _FEWEST, _MOST = 8, 50
+_RESULT_KEYS = frozenset(
+    ("step_s", "steps", "forward_s", "update_s", "train_batch", "micro", "world_size", "fed_shape", "parameters",
+     "peak_device", "peak_host", "ended_early")
+)  # fmt: skip
 
 
 class TuningError(WindlassError, RuntimeError):
@@ -158,6 +163,7 @@ class TuningRun:
             TuningError: no trial could be measured. The message has the errors, and the nearest configuration.
         """
         interrupted = False
+        self.files.remove_best(self.command.config)
         try:
             self._search()
             self._repeat_best()
@@ -384,10 +390,17 @@ class TuningRun:
         return replace(record, status=TrialStatus.SLOW if measured["ended_early"] else TrialStatus.MEASURED)
 
     def _earlier(self, candidate: Candidate, config: dict[str, Any], folder: Path) -> TrialRecord | None:
-        result, order = folder / "result.json", folder / "ds_config.json"
-        if not (result.is_file() and order.is_file()) or json.loads(order.read_text()) != config:
+        """Return the record of an earlier search's trial; None: there is none, or its files are damaged."""
+        found = []
+        for path in (folder / "ds_config.json", folder / "result.json"):
+            try:
+                found.append(parse_json(path.read_bytes()))
+            except (OSError, JsonError):
+                return None
+        earlier, measured = found
+        if earlier != config or not isinstance(measured, dict) or not measured.keys() >= _RESULT_KEYS:
             return None
-        return self._judge(TrialRecord(candidate, TrialStatus.MEASURED, json.loads(result.read_text())))
+        return self._judge(TrialRecord(candidate, TrialStatus.MEASURED, measured))
 
     def _keeps_batch(self, candidate: Candidate, best: TrialRecord) -> bool:
         same = candidate.get("train_batch_size") == best.candidate.get("train_batch_size")

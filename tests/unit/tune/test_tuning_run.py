@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -88,6 +89,35 @@ def test_the_best_is_found_and_written_with_all_files(tmp_path: Path) -> None:
     assert draw_trials(outcome, tmp_path / "trials.png") and (tmp_path / "trials.png").read_bytes()[1:4] == b"PNG"
     again = tuning(tmp_path, "sys.exit(1)", keeps_results=True).run()
     assert again.best is not None and again.best.candidate == best.candidate
+
+
+def test_a_resumed_search_runs_trials_again_whose_files_are_damaged(tmp_path: Path) -> None:
+    raw = {**RAW, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    tuning(tmp_path, "measured(0.01 * (3 - stage))", raw=raw).run()
+    results = tmp_path / "results"
+    folders = sorted(path.parent for path in results.glob("*/result.json"))
+    assert len(folders) == 3
+    for folder, name, text in zip(
+        folders, ("result.json", "result.json", "ds_config.json"), ('{"step_s": ', "[]", "{"), strict=True
+    ):
+        (folder / name).write_text(text)
+    again = tuning(tmp_path, "measured(0.02 * (3 - stage))", raw=raw, keeps_results=True).run()
+    assert sorted(record.step_s for record in again.records) == pytest.approx([0.02, 0.04, 0.06])
+
+
+def test_no_best_of_an_earlier_search_stays_behind(tmp_path: Path) -> None:
+    tuning(tmp_path, "measured(0.1)").run()
+    best = tmp_path / "results" / "ds_config_optimal.json"
+    given, text = best.with_name("given.json"), best.read_text()
+    os.link(best, given)  # a configuration that the next search starts from is kept
+    run = tuning(tmp_path, "sys.exit('no')")
+    run.command = ProgramCommand(run.command.launcher, run.command.program, str(given))
+    with pytest.raises(TuningError):
+        run.run()
+    assert best.read_text() == text
+    with pytest.raises(TuningError):
+        tuning(tmp_path, "sys.exit('no')").run()
+    assert not best.exists() and not best.with_name("cmd_optimal.txt").exists()
 
 
 def test_failed_trials_keep_their_error_and_the_search_goes_on(tmp_path: Path) -> None:
@@ -219,6 +249,14 @@ def test_predictions_discard_what_cannot_fit(tmp_path: Path) -> None:
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     assert discarded and all(record.candidate.get(MICRO) >= 4 for record in discarded)
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) == 2
+
+
+def test_a_configuration_in_base64_is_no_path(tmp_path: Path) -> None:
+    text = base64.urlsafe_b64encode(json.dumps(RAW).encode()).decode()
+    script = tmp_path / "train.py"
+    script.touch()
+    command = ProgramCommand(("python",), (str(script), "--config", text, str(tmp_path)), text)
+    assert command.for_trial(Path("new.json"), RAW) == ["python", str(script), "--config", "new.json", str(tmp_path)]
 
 
 def test_arguments_of_the_program(tmp_path: Path) -> None:
