@@ -171,3 +171,15 @@ def test_infinite_links_and_many_units() -> None:
     assert choice.used[HOST] == 0 and choice.used[DEVICE] <= 100 * 10**9
     assert {one.state for one in choice.units} == {DEVICE, NVME}
     assert choice.used[DEVICE] > 90 * 10**9
+
+
+@pytest.mark.parametrize("moved", [1, 17, 31, 59])
+def test_a_ratio_that_fits_is_found_among_many_units(moved: int) -> None:
+    """The limits leave one number of units in host memory, which no group of neighbours ends at."""
+    layers = [replace(LAYERS[0], can_move=False)] * 60
+    each = 16 * 10**8
+    memory = TierMemory((60 - moved) * each, moved * each, None)
+    choice = choose_tiers(layers, RATES, memory)
+    assert [one.state for one in choice.units] == [HOST] * moved + [DEVICE] * (60 - moved)
+    on_disk = TierMemory((60 - moved) * each, None, moved * each)
+    assert [one.state for one in choose_tiers(layers, RATES, on_disk).units] == [NVME] * moved + [DEVICE] * (60 - moved)

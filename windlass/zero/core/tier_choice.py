@@ -4,7 +4,8 @@
 the device, with one pair of bounds for parameters and one for master weights and states. Gradients follow the states;
 those of states on NVMe may be in host memory or there. All placements of that form are compared, so the result is the
 fastest of them that fits, every uniform setting is among them, and more memory never makes it slower. A model of many
-units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one.
+units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one; placements with one bound, such as a
+`ratio` of the states, are compared for every unit of it.
 
 The time of a placement is that of its transfers and updates, by the measured rates: those that run during forward and
 backward, of which the slowest counts, and then those of the update. A share of every transfer counts in addition,
@@ -145,18 +146,14 @@ def choose_tiers(
         ConfigError: none fits. The message has the nearest one, and the bytes that it lacks on each tier.
     """
     groups = _Groups(units)
-    bounds = groups.all_bounds(memory)
-    used = groups.bytes_used(bounds, fixed, memory)
-    over = torch.zeros(len(bounds), dtype=torch.int64)
-    for tier, limit in _limits(memory):
-        over += (used[tier] - limit).clamp(min=0)
-    seconds = groups.seconds(bounds, rates, traffic)
-    if not bool((over == 0).any()):
-        nearest = int(over.argmin())
-        raise ConfigError(_explain(groups, bounds, used, memory, nearest))
-    seconds[over > 0] = torch.inf
-    best = int(seconds.argmin())
-    return TierChoice(groups.tiers(bounds, best), float(seconds[best]), _row(used, best), memory)
+    compared = [_Compared(groups, groups.all_bounds(memory), rates, memory, fixed, traffic)]
+    if len(units) > _MOST_GROUPS:
+        alone = _Groups(units, most=len(units))
+        compared.append(_Compared(alone, alone.single_bounds(memory), rates, memory, fixed, traffic))
+    best = min(compared, key=lambda one: one.key)
+    if best.key[0]:
+        raise ConfigError(best.explain())
+    return best.choice()
 
 
 def step_seconds(
@@ -173,6 +170,45 @@ def step_seconds(
     far = (Tier.NVME, Tier.HOST)
     ends = [bound("param", Tier.NVME), bound("param", *far), bound("state", Tier.NVME), bound("state", *far)]
     return float(groups.seconds(_Bounds(torch.tensor([[*ends, int(bool(on_disk))]])), rates, traffic)[0])
+
+
+class _Compared:
+    """Placements with their bytes and times.
+
+    Attributes:
+        row: The fastest one that fits, or the nearest one.
+        key: Bytes that it lacks, and its seconds.
+    """
+
+    def __init__(
+        self,
+        groups: _Groups,
+        bounds: _Bounds,
+        rates: TierRates,
+        memory: TierMemory,
+        fixed: FixedBytes,
+        traffic: StepTraffic,
+    ) -> None:
+        self._groups, self._bounds, self._memory = groups, bounds, memory
+        self._used = groups.bytes_used(bounds, fixed, memory)
+        over = torch.zeros(len(bounds), dtype=torch.int64)
+        for tier, limit in _limits(memory):
+            over += (self._used[tier] - limit).clamp(min=0)
+        seconds = groups.seconds(bounds, rates, traffic)
+        least = int(over.min())
+        nearest = int(over.argmin())
+        fastest = int(torch.where(over == 0, seconds, torch.inf).argmin())
+        self.row = nearest if over[fastest] else fastest  # nothing fits, or takes a finite time
+        self.key = least, float(seconds[self.row])
+
+    def choice(self) -> TierChoice:
+        """Return the placement."""
+        tiers = self._groups.tiers(self._bounds, self.row)
+        return TierChoice(tiers, self.key[1], _row(self._used, self.row), self._memory)
+
+    def explain(self) -> str:
+        """Return the error of a placement that does not fit."""
+        return _explain(self._groups, self._bounds, self._used, self._memory, self.row)
 
 
 class _Bounds:
@@ -218,6 +254,25 @@ class _Groups:
         moves_gradients = rows[rows[:, 2] > 0]
         moves_gradients[:, 4] = 1
         return _Bounds(torch.cat([rows, moves_gradients]))
+
+    def single_bounds(self, memory: TierMemory) -> _Bounds:
+        """Return the placements with all parameters on one tier and one bound between the states of two tiers."""
+        count = len(self._ends)
+        whole = [(0, 0)]
+        whole += [(0, count)] if memory.host is not None else []
+        whole += [(count, count)] if memory.disk is not None else []
+        cut: dict[tuple[int, int], None] = {}
+        for end in range(count + 1):
+            cut |= {(0, end): None} if memory.host is not None else {}
+            cut |= {(end, end): None} if memory.disk is not None else {}
+            cut |= {(end, count): None} if memory.host is not None and memory.disk is not None else {}
+        of_states = list(cut) or whole
+        if not int(self.masters[-1]):
+            of_states = [(0, 0)]
+        of_params = whole if int(self.param[-1]) else [(0, 0)]
+        rows = [(*param, *state, on_disk) for param in of_params for state in of_states for on_disk in (0, 1)
+                if state[0] or not on_disk]  # fmt: skip
+        return _Bounds(torch.tensor(rows, dtype=torch.int64))
 
     def bytes_used(self, at: _Bounds, fixed: FixedBytes, memory: TierMemory) -> dict[Tier, torch.Tensor]:
         """Return the bytes on each tier, `[n]`."""
