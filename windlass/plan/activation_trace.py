@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stag
 from windlass.parallel.pipeline.pipeline_action import RankActions
 from windlass.parallel.pipeline.planned_transfers import PlannedTransfers
 from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
+from windlass.plan.heap_model import BLOCK_ENDED
 
 _ALLOCATION = 64  # bytes: every block of memory is a multiple of this, in torch's CPU allocator
 
@@ -67,12 +69,14 @@ class ActivationTrace:
             schedule, the largest number at the end of a forward.
         saved_by_autograd: Those of them that autograd saved, without parameters.
         inputs: Bytes of the batch.
+        storages: Storages as they come and go, and the ends of blocks, see `HeapModel.run`.
     """
 
     events: list[MemoryEvent] = field(default_factory=list)
     saved: int = 0
     saved_by_autograd: int = 0
     inputs: int = 0
+    storages: list[tuple[int, int]] = field(default_factory=list)
 
     def peak(self, phase: str) -> int:
         """Return the largest number of live bytes of a phase."""
@@ -88,12 +92,17 @@ class ForwardArguments:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operators create, until they are freed."""
+    """Counts the bytes of all storages that operators create, until they are freed.
 
-    def __init__(self) -> None:
+    Args:
+        log: List to which the storages are added as they come and go.
+    """
+
+    def __init__(self, log: list[tuple[int, int]]) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._known: dict[int, Any] = {}
+        self._log, self._numbers = log, count(1)
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count the memory of `tensor`."""
@@ -123,10 +132,15 @@ class _LiveStorages(TorchDispatchMode):
         key = storage._cdata
         self.live += nbytes
         self.peak = max(self.peak, self.live)
+        number = next(self._numbers)
+        if nbytes:
+            self._log.append((number, nbytes))
 
         def freed(_: Any) -> None:
             self._known.pop(key, None)
             self.live -= nbytes
+            if nbytes:
+                self._log.append((number, 0))
 
         self._known[key] = weakref.ref(storage, freed)
 
@@ -289,7 +303,8 @@ def _untraceable(model: nn.Module, twin: nn.Module, error: Exception) -> ModelEr
 
 class _TraceRecorder:
     def __init__(self, model: nn.Module, blocks: set[str]) -> None:
-        self.trace, self.storages = ActivationTrace(), _LiveStorages()
+        self.trace = ActivationTrace()
+        self.storages = _LiveStorages(self.trace.storages)
         self._model, self._blocks, self._phase = model, blocks, FORWARD
         self._own = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -298,6 +313,8 @@ class _TraceRecorder:
 
     def _record(self, kind: str, name: str) -> None:
         storages = self.storages
+        if kind == "end":
+            self.trace.storages.append(BLOCK_ENDED)
         self.trace.events.append(MemoryEvent(self._phase, kind, name, storages.take_peak(), storages.live))
 
     @contextlib.contextmanager

@@ -4,7 +4,8 @@
 bytes are exact. Activations come from [Note: traced memory], and full parameters that are unsharded for a block from
 the order of blocks in the trace, with the engine's prefetcher. Freed memory stays with the allocator, on a GPU all of
 it, on a CPU what malloc holds ([Note: freed memory on CPU]): it counts as allocator slack from the second step on.
-Holes of malloc's heap and workspaces of a CPU's kernels are no arithmetic: they are a measured share of the heap.
+Holes of malloc's heap follow from a model of it ([Note: holes of the heap]), in which the blocks of the trace come and
+go. Workspaces of a CPU's kernels are no arithmetic: they are a measured share of the heap.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from windlass.comm.gather_windows import WINDOWS
 from windlass.config import Config
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace
+from windlass.plan.heap_model import HeapModel
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, SLACK, Amounts, MemoryPlan, MomentMemory
 from windlass.plan.planned_layout import PlannedLayout
 from windlass.storage.extent_allocator import page_up
@@ -29,7 +31,8 @@ from windlass.zero.update.update_chunk import make_chunks
 
 HOLES = "holes and workspaces"
 """Holes of malloc's heap that no later tensor fits into, and memory inside of a CPU's kernels."""
-_HOLES = 0.25  # of the largest content of the heap: fitted to the rows that bench/plan.py measured
+_WORKSPACES = 0.06  # of the heap: fitted to the rows that bench/plan.py measured
+_STEPS = 3  # after which the heap hardly grows
 
 _PLACES = {Tier.DEVICE: DEVICE, Tier.HOST: HOST, Tier.NVME: DISK}
 
@@ -303,13 +306,34 @@ class MemoryPlanner:
         keeps = _on_the_heap if on_cpu else _everything
         later = (FORWARD, BACKWARD, "step", "save")
         most = max(keeps(plan.moments[moment].of(place)) for moment in later)
+        extent = max(most, self._heap_extent()) if on_cpu else most
+        holes = int((1 + _WORKSPACES) * extent) - most
         for moment in later:
             amounts = plan.moments[moment].of(place)
             slack = most - keeps(amounts)
             if slack > 0:
                 amounts[SLACK] = slack
             if on_cpu:
-                amounts[HOLES] = int(_HOLES * most)
+                amounts[HOLES] = holes
+
+    def _heap_extent(self) -> int:
+        """Return how far malloc's heap grows within the first steps of a run on a CPU."""
+        heap = HeapModel()
+        for step in range(_STEPS):
+            heap.run(self._trace.storages)
+            if step == 0:
+                for number, nbytes in enumerate(self._state_blocks()):
+                    heap.allocate(-1 - number, nbytes)
+        return heap.extent
+
+    def _state_blocks(self) -> Iterator[int]:
+        """Yield the bytes of each optimizer state in memory, which the first step creates."""
+        layout = self._layout
+        itemsize = (layout.settings.state_dtype or layout.settings.master_dtype or torch.float32).itemsize
+        for chunk in make_chunks(layout.slots, layout.batch_numel):
+            if chunk.tier is not Tier.NVME:
+                for piece in chunk.pieces():
+                    yield from [piece.numel * itemsize] * (layout.state_bytes // itemsize)
 
 
 def unsharded_bytes(layout: PlannedLayout, trace: ActivationTrace) -> list[int]:
@@ -397,7 +421,7 @@ class _UnshardedRun:
         )
 
 
-_HEAP_KINDS = ("activations", "temporary tensors", "master weights", "optimizer states", "reduction")
+_HEAP_KINDS = ("activations", "temporary tensors", "optimizer states", "reduction")
 
 
 def _on_the_heap(amounts: Amounts) -> int:

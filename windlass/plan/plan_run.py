@@ -191,7 +191,9 @@ def plan_notes(config: Config, run: RunShape, layout: PlannedLayout) -> list[str
     if run.target.has_own_memory:
         notes.append("not counted: the CUDA context, memory of NCCL, workspaces of cuBLAS and fragmentation")
     else:
-        notes.append("not counted: the interpreter and its libraries; holes of the heap are a measured share of it")
+        notes.append(
+            "not counted: the interpreter and its libraries; holes of the heap follow a model of glibc's malloc"
+        )
     if layout.staging:
         notes.append("staging is an upper bound: how far it fills depends on the speed of the disk")
     if layout.choice is not None:

@@ -218,7 +218,7 @@ class CandidatePlanner:
             return self._traces[*kind, samples]
 
         one, two = traced(1), traced(2)
-        return extend_trace(one, two, micro) if len(one.events) == len(two.events) else traced(micro)
+        return extend_trace(one, two, micro) if _are_alike(one, two) else traced(micro)
 
 
 _WITHOUT_EFFECT = dict.fromkeys(
@@ -229,6 +229,12 @@ _WITHOUT_EFFECT = dict.fromkeys(
     )
 )
 """Keys whose values the planner does not read."""
+
+
+def _are_alike(one: ActivationTrace, two: ActivationTrace) -> bool:
+    """Return True if the same storages come and go in both traces."""
+    numbers = [[number for number, _ in trace.storages] for trace in (one, two)]
+    return len(one.events) == len(two.events) and numbers[0] == numbers[1]
 
 
 def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> ActivationTrace:
@@ -246,6 +252,7 @@ def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> Acti
         saved=at(one.saved, two.saved),
         saved_by_autograd=at(one.saved_by_autograd, two.saved_by_autograd),
         inputs=at(one.inputs, two.inputs),
+        storages=[(number, at(a, b)) for (number, a), (_, b) in zip(one.storages, two.storages, strict=True)],
     )
 
 

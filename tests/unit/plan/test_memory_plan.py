@@ -20,6 +20,7 @@ from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, trace_step
 from windlass.plan.choose_config import Rung, choose_config, ladder
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MOMENTS, MemoryPlan
+from windlass.plan.memory_planner import HOLES
 from windlass.plan.plan_run import RunShape, plan_memory, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.plan.planned_model import build_from_shape, build_on_meta
@@ -273,11 +274,15 @@ def test_a_merged_unit_stays_unsharded_between_its_blocks() -> None:
 
 
 def test_axes_and_recomputation_of_the_configuration_need_less_memory() -> None:
+    def content(one: MemoryPlan) -> int:
+        """Return the peak without holes of the heap, which are large beside tensors of a few kilobytes."""
+        return max(one.moments[m].total(HOST) - one.moments[m].host[HOLES] for m in MOMENTS[2:])
+
     model = llama(num_hidden_layers=1)
     alone = plan(model, settings(micro=4), ranks=1)
     for parallel, ranks in (({"tp": 2}, 2), ({"sp": 2}, 2), ({"recompute": True}, 1), ({"tiled_loss": True}, 1)):
         found = plan(model, {**settings(micro=4), "parallel": parallel}, ranks=ranks)
-        assert found.peak(HOST, MOMENTS[2:]) < alone.peak(HOST, MOMENTS[2:]), parallel
+        assert content(found) < content(alone), parallel
         parameters = [one.moments[FORWARD].host["parameters"] for one in (found, alone)]
         assert (parameters[0] < parameters[1]) is ("tp" in parallel)
     assert plan(model, settings(micro=4), ranks=1).as_json() == alone.as_json(), "the model was changed"

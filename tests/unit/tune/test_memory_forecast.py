@@ -42,7 +42,7 @@ def test_the_forecast_equals_the_plan(tmp_path: Path) -> None:
         config = load_config(override_keys(RAW, overrides))
         plan = plan_memory(model, config, RunShape(2, 16))
         planned = plan.peak(HOST, ("init", "load", "forward", "backward", "step"))
-        assert abs(found.host_bytes[name] - planned) < 1e-3 * planned, "blocks of 64 bytes are not quite linear"
+        assert abs(found.host_bytes[name] - planned) < 1e-2 * planned, "blocks of 64 bytes are not quite linear"
 
 
 def test_a_model_that_cannot_be_traced_gives_facts_and_a_reason(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Model of glibc's malloc: how far its heap grows while blocks of memory come and go.
+
+[Note: holes of the heap] Torch asks for memory at multiples of 64 bytes. glibc (before 2.38) then looks for a hole with
+96 bytes more than a block needs, and gives back what is left before and behind it. Small objects, such as nodes of
+autograd, take these remainders, so the hole that a block leaves is too small for the next block of its size: that one
+takes a larger hole, or the heap grows. A remainder is free again once its object is, here at the end of the forward or
+backward of a module. Those that were freed last stay apart even then: malloc keeps them for small objects, seven of
+each size. These times were chosen by the heaps of 22 runs (`bench/plan.py`) and differ from malloc's in detail.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+_GRAIN = 16  # bytes: chunks are multiples of this
+_HEADER = 8
+_SMALLEST = 32
+_REMAINDER = 96  # of a block at a multiple of 64: the alignment, and the smallest chunk
+_CACHED = 14  # remainders that malloc keeps for small objects: seven of two sizes
+
+BLOCK_ENDED = (0, 0)
+"""Entry of a log of blocks: the forward or backward of a module has ended."""
+
+
+class HeapModel:
+    """Heap of malloc that returns no memory to the system, and first fits blocks into its smallest holes.
+
+    Attributes:
+        extent: Bytes from its begin to its highest end so far.
+    """
+
+    def __init__(self) -> None:
+        self.extent = 0
+        self._by_size: list[tuple[int, int]] = []  # bytes and begin of each hole
+        self._sizes: dict[int, int] = {}  # bytes of a hole by its begin
+        self._begins: dict[int, int] = {}  # begin of a hole by its end
+        self._blocks: dict[int, tuple[int, int]] = {}  # begin and bytes by the number of a block
+        self._taken: list[int] = []  # begins of remainders that small objects have
+        self._cached: list[int] = []
+
+    def run(self, log: Iterable[tuple[int, int]]) -> None:
+        """Run a step, and free the blocks that it leaves.
+
+        Args:
+            log: Number of a block and its bytes, 0 bytes where it is freed; or `BLOCK_ENDED`.
+        """
+        numbers: dict[int, None] = {}
+        for number, nbytes in log:
+            if number == BLOCK_ENDED[0]:
+                self._release()
+            elif nbytes:
+                self.allocate(number, nbytes)
+                numbers[number] = None
+            elif number in numbers:
+                del numbers[number]
+                self._free(number)
+        for number in numbers:
+            self._free(number)
+        self._release()
+
+    def allocate(self, number: int, nbytes: int) -> None:
+        """Place a block that stays."""
+        chunk = max(_SMALLEST, -(-(nbytes + _HEADER) // _GRAIN) * _GRAIN)
+        needed = chunk + _REMAINDER
+        at = bisect_left(self._by_size, (needed, 0))
+        if at < len(self._by_size):
+            size, begin = self._by_size[at]
+            self._take(begin)
+            if size > needed:
+                self._give(begin + needed, size - needed)
+        else:
+            begin = self._begins.get(self.extent, self.extent)  # a hole at the end grows
+            if begin < self.extent:
+                self._take(begin)
+            self.extent = begin + needed
+        self._blocks[number] = begin, chunk
+        self._taken.append(begin + chunk)
+
+    def _free(self, number: int) -> None:
+        self._give(*self._blocks.pop(number))
+
+    def _release(self) -> None:
+        """Free the remainders that small objects have, but for those that malloc keeps."""
+        remainders = [*self._cached, *self._taken]
+        self._cached, self._taken = remainders[-_CACHED:], []
+        for begin in remainders[:-_CACHED]:
+            self._give(begin, _REMAINDER)
+
+    def _give(self, begin: int, size: int) -> None:
+        """Add a hole, and join it with the holes beside it."""
+        before = self._begins.get(begin)
+        if before is not None:
+            size += self._take(before)
+            begin = before
+        if begin + size in self._sizes:
+            size += self._take(begin + size)
+        self._sizes[begin], self._begins[begin + size] = size, begin
+        insort(self._by_size, (size, begin))
+
+    def _take(self, begin: int) -> int:
+        """Remove a hole. Return its bytes."""
+        size = self._sizes.pop(begin)
+        del self._begins[begin + size]
+        del self._by_size[bisect_left(self._by_size, (size, begin))]
+        return size
