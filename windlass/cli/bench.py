@@ -180,7 +180,7 @@ def disk(
     from windlass.compat.ds_io import parse_size
 
     settings = disk_bench.parse_settings(block_sizes, queue_depths, threads)
-    disk_bench.run_disk_bench(folder, settings, parse_size(size), rounds, out)
+    disk_bench.run_disk_bench(folder, settings, parse_size(size, "--size"), rounds, out)
 
 
 @bench_app.command("serve")

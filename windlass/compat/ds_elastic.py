@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
-from windlass.base.errors import WindlassError
+from windlass.base.errors import ConfigError, WindlassError
 from windlass.base.text import print_escaped
 from windlass.config import load_config
 from windlass.config.elastic_batch import find_elastic_batch, solve_elastic_batch
@@ -34,6 +34,8 @@ def ds_elastic(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         section = load_config(asked.config).elasticity
+        if not section.enabled:
+            raise ConfigError(f'{asked.config} has no "elasticity" with "enabled": true; add the section')
         found = find_elastic_batch(section)
         solved = solve_elastic_batch(section, asked.world_size) if asked.world_size > 0 else None
     except WindlassError as error:

@@ -31,18 +31,18 @@ _MOST = 1 << 20  # of processes, requests, threads and loops
 _INERT = "accepted; windlass submits requests while others complete, from aligned memory, with its own I/O engine"
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, source: str) -> int:
     """Return the bytes of `64M`, `1G` or `4096`.
 
     Raises:
-        StorageError: the text is no positive size.
+        StorageError: the text is no positive size. The message names `source`.
     """
     try:
         size = parse_bytes(text, "size")
     except WindlassError:
         size = 0
     if size < 1:
-        raise StorageError(f"{text!r} is no size; write a positive number of bytes, with K, M or G, such as 64M")
+        raise StorageError(f"{source}: {text!r} is no positive number; write one, of bytes with K, M or G, such as 64M")
     return size
 
 
@@ -86,13 +86,13 @@ def ds_io(argv: Sequence[str] | None = None) -> int:
     asked = build_io_parser().parse_args(argv)
     try:
         _refuse_device_memory("ds_io", gpu=asked.gpu, gds=asked.use_gds)
-        setting = DiskSetting(parse_size(asked.block_size), asked.queue_depth, asked.io_parallel or 1)
+        setting = DiskSetting(parse_size(asked.block_size, "--block_size"), asked.queue_depth, asked.io_parallel or 1)
         folders = [Path(pair.rpartition(":")[0] or pair) for pair in asked.folder_to_device_mapping]
         if asked.folder:
             folders = [Path(asked.folder)] * asked.multi_process
         if not folders:
             raise StorageError("ds_io: no folder is given; write --folder FOLDER")
-        found = _measure_at_once(setting, folders, parse_size(asked.io_size), asked.loops)
+        found = _measure_at_once(setting, folders, parse_size(asked.io_size, "--io_size"), asked.loops)
     except WindlassError as error:
         print_escaped(f"ds_io: {error}", to_stderr=True)
         return 1
@@ -135,16 +135,16 @@ def ds_nvme_tune(argv: Sequence[str] | None = None) -> int:
         if not (read or write):
             raise StorageError("ds_nvme_tune: --no_read and --no_write leave nothing to measure; drop one of them")
         settings = read_sweep(Path(asked.sweep_config)) if asked.sweep_config else list(DEFAULT_SETTINGS)
+        log = Path(asked.log_dir) / _LOG_FILE
+        log.parent.mkdir(parents=True, exist_ok=True)  # before a sweep of minutes
         found = sweep(
             settings,
             [Path(folder) for folder in asked.nvme_dir],
-            parse_size(asked.io_size),
+            parse_size(asked.io_size, "--io_size"),
             loops=asked.loops,
             on_measured=(lambda one: print_escaped(describe_measurement(one))) if asked.verbose else None,
         )
         best = best_measurement(found, read=read, write=write)
-        log = Path(asked.log_dir) / _LOG_FILE
-        log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(json.dumps([measurement_as_data(one) for one in found], indent=1) + "\n", "utf-8")
     except (WindlassError, OSError) as error:
         print_escaped(f"ds_nvme_tune: {error}", to_stderr=True)
@@ -185,7 +185,7 @@ def _sweep_values(given: dict[str, Any], path: Path, keys: Sequence[str], defaul
             raise StorageError(
                 f"--sweep_config {path}: {keys[0]} has {value!r}; write positive numbers or sizes like 1M"
             )
-        yield parse_size(str(value))
+        yield parse_size(str(value), f"--sweep_config {path}: {keys[0]}")
 
 
 def describe_measurement(found: DiskMeasurement) -> str:

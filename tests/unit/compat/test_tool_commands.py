@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from windlass.base.errors import StorageError
+from windlass.base.errors import CommunicationError, StorageError
+from windlass.cli.benches.collective_bench import parse_settings as parse_collective_settings
+from windlass.cli.benches.disk_bench import parse_settings as parse_disk_settings
+from windlass.compat import ds_io as ds_io_module
 from windlass.compat import ds_ssh as ssh_module
 from windlass.compat.ds_bench import ds_bench
 from windlass.compat.ds_elastic import ds_elastic
@@ -20,10 +23,11 @@ from windlass.storage.disk_sweep import DiskMeasurement, DiskSetting, best_measu
 
 
 def test_sizes() -> None:
-    assert [parse_size(text) for text in ("4096", "64K", "1M", "2G", "1MB")] == [4096, 65536, 1 << 20, 2 << 30, 1 << 20]
+    texts = ("4096", "64K", "1M", "2G", "1MB")
+    assert [parse_size(text, "--size") for text in texts] == [4096, 65536, 1 << 20, 2 << 30, 1 << 20]
     for text in ("", "0", "-1", "M", "1X"):
-        with pytest.raises(StorageError, match="is no size"):
-            parse_size(text)
+        with pytest.raises(StorageError, match=f"--size: '{text}' is no positive number"):
+            parse_size(text, "--size")
 
 
 def test_score_counts_the_time_of_both_directions() -> None:
@@ -85,13 +89,20 @@ def test_numbers_that_measure_nothing_name_their_option(
     assert f"{words[-2]}: '{words[-1]}' is not a whole number" in capsys.readouterr().err
 
 
+def test_settings_of_benches_name_their_option() -> None:
+    with pytest.raises(CommunicationError, match="--sizes 1K,0: a message of no bytes"):
+        parse_collective_settings("all", "1K,0", "fp32", 1, 2)
+    with pytest.raises(StorageError, match="--threads: '0' is no positive number"):
+        parse_disk_settings("1M", "4", "0")
+
+
 def test_ds_bench_refuses_a_share_of_memory_beyond_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     for share in ("0", "-1", "1.5", "nan"):
         assert ds_bench(["--device", "cuda", "--mem-factor", share]) == 1
         assert "--mem-factor" in capsys.readouterr().err
 
 
-def test_ds_nvme_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ds_nvme_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "sweep.json"
     config.write_text(
         '{"block_size": ["4K", "8K"], "queue_depth": [2], "io_parallel": [1, 2], "single_submit": [true]}'
@@ -109,6 +120,9 @@ def test_ds_nvme_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(json.loads(log.read_text())) == 4
     assert ds_nvme_tune([*words, "--no_read", "--no_write"]) == 1
     assert "nothing to measure" in capsys.readouterr().err
+    monkeypatch.setattr(ds_io_module, "sweep", lambda *args, **kwargs: pytest.fail("a folder for rates comes first"))
+    assert ds_nvme_tune([*words, "--log_dir", str(config)]) == 1
+    assert str(config) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", '{"block_size": [true]}', '{"queue_depth": ["x"]}'])
@@ -134,6 +148,10 @@ def test_ds_elastic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ds_elastic(["-c", str(path), "--world-size", "7"]) == 1
     assert "cannot be shared by 7 ranks" in capsys.readouterr().err
     assert ds_elastic(["-c", str(tmp_path / "none.json")]) == 1
+    for data in ({"train_batch_size": 4}, {"elasticity": {**ELASTIC["elasticity"], "enabled": False}}):
+        path.write_text(json.dumps(data))
+        assert ds_elastic(["-c", str(path)]) == 1
+        assert 'has no "elasticity" with "enabled": true' in capsys.readouterr().err
 
 
 def test_ds_ssh(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

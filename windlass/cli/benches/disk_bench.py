@@ -23,7 +23,8 @@ def parse_settings(block_sizes: str, queue_depths: str, threads: str) -> list[Di
     Raises:
         StorageError: a value is no positive number or size.
     """
-    lists = [[parse_size(word) for word in text.split(",")] for text in (block_sizes, queue_depths, threads)]
+    given = {"--block-sizes": block_sizes, "--queue-depths": queue_depths, "--threads": threads}
+    lists = [[parse_size(word, option) for word in text.split(",")] for option, text in given.items()]
     return [DiskSetting(*values) for values in product(*lists)]
 
 
