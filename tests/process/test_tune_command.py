@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from windlass.base.errors import ConfigError
+from windlass.cli.tune import tune
+
 SCRIPT = """
 import argparse
 import torch
@@ -38,6 +41,13 @@ def start(folder: Path, *words: str, **config: Any) -> subprocess.CompletedProce
     command = [sys.executable, "-m", *words, "train.py", "--deepspeed_config", "ds.json"]
     env = {key: value for key, value in os.environ.items() if key != "RANK"}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=200)
+
+
+@pytest.mark.parametrize("value", ['{"stage":1}', "[1]", "1,NaN"])
+def test_a_choice_is_a_single_value(value: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigError, match="is no single value; name the keys inside of it"):
+        tune([str(tmp_path / "train.py")], config="{}", search=[f"zero_optimization={value}"])
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def tune(
         train_max=high,
         has_device_memory=count_devices() > 0,
         nvme_path=nvme,
-        choices={key: tuple(map(_parse_value, text.split(","))) for key, text in _pairs(search, "--search")},
+        choices={key: _parse_choices(key, text) for key, text in _pairs(search, "--search")},
     )
     settings = TuningSettings(
         out,
@@ -130,6 +130,17 @@ def _pairs(given: list[str] | None, option: str) -> list[tuple[str, str]]:
             raise ConfigError(f"{option} {text!r} is not KEY=VALUE; write for example zero_optimization.stage=1,2")
         pairs.append((key, value))
     return pairs
+
+
+def _parse_choices(key: str, text: str) -> tuple[Any, ...]:
+    """Return the values of an option `--search KEY=VALUE,VALUE`."""
+    found = tuple(map(_parse_value, text.split(",")))
+    for value in found:
+        if isinstance(value, (list, dict)) or value != value:
+            raise ConfigError(
+                f"--search {key}={text}: {value!r} is no single value; name the keys inside of it instead"
+            )
+    return found
 
 
 def _parse_value(text: str) -> Any:
