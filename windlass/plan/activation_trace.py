@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -204,7 +205,7 @@ def trace_step(
     twin = copy_without_memory(model, mode, param_dtype)
     recorder = _TraceRecorder(twin, set(blocks))
     try:
-        with mode, _plain_masks(), recorder.storages:
+        with _quiet_shape_errors(), mode, _plain_masks(), recorder.storages:
             batch = _arguments(make_batch())
             given = iterate_tensors((batch.args, batch.kwargs))
             recorder.trace.inputs = sum(t.numel() * t.element_size() for t in given)
@@ -275,7 +276,7 @@ def trace_pipeline(
             run()
 
     try:
-        with mode, _plain_masks(), recorder.storages, recorder.hooks():
+        with _quiet_shape_errors(), mode, _plain_masks(), recorder.storages, recorder.hooks():
             shape, dtype = step.hidden
             passed = torch.empty(shape, dtype=dtype, requires_grad=True)
             transfers = PlannedTransfers(step.axis, torch.device("cpu"), passed)
@@ -423,6 +424,18 @@ def _plain_masks() -> Iterator[None]:
     with mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
+
+
+@contextlib.contextmanager
+def _quiet_shape_errors() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operation that fails without values: the error names it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _innermost_module(error: BaseException, model: nn.Module) -> str:

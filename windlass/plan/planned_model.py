@@ -49,8 +49,10 @@ def build_from_shape(shape: str) -> nn.Module:
     return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
 
 
+_IMAGE_SIDE = 224  # pixels, of models that take images of any size, as ResNet does
 _TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
-"""Tasks of the models that can be named, in the order in which they are looked for."""
+"""Tasks of the models that can be named, in the order in which they are looked for; of an encoder-decoder its own
+first."""
 
 
 def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
@@ -89,7 +91,9 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
 def _auto_class(transformers: Any, config: Any) -> Any:
     """Return transformers' automatic class that builds a model of this configuration; None: there is none."""
     remote = getattr(config, "auto_map", None) or {}
-    for task in _TASKS:
+    # Encoder-decoders have a causal class too, of their decoder alone.
+    tasks = sorted(_TASKS, key="Seq2SeqLM".__ne__) if getattr(config, "is_encoder_decoder", False) else _TASKS
+    for task in tasks:
         found = getattr(transformers, f"AutoModelFor{task}")
         if type(config) in found._model_mapping or found.__name__ in remote:
             return found
@@ -132,7 +136,8 @@ def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, t
         return language_batch
     own: Any = model.config
     config: Any = getattr(own, "vision_config", own)
-    sides = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    size = getattr(config, "image_size", _IMAGE_SIDE)
+    sides = size if isinstance(size, (list, tuple)) else (size,) * 2
     shape = (int(getattr(config, "num_channels", 3)), *sides)
 
     def make(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:

@@ -24,7 +24,8 @@ _POLL_S = 0.02
 _TAIL_BYTES = 64 << 10
 _LONGEST_ERROR = 400
 
-_EXCEPTION = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?::\s|$)")
+_RANK = re.compile(r"^(?:\[rank ?\d+[^\]]*\]:? ?)+")  # of the launcher, and of torch's own hook for exceptions
+_EXCEPTION = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?::\s|$)")
 _NAMED = re.compile(r"(?:Error|Exception|Interrupt)$")
 _LAUNCHER_LINE = re.compile(r"^(?:windlass run|windlass|deepspeed): ")
 _OUT_OF_MEMORY = re.compile(
@@ -92,15 +93,14 @@ def run_trial(
 
 def find_error(text: str) -> str:
     """Return the last error in the output of a program: the line of its exception, or its last line."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line for whole in text.splitlines() if (line := _RANK.sub("", whole.rstrip())).strip()]
     launcher = [line for line in lines if _LAUNCHER_LINE.match(line)]
     own = [line for line in lines if not _LAUNCHER_LINE.match(line)]
     memory = [line for line in lines if _OUT_OF_MEMORY.search(line)]
     raised = [line for line in own if (found := _EXCEPTION.match(line)) and _NAMED.search(found[1])]
     for candidates in (raised, memory, own[-1:], launcher[-1:]):
         if candidates:
-            line = re.sub(r"^\[rank \d+[^\]]*\] ", "", candidates[0 if candidates is raised else -1])
-            return one_line(line, _LONGEST_ERROR)
+            return one_line(candidates[0 if candidates is raised else -1], _LONGEST_ERROR)
     return ""
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.cli.main import app
+from windlass.plan.planned_model import build_from_name
 
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32},
@@ -79,6 +80,29 @@ def test_models_of_other_tasks_are_planned(tmp_path: Path, config: dict[str, Any
     code, text = run(str(tmp_path), "--json")
     found = json.loads(text)
     assert code == 0 and found["moments"]["forward"]["host"]["activations"] > 0
+
+
+def test_an_encoder_decoder_is_planned_whole(tmp_path: Path) -> None:
+    """BART has a causal class too, of its decoder alone."""
+    sizes = {"vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48}
+    heads = {"decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart", **sizes, **heads}))
+    assert type(build_from_name(str(tmp_path))).__name__ == "BartForConditionalGeneration"
+
+
+def test_a_model_for_images_of_any_size_is_planned(tmp_path: Path) -> None:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", **sizes}))
+    code, text = run(str(tmp_path), "--json")
+    assert code == 0 and json.loads(text)["moments"]["backward"]["host"]["activations"] > 4 * 224 * 224
+
+
+def test_a_failed_trace_is_one_error_and_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 64, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gptj", **sizes}))
+    with pytest.raises(ModelError, match=r"module 'transformer\.h\.0\.attn'"):
+        run(str(tmp_path), "--length", "8")
+    assert "failed while attempting" not in "".join(capfd.readouterr())
 
 
 def test_more_tokens_than_a_model_has_positions_for_are_refused(tmp_path: Path) -> None:

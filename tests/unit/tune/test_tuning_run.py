@@ -285,6 +285,8 @@ def test_arguments_of_the_program(tmp_path: Path) -> None:
             "windlass run: rank 0 was ended by SIGKILL: the kernel killed a process for lack of memory",
         ),
         ("usage: a\na.py: error: unrecognized arguments: --config", "a.py: error: unrecognized arguments: --config"),
+        ("[rank0]: Traceback\n[rank0]:   File\n[rank0]: a.KeyError: 'x'\n[rank0]: second line", "a.KeyError: 'x'"),
+        ("[rank 0] [rank0]: ValueError: bad\n[rank0]:W1127 12:00 note", "ValueError: bad"),
         ("", ""),
     ],
 )
