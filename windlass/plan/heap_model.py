@@ -5,7 +5,7 @@
 autograd, take these remainders, so the hole that a block leaves is too small for the next block of its size: that one
 takes a larger hole, or the heap grows. A remainder is free again once its object is, here at the end of the forward or
 backward of a module. Those that were freed last stay apart even then: malloc keeps them for small objects, seven of
-each size. These times were chosen by the heaps of 22 runs (`bench/plan.py`) and differ from malloc's in detail.
+each size. These times were chosen by the heaps of 27 runs (`bench/plan.py`) and differ from malloc's in detail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GRAIN = 16  # bytes: chunks are multiples of this
 _HEADER = 8
 _SMALLEST = 32
 _REMAINDER = 96  # of a block at a multiple of 64: the alignment, and the smallest chunk
-_CACHED = 14  # remainders that malloc keeps for small objects: seven of two sizes
+_CACHED = 21  # remainders that malloc keeps for small objects: seven of three sizes
 
 BLOCK_ENDED = (0, 0)
 """Entry of a log of blocks: the forward or backward of a module has ended."""

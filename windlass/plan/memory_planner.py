@@ -31,7 +31,7 @@ from windlass.zero.update.update_chunk import make_chunks
 
 HOLES = "holes and workspaces"
 """Holes of malloc's heap that no later tensor fits into, and memory inside of a CPU's kernels."""
-_WORKSPACES = 0.06  # of the heap: fitted to the rows that bench/plan.py measured
+_WORKSPACES = 0.05  # of the heap: fitted to the rows that bench/plan.py measured
 _STEPS = 3  # after which the heap hardly grows
 
 _PLACES = {Tier.DEVICE: DEVICE, Tier.HOST: HOST, Tier.NVME: DISK}
