@@ -53,13 +53,23 @@ class RayTrials:
 
     Attributes:
         hosts: Number of hosts of the cluster.
+
+    Raises:
+        ConfigError: Ray Tune is not installed, or there is no cluster at the address.
     """
 
     def __init__(
         self, address: str, ranks: int, *, has_gpu: bool = False, load: Callable[[], Any] = import_ray
     ) -> None:
         self._ray = load()
-        self._ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+        try:
+            self._ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"--ray {address}: {first}; start a cluster with `ray start --head`, give its address, or leave the "
+                "option out, and trials run here, one after another"
+            ) from error
         self.hosts = sum(bool(node["Alive"]) for node in self._ray.nodes())
         self._resources = {"CPU": ranks, **({"GPU": ranks} if has_gpu else {})}
 

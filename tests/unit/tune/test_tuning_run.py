@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from windlass.base.errors import ConfigError
 from windlass.base.processes import descendants
 from windlass.config.batch_sizes import MICRO
 from windlass.tune.ray_trials import RayTrials
@@ -213,6 +214,17 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     assert outcome.best is not None and outcome.best.candidate.get(MICRO) >= 8
     assert max(ray.concurrent) == 3
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
+
+
+def test_no_cluster_at_the_address_names_the_option() -> None:
+    ray = RayModule(hosts=1)
+
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    ray.init = refuse  # type: ignore[method-assign, assignment]
+    with pytest.raises(ConfigError, match="--ray auto: Could not find any running Ray instance.; start a cluster"):
+        RayTrials("auto", 1, load=lambda: ray)
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
