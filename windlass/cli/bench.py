@@ -183,6 +183,21 @@ def disk(
     disk_bench.run_disk_bench(folder, settings, parse_size(size, "--size"), rounds, out)
 
 
+@bench_app.command("device")
+def device(
+    dtypes: Annotated[
+        str, typer.Option(help="Dtypes of products, with commas; attention is measured in the first.")
+    ] = "fp32,bf16",
+    size: Annotated[int, typer.Option(min=16, max=1 << 15, help="Rows and columns of a product's factors.")] = 2048,
+    out: OutOption = _DEFAULT_OUT,
+) -> None:
+    """Measure products, attention, memory and the smallest operation of this device, and write the section `[device]`
+    of a cluster file for `windlass simulate`. On a CPU with this process's threads (OMP_NUM_THREADS)."""
+    from windlass.cli.benches import device_bench
+
+    device_bench.run_device_bench(device_bench.parse_dtypes(dtypes), size, out)
+
+
 @bench_app.command("serve")
 def serve(
     workload: Annotated[

@@ -150,7 +150,7 @@ def _triple_product(
 
 def _euclidean_distances(first: torch.Tensor, second: torch.Tensor) -> int:
     """Count the product of rows with two more elements, from which distances are computed."""
-    batch = math.prod(torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]))
+    batch: int = math.prod(torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]))
     return 2 * batch * first.shape[-2] * second.shape[-2] * (first.shape[-1] + 2)
 
 

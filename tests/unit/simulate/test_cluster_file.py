@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from windlass.base.errors import ConfigError
+from windlass.cli.benches.device_bench import parse_dtypes, run_device_bench
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import load_cluster
 from windlass.simulate.parts import DEVICES, LinkPart, parse_rate, parse_seconds
@@ -139,6 +141,21 @@ def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
 def test_mistakes_name_the_key_its_value_and_the_fix(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, text)
+
+
+def test_a_measured_device_is_a_section_of_a_cluster_file(tmp_path: Path) -> None:
+    run_device_bench(parse_dtypes("fp32, bf16,fp32"), 64, tmp_path)
+    found = load(tmp_path, (tmp_path / "device.toml").read_text() + '[host]\npart = "cpu-host"\n', world=2)
+    assert isinstance(found, Cluster)
+    measured = json.loads((tmp_path / "device.json").read_text())
+    assert set(measured["flops"]) == set(found.device.flops) == {"fp32", "bf16"}
+    for name, rate in measured["flops"].items():
+        assert found.device.flops[name] == pytest.approx(rate, rel=1e-4) and rate > 1e6
+    assert found.device.memory_rate == pytest.approx(measured["memory_rate"], rel=1e-4)
+    assert found.device.launch_seconds == pytest.approx(measured["launch_seconds"], abs=1e-9)
+    assert 0 < found.device.attention_efficiency <= 1 and found.device.matmul_efficiency == 1
+    with pytest.raises(ConfigError, match="unknown dtype 'int8'"):
+        parse_dtypes("int8")
 
 
 def test_unknown_clusters_and_units() -> None:

@@ -1,0 +1,147 @@
+"""Experiment of `windlass bench device`: rates of products, attention and memory, as the section of a cluster file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
+
+from windlass.base.atomic_file import write_atomically
+from windlass.base.compute_device import local_device, synchronized_time
+from windlass.base.dtypes import dtype_name, parse_dtype
+from windlass.base.errors import ConfigError
+from windlass.cli.benches.bench_console import bench_console
+from windlass.cli.benches.bench_results import write_result
+
+_COPIED = 256 << 20  # bytes: more than caches hold
+_HEADS, _TOKENS, _FEATURES = 8, 1024, 64
+_SECONDS = 0.3  # in which an operation is repeated; the fastest call counts
+_LAUNCHES = 100
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Rates of one device.
+
+    Attributes:
+        flops: FLOP/s of a product by dtype.
+        attention_share: FLOP/s of attention over that of a product, in the first dtype; at most 1.
+        memory_rate: Bytes a second of a copy, reads and writes together.
+        launch_seconds: Time of the smallest operation.
+        memory: Bytes of the device's memory.
+    """
+
+    flops: dict[str, float]
+    attention_share: float
+    memory_rate: float
+    launch_seconds: float
+    memory: int
+
+    def as_section(self) -> str:
+        """Return the section `[device]` of a cluster file. Its rates are measured, so their shares are 1."""
+        flops = ", ".join(f'{name} = "{rate / 1e9:.6g}GFLOP/s"' for name, rate in self.flops.items())
+        lines = [
+            "[device]",
+            f"flops = {{{flops}}}",
+            f'memory = "{self.memory >> 20}MiB"',
+            f'memory_rate = "{self.memory_rate / 1e9:.6g}GB/s"',
+            "matmul_efficiency = 1.0",
+            "memory_efficiency = 1.0",
+            f"attention_efficiency = {self.attention_share:.3f}",
+            f'launch = "{self.launch_seconds * 1e6:.3f}us"',
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def parse_dtypes(text: str) -> list[torch.dtype]:
+    """Return the dtypes of a list with commas, each once.
+
+    Raises:
+        ConfigError: a dtype is unknown.
+    """
+    return list(dict.fromkeys(parse_dtype(word.strip()) for word in text.split(",")))
+
+
+def run_device_bench(dtypes: Sequence[torch.dtype], size: int, out: Path) -> None:
+    """Measure this process's device, print the rates and the section, and write `device.json` and `device.toml`."""
+    device = local_device()
+    rates = measure_device(device, dtypes, size)
+    console = bench_console()
+    table = Table(title=f"rates of {device}, products of {size} x {size}", title_justify="left")
+    table.add_column("measurement")
+    table.add_column("rate", justify="right")
+    for name, rate in rates.flops.items():
+        table.add_row(f"product, {name}", f"{rate / 1e9:,.1f} GFLOP/s")
+    table.add_row("attention, share of a product", f"{rates.attention_share:.0%}")
+    table.add_row("copy, reads and writes", f"{rates.memory_rate / 1e9:,.2f} GB/s")
+    table.add_row("smallest operation", f"{rates.launch_seconds * 1e6:,.2f} us")
+    console.print(table)
+    console.print(rates.as_section(), soft_wrap=True, markup=False, highlight=False)
+    written = write_result(out / "device.json", {"bench": "device", "device": str(device), "size": size, **vars(rates)})
+    write_atomically(out / "device.toml", rates.as_section())
+    console.print(
+        f"written: {written} and {out / 'device.toml'}, the section of a cluster file for `windlass simulate`",
+        soft_wrap=True,
+    )
+
+
+def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], size: int) -> DeviceRates:
+    """Measure the rates of one device, on a CPU with this process's threads.
+
+    Args:
+        size: Rows and columns of the factors of a product.
+
+    Raises:
+        ConfigError: the device has no product in a dtype.
+    """
+    flops: dict[str, float] = {}
+    for dtype in dtypes:
+        factor = torch.ones(size, size, dtype=dtype, device=device)
+        try:
+            flops[dtype_name(dtype)] = 2 * size**3 / _fastest(partial(torch.mm, factor, factor), device)
+        except RuntimeError as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"--dtypes {dtype_name(dtype)}: {device} has no such product: {first}") from error
+    query = torch.ones(1, _HEADS, _TOKENS, _FEATURES, dtype=dtypes[0], device=device)
+    attended = 4 * _HEADS * _TOKENS**2 * _FEATURES / _fastest(
+        lambda: scaled_dot_product_attention(query, query, query), device
+    )  # fmt: skip
+    source, target = (torch.zeros(_COPIED // 4, device=device) for _ in range(2))
+    one = torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(_LAUNCHES):
+            one.add_(1)
+
+    return DeviceRates(
+        flops,
+        min(1.0, attended / next(iter(flops.values()))),
+        2 * _COPIED / _fastest(lambda: target.copy_(source), device),
+        _fastest(launches, device) / _LAUNCHES,
+        _memory_of(device),
+    )
+
+
+def _fastest(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of repeated calls."""
+    with torch.no_grad():
+        call()
+        best, end = float("inf"), time.perf_counter() + _SECONDS
+        while best == float("inf") or time.perf_counter() < end:
+            start = synchronized_time(device)
+            call()
+            best = min(best, synchronized_time(device) - start)
+    return max(best, 1e-9)
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
