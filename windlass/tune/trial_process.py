@@ -87,13 +87,20 @@ def run_trial(
     seconds = time.monotonic() - started
     if result.is_file():
         return TrialEnd(code, "", False, left, seconds)
-    error = find_error(_tail(folder / "stderr.log") + "\n" + _tail(folder / "stdout.log"))
+    output = _tail(folder / "stderr.log") + "\n" + _tail(folder / "stdout.log")
+    # At the time limit the launcher reports the signal that ended its ranks here, which is no error of theirs.
+    error = find_error(output, reads_launcher=code is not None)
     return TrialEnd(code, _explain(code, error, limit_s), bool(_OUT_OF_MEMORY.search(error)), left, seconds)
 
 
-def find_error(text: str) -> str:
-    """Return the last error in the output of a program: the line of its exception, or its last line."""
+def find_error(text: str, *, reads_launcher: bool = True) -> str:
+    """Return the last error in the output of a program: the line of its exception, or its last line.
+
+    Args:
+        reads_launcher: Lines of the launcher count, if the program has printed no error.
+    """
     lines = [line for whole in text.splitlines() if (line := _RANK.sub("", whole.rstrip())).strip()]
+    lines = [line for line in lines if reads_launcher or not _LAUNCHER_LINE.match(line)]
     launcher = [line for line in lines if _LAUNCHER_LINE.match(line)]
     own = [line for line in lines if not _LAUNCHER_LINE.match(line)]
     memory = [line for line in lines if _OUT_OF_MEMORY.search(line)]

@@ -216,6 +216,26 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 
+def test_a_trial_at_its_time_limit_is_not_out_of_memory(tmp_path: Path) -> None:
+    """The launcher reports how its rank was ended, as if the kernel might have done it."""
+    report = "windlass run: rank 0 was ended by SIGKILL (by a user, a scheduler, or the kernel for lack of memory)"
+    body = f"""
+def ended(*_):
+    print({report!r}, file=sys.stderr, flush=True)
+    os._exit(1)
+import signal
+signal.signal(signal.SIGTERM, ended)
+print("loading data", flush=True)
+time.sleep(60)
+"""
+    raw = {**RAW, "zero_optimization": {"stage": [0, 1]}}
+    with pytest.raises(TuningError) as raised:
+        tuning(tmp_path, body, raw=raw, trials=1, trial_s=1.0).run()
+    text = str(raised.value)
+    assert "it took longer than 1 s" in text and "loading data" in text and "SIGKILL" not in text
+    assert "no configuration fits" not in text
+
+
 def test_no_cluster_at_the_address_names_the_option() -> None:
     ray = RayModule(hosts=1)
 
