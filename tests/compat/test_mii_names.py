@@ -10,7 +10,7 @@ import pytest
 
 from tests.causal_models import build
 from windlass import LLM, SamplingParams
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, RequestError
 from windlass.compat.mii_deployment import client, serve
 from windlass.compat.mii_pipeline import make_sampling_params, pipeline
 
@@ -52,9 +52,25 @@ def test_a_pipeline_answers_with_text_and_lengths(directory: Path) -> None:
         (4, 6, "length"),
         (2, 6, "length"),
     ]
+    assert repr(actual) == f"[{', '.join(expected)}]"
     (full,) = pipe(PROMPTS[0], max_new_tokens=6, do_sample=False, ignore_eos=True, return_full_text=True)
     assert full.generated_text == PROMPTS[0] + expected[0]
+    assert pipe.is_rank_0
+    with pytest.raises(ConfigError, match="no setting 'stream'"):
+        pipe(PROMPTS, stream=True)
     pipe.destroy()
+
+
+def test_settings_of_a_pipeline_come_as_a_dict_too(directory: Path) -> None:
+    given = {"model_name_or_path": str(directory), "max_length": 8, "torch_dist_port": 29501}
+    pipe = pipeline(model_config=given, **SMALL)
+    (found,) = pipe(PROMPTS[0], ignore_eos=True)
+    assert (found.prompt_length, found.generated_length) == (4, 4)  # the length counts the prompt too
+    pipe.destroy()
+    with pytest.raises(ConfigError, match="max_length is 9, and 8 in model_config"):
+        pipeline(model_config=given, max_length=9)
+    with pytest.raises(ConfigError, match="model_name_or_path is empty"):
+        pipeline(model_config={"max_length": 8})
 
 
 def test_a_deployment_answers_threads_and_streams(directory: Path) -> None:
@@ -80,13 +96,41 @@ def test_a_deployment_answers_threads_and_streams(directory: Path) -> None:
     deployment.terminate_server()
     with pytest.raises(ConfigError, match="no deployment 'tiny'"):
         client("tiny")
+    with pytest.raises(ConfigError, match="'tiny' was terminated"):
+        deployment.generate(PROMPTS)
+
+
+def test_a_deployment_is_found_by_its_model_and_its_callbacks_may_call_it(directory: Path) -> None:
+    expected = plain_texts(directory)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "ignore_eos": True}
+    deployment = serve(str(directory), {"max_length": 90}, {"port_number": 50050}, **SMALL)
+    assert client(str(directory)) is deployment
+    inside: list[Any] = []
+    deployment.generate(
+        PROMPTS[0], lambda _: inside or inside.append(deployment.generate(PROMPTS, **settings)), **settings
+    )
+    assert [item.generated_text for item in inside[0]] == expected
+
+    def fail(_: Any) -> None:
+        raise KeyError("of the callback")
+
+    with pytest.raises(KeyError, match="of the callback"):
+        deployment.generate(PROMPTS[0], fail, max_new_tokens=80, ignore_eos=True)
+    with pytest.raises(RequestError, match="a prompt has 120 tokens"):
+        deployment.generate([PROMPTS[0], "a" * 120], **settings)
+    deployment.generate(PROMPTS, **settings)  # behind the cancellation in the queue
+    assert deployment._engine.stats().num_running == 0
+    deployment.terminate_server()
 
 
 def test_defaults_are_those_of_mii(directory: Path) -> None:
     from transformers import AutoTokenizer
 
-    (params,) = make_sampling_params(AutoTokenizer.from_pretrained(directory), ["abc"])
-    assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.9, 1021)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    (params,) = make_sampling_params(tokenizer, ["abc"], 96)
+    assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.9, 93)
+    (params,) = make_sampling_params(tokenizer, ["abc"], 96, max_length=10, max_new_tokens=20)
+    assert params.max_tokens == 7  # the smaller of both limits
 
 
 @pytest.mark.parametrize(

@@ -3,73 +3,118 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.compat.mii_pipeline import MiiResponse, engine_arguments, make_response, make_sampling_params
+from windlass.compat.mii_pipeline import (
+    MiiResponse,
+    engine_arguments,
+    make_response,
+    make_sampling_params,
+    merge_settings,
+    take_model,
+)
 from windlass.inference.async_engine import AsyncLLMEngine
+from windlass.inference.outputs import RequestOutput
+from windlass.inference.sampling_params import SamplingParams
+
+Result = TypeVar("Result")
+
+_IGNORED = frozenset(
+    {"port_number", "hostfile", "restful_api_host", "restful_processes", "version", "instance_type"}
+)  # settings of MII's servers
 
 _deployments: dict[str, MiiClient] = {}
 
 
 def serve(
     model_name_or_path: str | Path | nn.Module = "",
-    *,
-    deployment_name: str | None = None,
-    tensor_parallel: int = 1,
-    replica_num: int = 1,
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    trust_remote_code: bool = False,
-    **options: Any,
+    model_config: Mapping[str, Any] | None = None,
+    mii_config: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> MiiClient:
     """Start a deployment and return its client.
 
     The deployment ends with this process; `windlass serve` starts a server for other processes.
 
+    Args:
+        model_name_or_path: directory, name on the hub, or a module.
+        model_config: settings of the model as a dict; see `pipeline`.
+        mii_config: settings of the deployment as a dict.
+        settings: settings of both; `deployment_name` is the name for `client`.
+
     Raises:
-        ConfigError: the name is taken, or the deployment needs other processes.
+        ConfigError: the name is taken, a setting is not known, or the deployment needs other processes.
     """
-    name = deployment_name or f"{Path(str(model_name_or_path)).name}-mii-deployment"
+    settings = merge_settings("mii_config", mii_config, settings)
+    models = merge_settings("mii_config", settings.pop("model_config", None), model_config or {})
+    settings = merge_settings("model_config", models, settings)
+    model = take_model(model_name_or_path, settings)
+    name = settings.pop("deployment_name", None) or _default_name(model)
     if name in _deployments:
         raise ConfigError(f"a deployment {name!r} runs already; call mii.client({name!r}), or give another name")
-    if tensor_parallel > 1 or replica_num > 1:
-        raise ConfigError(
-            f"tensor_parallel = {tensor_parallel}, replica_num = {replica_num}: a deployment is one process; start "
-            "`windlass serve` with --tp or --replicas"
-        )
-    for unused in ("enable_restful_api", "restful_api_port"):
-        if options.pop(unused, None):
-            raise ConfigError(
-                f"{unused}: a deployment has no HTTP server; start `windlass serve`, which has OpenAI's API"
-            )
+    _check_processes(settings)
     engine = AsyncLLMEngine.from_model(
-        model_name_or_path,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-        **engine_arguments(tensor_parallel, max_length, None, options),
+        model,
+        tokenizer=settings.pop("tokenizer", None),
+        trust_remote_code=bool(settings.pop("trust_remote_code", False)),
+        **engine_arguments({"tensor_parallel": 1, **settings}),
     )
     _deployments[name] = MiiClient(name, engine)
     return _deployments[name]
 
 
-def client(deployment_name: str) -> MiiClient:
-    """Return the client of a deployment of this process.
+def _default_name(model: str | Path | nn.Module) -> str:
+    if isinstance(model, nn.Module):
+        return f"{type(model).__name__}-mii-deployment"
+    return f"{Path(model).name if Path(model).exists() else model}-mii-deployment"
+
+
+def _check_processes(settings: dict[str, Any]) -> None:
+    """Remove the settings of MII's processes.
+
+    Raises:
+        ConfigError: one asks for a second process.
+    """
+    tp, replicas = settings.get("tensor_parallel") or 1, settings.pop("replica_num", None) or 1
+    if tp > 1 or replicas > 1:
+        raise ConfigError(
+            f"tensor_parallel = {tp}, replica_num = {replicas}: a deployment is one process; start `windlass serve` "
+            "with --tp or --replicas"
+        )
+    port, restful = settings.pop("restful_api_port", None), settings.pop("enable_restful_api", False)
+    if restful:
+        raise ConfigError(
+            f"enable_restful_api is True (restful_api_port {port}), and a deployment has no HTTP server; start "
+            "`windlass serve`, which has OpenAI's API"
+        )
+    kind = settings.pop("deployment_type", "local")
+    if getattr(kind, "value", kind) != "local":
+        raise ConfigError(f"deployment_type is {kind!r}; a deployment is 'local'")
+    for ignored in _IGNORED:
+        settings.pop(ignored, None)
+
+
+def client(model_or_deployment_name: str | Path) -> MiiClient:
+    """Return the client of a deployment of this process, by its name or by that of its model.
 
     Raises:
         ConfigError: there is none of this name.
     """
-    if deployment_name not in _deployments:
-        raise ConfigError(
-            f"there is no deployment {deployment_name!r} in this process; running are "
-            f"{', '.join(sorted(_deployments)) or 'none'}. Servers of `windlass serve` answer OpenAI's clients"
-        )
-    return _deployments[deployment_name]
+    given = str(model_or_deployment_name)
+    for name in (given, _default_name(given)):
+        if name in _deployments:
+            return _deployments[name]
+    raise ConfigError(
+        f"there is no deployment {given!r} in this process; running are {', '.join(sorted(_deployments)) or 'none'}. "
+        "Servers of `windlass serve` answer OpenAI's clients"
+    )
 
 
 class MiiClient:
@@ -95,39 +140,80 @@ class MiiClient:
         """Generate one response for each prompt.
 
         Args:
-            streaming_fn: called with a list of one response, whose text is new since the call before; nothing is
-                returned then. There is one prompt.
-            settings: see `make_sampling_params`.
+            streaming_fn: called in this thread with a list of one response, whose text is new since the call before;
+                nothing is returned then. There is one prompt. An error that it raises ends the request.
+            settings: `return_full_text`, and those of `make_sampling_params`.
+
+        Raises:
+            ConfigError: a setting is not known, or the deployment was terminated.
+            RequestError: a prompt or a setting cannot be served; no answer is generated.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         full = bool(settings.pop("return_full_text", False))
-        params = make_sampling_params(self._engine.tokenizer, listed, **settings)
-        if streaming_fn is not None and len(listed) != 1:
+        params = make_sampling_params(self._engine.tokenizer, listed, self._engine.max_model_len, **settings)
+        if streaming_fn is None:
+            outputs = self._wait_for(self._answer_all(listed, params))
+            return [make_response(output, output.outputs[0], full=full) for output in outputs]
+        if len(listed) != 1:
             raise ConfigError(f"streaming_fn takes one prompt, and {len(listed)} were given; call generate for each")
-
-        async def run(prompt: str, index: int) -> MiiResponse:
-            shown = ""
-            async for output in self._engine.stream(prompt, params[index]):
-                response = make_response(output, output.outputs[0], full=full)
-                if streaming_fn is not None:
-                    text, response.generated_text = response.generated_text, response.generated_text[len(shown) :]
-                    shown = text
-                    streaming_fn([response])
-            return response
-
-        async def run_all() -> list[MiiResponse]:
-            return list(await asyncio.gather(*(run(prompt, index) for index, prompt in enumerate(listed))))
-
-        found: list[MiiResponse] = self._wait_for(run_all())
-        return None if streaming_fn is not None else found
+        self._stream(listed[0], params[0], streaming_fn, full=full)
+        return None
 
     def terminate_server(self) -> None:
-        """End the deployment."""
+        """End the deployment. Answers that are being generated end with an error."""
         if _deployments.pop(self._name, None) is not None:
             self._wait_for(self._engine.shutdown())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    def _wait_for(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    async def _answer_all(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Return the last output of each prompt. An error of one cancels the others."""
+        tasks = [asyncio.ensure_future(self._answer(*one)) for one in zip(prompts, params, strict=True)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answer(self, prompt: str, params: SamplingParams) -> RequestOutput:
+        async with contextlib.aclosing(self._engine.stream(prompt, params)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                last = output
+        return last
+
+    def _stream(
+        self, prompt: str, params: SamplingParams, function: Callable[[list[MiiResponse]], Any], *, full: bool
+    ) -> None:
+        """Call `function` with each new part of an answer, in the thread of the caller: other requests go on."""
+        stream: Any = self._engine.stream(prompt, params)
+
+        async def read() -> RequestOutput | None:
+            found: RequestOutput | None = await anext(stream, None)
+            return found
+
+        shown = 0
+        while (output := self._wait_for(read())) is not None:  # an error or interrupt in here closes the stream
+            try:
+                response = make_response(output, output.outputs[0], full=full)
+                text = response.generated_text
+                response.generated_text, shown = text[shown:], len(text)
+                function([response])
+            except BaseException:
+                self._wait_for(stream.aclose())
+                raise
+
+    def _start(self, coroutine: Coroutine[Any, Any, Result]) -> Any:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise ConfigError(f"the deployment {self._name!r} was terminated; start another one with mii.serve")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        running = self._start(coroutine)
+        try:
+            found: Result = running.result()
+        except BaseException:  # an interrupt of this thread ends its requests too
+            running.cancel()
+            raise
+        return found

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.inference.llm import LLM
 from windlass.inference.outputs import CompletionOutput, RequestOutput
 from windlass.inference.sampling_params import SamplingParams
 
 _IGNORED = frozenset(
     {"device_rank", "torch_dist_port", "profile_model_time", "task", "sync_debug", "use_legacy_post_processor"}
+    | {"zmq_port_number", "replica_configs", "device_map"}
 )  # settings of MII's processes
+
+_GENERATION = (
+    "max_length", "max_new_tokens", "min_new_tokens", "ignore_eos", "do_sample", "top_p", "top_k", "temperature",
+    "stop", "seed",
+)  # fmt: skip
 
 
 @dataclass
 class MiiResponse:
-    """Answer to one prompt.
+    """Answer to one prompt. Prints as its text.
 
     Attributes:
         generated_text: text of the answer, behind the prompt's with `return_full_text`.
@@ -39,64 +45,95 @@ class MiiResponse:
     def __str__(self) -> str:
         return self.generated_text
 
+    def __repr__(self) -> str:
+        return self.generated_text
+
+    def to_msg_dict(self) -> dict[str, Any]:
+        """Return the attributes as a dict."""
+        return asdict(self)
+
 
 def pipeline(
     model_name_or_path: str | Path | nn.Module = "",
+    model_config: Mapping[str, Any] | None = None,
     *,
-    tensor_parallel: int | None = None,
-    tokenizer: Any = None,
-    max_length: int | None = None,
     all_rank_output: bool = False,
-    quantization_mode: str | None = None,
-    trust_remote_code: bool = False,
-    model_config: dict[str, Any] | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> MiiPipeline:
     """Load a model for calls in this process. With several ranks all of them make the same calls.
 
     Args:
         model_name_or_path: directory, name on the hub, or a module.
-        tensor_parallel: ranks; None: all that were launched.
-        max_length: tokens of a prompt and its answer; None: the model's window.
-        all_rank_output: all ranks return the responses; else the others than the first return an empty list.
         model_config: the same settings as a dict.
-        options: options of `windlass.LLM`.
+        all_rank_output: all ranks return the responses; else the others than the first return an empty list.
+        settings: `tensor_parallel` (ranks; None: all that were launched), `tokenizer`, `max_length` (tokens of a prompt
+            and its answer; None: the model's window), `quantization_mode`, `trust_remote_code`, and options of
+            `windlass.LLM`.
 
     Raises:
-        ConfigError: a setting is not known or not supported.
+        ConfigError: a setting is not known or not supported, or differs from that of `model_config`.
         ModelError: the model cannot be loaded.
     """
-    if model_config:
-        known = {
-            "tensor_parallel": tensor_parallel,
-            "tokenizer": tokenizer,
-            "max_length": max_length,
-            "all_rank_output": all_rank_output or None,
-            "quantization_mode": quantization_mode,
-        }
-        given = {name: value for name, value in known.items() if value is not None}
-        return pipeline(model_name_or_path or model_config.get("model_name_or_path", ""), **{**model_config, **given})
-    options.pop("model_name_or_path", None)
-    return MiiPipeline(
-        LLM(
-            model_name_or_path,
-            tokenizer=tokenizer,
-            trust_remote_code=trust_remote_code,
-            **engine_arguments(tensor_parallel, max_length, quantization_mode, options),
-        ),
-        all_rank_output=all_rank_output,
-    )
+    settings = merge_settings("model_config", model_config, settings)
+    model = take_model(model_name_or_path, settings)
+    tokenizer = settings.pop("tokenizer", None)
+    trust = bool(settings.pop("trust_remote_code", False))
+    llm = LLM(model, tokenizer=tokenizer, trust_remote_code=trust, **engine_arguments(settings))
+    return MiiPipeline(llm, all_rank_output=all_rank_output)
 
 
-def engine_arguments(
-    tensor_parallel: int | None, max_length: int | None, quantization_mode: str | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the options of the engine."""
-    if quantization_mode is not None:
-        raise ConfigError(f"quantization_mode is {quantization_mode!r}, a format of GPUs; pass weights='int8' instead")
-    tp = int(os.environ.get("WORLD_SIZE", "1")) if tensor_parallel is None else tensor_parallel
-    kept = {name: value for name, value in options.items() if name not in _IGNORED}
-    return {"tp": tp, "max_model_len": max_length, **kept}
+def merge_settings(name: str, given: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a dict argument `name` and those that were given as keywords.
+
+    Raises:
+        ConfigError: one was given twice with different values, or the argument is no dict.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{name} is {given!r}; give a dict")
+    merged = dict(given or {})
+    for key, value in settings.items():
+        if key in merged and merged[key] != value:
+            raise ConfigError(f"{key} is {value!r}, and {merged[key]!r} in {name}; give it once")
+        merged[key] = value
+    return merged
+
+
+def take_model(model: str | Path | nn.Module, settings: dict[str, Any]) -> str | Path | nn.Module:
+    """Remove `model_name_or_path` from the settings, and return the model.
+
+    Raises:
+        ConfigError: none is given, or two different ones.
+    """
+    other = settings.pop("model_name_or_path", None)
+    if isinstance(model, nn.Module):
+        return model
+    if model and other and str(model) != str(other):
+        raise ConfigError(f"model_name_or_path is {str(model)!r}, and {str(other)!r} in model_config; give it once")
+    found = model or other
+    if not found:
+        raise ConfigError("model_name_or_path is empty; give a directory, a name on the hub, or a module")
+    return found if isinstance(found, nn.Module) else str(found)
+
+
+def engine_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the engine.
+
+    Raises:
+        ConfigError: a setting is not supported.
+    """
+    kept = {name: value for name, value in settings.items() if name not in _IGNORED}
+    mode = kept.pop("quantization_mode", None)
+    if mode is not None:
+        raise ConfigError(f"quantization_mode is {mode!r}, a format of GPUs; pass weights='int8' instead")
+    if kept.pop("inference_engine_config", None):
+        raise ConfigError(
+            "inference_engine_config is DeepSpeed's; pass windlass's options instead: max_tokens_per_step, "
+            "max_sequences, max_model_len, kv_cache_tokens"
+        )
+    tp, length = kept.pop("tensor_parallel", None), kept.pop("max_length", None)
+    if tp is None:
+        tp = int(os.environ.get("WORLD_SIZE", "1"))
+    return {"tp": tp, "max_model_len": length, **kept}
 
 
 class MiiPipeline:
@@ -110,12 +147,26 @@ class MiiPipeline:
         """Tokenizer of transformers."""
         return self._llm.tokenizer
 
+    @property
+    def is_rank_0(self) -> bool:
+        """True on the first rank of the launcher, and without a launcher."""
+        return int(os.environ.get("RANK", "0")) == 0
+
     def __call__(self, prompts: str | Sequence[str], **settings: Any) -> list[MiiResponse]:
-        """Generate one response for each prompt; see `make_sampling_params` for the settings."""
+        """Generate one response for each prompt; see `make_sampling_params` for the settings.
+
+        Args:
+            settings: also `return_full_text`: put the prompt before the answer.
+
+        Raises:
+            ConfigError: a setting is not known.
+            RequestError: a prompt or a setting cannot be served.
+        """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         full = bool(settings.pop("return_full_text", False))
-        outputs = self._llm.generate(listed, make_sampling_params(self.tokenizer, listed, **settings))
-        if not self._all_rank_output and int(os.environ.get("RANK", "0")) > 0:
+        params = make_sampling_params(self.tokenizer, listed, self._llm.max_model_len, **settings)
+        outputs = self._llm.generate(listed, params)
+        if not self._all_rank_output and not self.is_rank_0:
             return []
         return [make_response(output, output.outputs[0], full=full) for output in outputs]
 
@@ -124,46 +175,61 @@ class MiiPipeline:
         self._llm.close()
 
 
-def make_sampling_params(
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    max_length: int | None = None,
-    max_new_tokens: int | None = None,
-    min_new_tokens: int = 0,
-    ignore_eos: bool = False,
-    do_sample: bool = True,
-    top_p: float = 0.9,
-    top_k: int | None = None,
-    temperature: float | None = None,
-    stop: str | Sequence[str] | None = None,
-    seed: int | None = None,
-) -> list[SamplingParams]:
+def make_sampling_params(tokenizer: Any, prompts: Sequence[str], window: int, **settings: Any) -> list[SamplingParams]:
     """Return the sampling parameters of each prompt, from MII's settings with MII's defaults.
 
-    `max_length`, 1024 by default, counts the prompt too and holds where `max_new_tokens` is None.
+    Args:
+        window: tokens of a prompt and its answer, where `max_length` is not set.
+        settings: `max_new_tokens`, `max_length` (with the prompt; the smaller of both counts), `min_new_tokens`,
+            `ignore_eos`, `do_sample` (True), `top_p` (0.9), `top_k`, `temperature`, `stop`, `seed`.
+
+    Raises:
+        ConfigError: a setting is not known.
+        RequestError: a prompt is no text, or longer than `max_length`; or there is no tokenizer.
     """
+    unknown = sorted(settings.keys() - set(_GENERATION))
+    if unknown:
+        raise ConfigError(f"generation has no setting {unknown[0]!r}; it has {', '.join(sorted(_GENERATION))}")
+    wrong = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
+    if wrong is not None:
+        raise RequestError(f"a prompt is {wrong!r}; give a text, or a list of texts", parameter="prompt")
+    if tokenizer is None:
+        raise RequestError("the model has no tokenizer; pass tokenizer=", parameter="prompt")
+    given = {name: value for name, value in settings.items() if value is not None}
+    draws = given.get("do_sample", True)
+    length = given.get("max_length", window)
     found = []
     for prompt in prompts:
-        room = max_new_tokens
-        if room is None:
-            room = max((max_length or 1024) - len(tokenizer(prompt).input_ids), 1)
+        used = len(tokenizer(prompt).input_ids)
+        if length <= used:
+            raise RequestError(
+                f"max_length is {length}, and a prompt has {used} tokens; write a larger number, which counts the "
+                "prompt and its answer",
+                parameter="max_length",
+            )
+        room = min(given.get("max_new_tokens", length), length - used)
         found.append(
             SamplingParams(
-                temperature=(1.0 if temperature is None else temperature) if do_sample else 0.0,
-                top_p=top_p if do_sample else 1.0,
-                top_k=top_k or 0,
+                temperature=given.get("temperature", 1.0) if draws else 0.0,
+                top_p=given.get("top_p", 0.9) if draws else 1.0,
+                top_k=given.get("top_k", 0),
                 max_tokens=room,
-                min_tokens=min(min_new_tokens, room),
-                ignore_eos=ignore_eos,
-                stop=stop or None,
-                seed=seed,
+                min_tokens=min(given.get("min_new_tokens", 0), room),
+                ignore_eos=bool(given.get("ignore_eos", False)),
+                stop=given.get("stop") or None,
+                seed=given.get("seed"),
             )
         )
     return found
 
 
 def make_response(output: RequestOutput, answer: CompletionOutput, *, full: bool = False) -> MiiResponse:
-    """Return MII's response of an output."""
+    """Return MII's response of an output.
+
+    Raises:
+        RequestError, ModelError: an error has ended the request.
+    """
+    if output.error is not None:
+        raise (RequestError if output.is_request_error else ModelError)(output.error)
     text = f"{output.prompt or ''}{answer.text}" if full else answer.text
     return MiiResponse(text, len(output.prompt_token_ids), len(answer.token_ids), answer.finish_reason)
