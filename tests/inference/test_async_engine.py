@@ -87,6 +87,38 @@ def test_a_client_that_leaves_frees_its_blocks() -> None:
     asyncio.run(main())
 
 
+def test_a_slow_client_keeps_the_newest_output_alone() -> None:
+    async def main() -> None:
+        model, engine = make_engine()
+        await engine.start()
+        request = await engine.add([3, 4, 5], GREEDY)
+        while engine.stats().num_running or engine.stats().num_waiting:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)
+        outputs = [output async for output in engine.outputs(request)]
+        assert len(outputs) == 1
+        assert_greedy(model, outputs)
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_old_stream_does_not_end_a_new_request_of_its_id() -> None:
+    async def main() -> None:
+        model, engine = make_engine()
+        await engine.start()
+        old = engine.stream([3, 4], GREEDY, request_id="x")
+        await anext(old)
+        engine.cancel("x")
+        new = await engine.add([3, 4, 5], GREEDY, request_id="x")
+        await old.aclose()
+        outputs = [output async for output in engine.outputs(new)][-1:]
+        assert_greedy(model, outputs)
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
 def test_errors_of_one_request_leave_the_others_alone() -> None:
     async def main() -> None:
         model, engine = make_engine(max_queued=1, max_sequences=1)

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,28 @@ class EngineStoppedError(WindlassError, RuntimeError):
     """Request to an engine that was shut down, or whose thread died. The original error is the cause."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Subscriber:
+    """Reader of a request's outputs, of which the newest one alone is kept: each has all tokens so far.
+
+    Attributes:
+        loop: event loop of the reader, whose thread alone uses the other attributes.
+    """
+
     loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[RequestOutput | BaseException]
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    newest: RequestOutput | BaseException | None = None
+
+    def put(self, output: RequestOutput | BaseException) -> None:
+        self.newest = output
+        self.arrived.set()
+
+    async def get(self) -> RequestOutput | BaseException:
+        """Wait for an output that was not returned before."""
+        await self.arrived.wait()
+        self.arrived.clear()
+        assert self.newest is not None
+        return self.newest
 
 
 class AsyncLLMEngine:
@@ -135,7 +153,7 @@ class AsyncLLMEngine:
         """
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         loop = asyncio.get_running_loop()
-        subscriber = _Subscriber(loop, asyncio.Queue())
+        subscriber = _Subscriber(loop)
         constraint: OutputConstraint | None = None
         if params.structured_outputs is not None:
             # a schema can take seconds, during which other requests get their tokens
@@ -158,7 +176,7 @@ class AsyncLLMEngine:
         try:
             await self._call(add)
         except asyncio.CancelledError:
-            self.cancel(request_id)
+            self._cancel(request_id, subscriber)
             raise
         self._unread[request_id] = subscriber
         return request_id
@@ -179,11 +197,7 @@ class AsyncLLMEngine:
         finished = False
         try:
             while not finished:
-                output = await subscriber.outputs.get()
-                while not subscriber.outputs.empty():  # a slow client skips to the newest state
-                    if isinstance(output, BaseException) or output.finished:
-                        break
-                    output = subscriber.outputs.get_nowait()
+                output = await subscriber.get()
                 if isinstance(output, BaseException):
                     finished = True
                     raise EngineStoppedError(f"the inference engine has stopped: {output}") from output
@@ -191,7 +205,7 @@ class AsyncLLMEngine:
                 yield output
         finally:
             if not finished:
-                self.cancel(request_id)
+                self._cancel(request_id, subscriber)
 
     async def stream(
         self,
@@ -211,14 +225,20 @@ class AsyncLLMEngine:
 
     def cancel(self, request_id: str) -> None:
         """End a request and free its blocks before the next step; unknown ids are ignored."""
+        self._unread.pop(request_id, None)
+        self._cancel(request_id)
+
+    def _cancel(self, request_id: str, subscriber: _Subscriber | None = None) -> None:
+        """End a request; with a subscriber only if it is still that of the request: ids can be used again."""
 
         def cancel() -> None:
+            if subscriber is not None and self._subscribers.get(request_id) is not subscriber:
+                return
             output = self._engine.cancel(request_id)
             if output is not None:
                 self._deliver([output])  # for another task that reads the stream
             self._subscribers.pop(request_id, None)
 
-        self._unread.pop(request_id, None)
         self._calls.put(cancel)
 
     def stats(self) -> EngineStats:
@@ -330,9 +350,9 @@ class AsyncLLMEngine:
 
     def _send(self, subscriber: _Subscriber, error: BaseException) -> None:
         with contextlib.suppress(RuntimeError):
-            subscriber.loop.call_soon_threadsafe(subscriber.outputs.put_nowait, error)
+            subscriber.loop.call_soon_threadsafe(subscriber.put, error)
 
 
 def _put_all(items: Sequence[tuple[_Subscriber, RequestOutput]]) -> None:
     for subscriber, output in items:
-        subscriber.outputs.put_nowait(output)
+        subscriber.put(output)
