@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import torch
 
 from windlass.base.errors import ConfigError
 from windlass.inference.scheduler import POLICIES, Policy
+from windlass.inference.vllm_options import translate_vllm_options
 from windlass.kernels.weight_format import list_weight_formats
 
 KvDtype = Literal["auto", "fp32", "bf16", "int8"]
@@ -24,22 +25,6 @@ _KV_DTYPES: dict[str, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "int8": torch.int8,
 }
-
-_VLLM_NAMES = {
-    "max_num_batched_tokens": "max_tokens_per_step",
-    "max_num_seqs": "max_sequences",
-    "enable_prefix_caching": "prefix_caching",
-    "kv_cache_dtype": "kv_dtype",
-    "tensor_parallel_size": "tp",
-    "pipeline_parallel_size": "pp",
-}
-"""vLLM's names of options that have another name here; both are accepted."""
-
-_VLLM_VALUES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "enforce_eager": ("cuda_graphs", lambda eager: not eager),
-    "swap_space": ("swap_bytes", lambda gib: int(float(gib) * 2**30)),
-}
-"""vLLM's options that are written in another way here."""
 
 _STREAMED_SEQUENCES = 256
 """Default of `max_sequences` where every forward reads all weights from a disk: more sequences share that time."""
@@ -211,15 +196,10 @@ class EngineOptions:
             ConfigError: a name is not known, or a value is out of range.
         """
         known = {field.name for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in arguments.items():
-            own, convert = _VLLM_VALUES.get(name, (_VLLM_NAMES.get(name, name), None))
-            value = value if convert is None else convert(value)
-            if own not in known:
-                raise ConfigError(f"an inference engine has no option {name!r}; it has {', '.join(sorted(known))}")
-            if own in values:
-                raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")
-            values[own] = value
+        values = translate_vllm_options(arguments)
+        unknown = next((name for name in values if name not in known), None)
+        if unknown is not None:
+            raise ConfigError(f"an inference engine has no option {unknown!r}; it has {', '.join(sorted(known))}")
         if values.get("weights_tier") == "disk" and "max_sequences" not in values:
             values["max_sequences"] = min(_STREAMED_SEQUENCES, values.get("max_tokens_per_step", _STREAMED_SEQUENCES))
         speculative = values.get("speculative")

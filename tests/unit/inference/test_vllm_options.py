@@ -1,0 +1,57 @@
+"""Tests of vLLM's names of options: translated, without effect, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.base.errors import ConfigError
+from windlass.inference.engine_options import EngineOptions
+
+
+def test_options_of_a_script_for_vllm_become_windlasss() -> None:
+    options = EngineOptions.from_arguments(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        kv_cache_dtype="bfloat16",
+        enforce_eager=True,
+        swap_space=0.5,
+        enable_chunked_prefill=False,
+        speculative_config={"model": "draft", "num_speculative_tokens": 3},
+        quantization=None,
+        tokenizer_mode="auto",
+        enable_lora=True,
+        max_lora_rank=64,
+        disable_log_stats=True,
+        cpu_offload_gb=0,
+        max_logprobs=20,
+    )
+    assert (options.max_sequences, options.max_tokens_per_step, options.prefix_caching) == (4, 64, False)
+    assert (options.kv_dtype, options.cuda_graphs, options.swap_bytes) == ("bf16", False, 1 << 29)
+    assert options.policy == "prefill-first"
+    assert options.speculative is not None
+    assert (options.speculative.method, options.speculative.num_tokens) == ("draft", 3)
+    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    found = EngineOptions.from_arguments(speculative_config=lookup, enable_chunked_prefill=True)
+    assert found.policy == "splitfuse" and found.speculative is not None
+    assert (found.speculative.num_tokens, found.speculative.max_ngram, found.speculative.min_ngram) == (2, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"quantization": "awq"}, "weights='int8'"),
+        ({"revision": "main"}, "snapshot_download"),
+        ({"cpu_offload_gb": 4}, "weights_tier='host'"),
+        ({"max_logprobs": 100}, "up to 64"),
+        ({"data_parallel_size": 2}, "--replicas"),
+        ({"enable_expert_parallel": True}, "ep="),
+        ({"max_num_seqs": 4, "max_sequences": 4}, "are the same"),
+        ({"no_such_option": 1}, "no option 'no_such_option'"),
+    ],
+)
+def test_values_that_windlass_lacks_are_refused(given: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        EngineOptions.from_arguments(**given)

@@ -1,0 +1,112 @@
+"""Options of vLLM's `LLM` under the names of windlass's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windlass.base.errors import ConfigError
+
+_NAMES = {
+    "max_num_batched_tokens": "max_tokens_per_step",
+    "max_num_seqs": "max_sequences",
+    "enable_prefix_caching": "prefix_caching",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+}
+"""vLLM's names of options that have another name here; both are accepted."""
+
+_KV_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_SPECULATIVE = {
+    "num_speculative_tokens": "num_tokens",
+    "prompt_lookup_max": "max_ngram",
+    "prompt_lookup_min": "min_ngram",
+}
+
+_EITHER = (True, False)
+_HARMLESS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
+    "tokenizer_mode": (("auto", "hf", "fast"), "pass the tokenizer itself as tokenizer="),
+    "revision": ((), "download it with huggingface_hub.snapshot_download and pass the directory"),
+    "tokenizer_revision": ((), "download it with huggingface_hub.snapshot_download and pass tokenizer=DIRECTORY"),
+    "code_revision": ((), "download it with huggingface_hub.snapshot_download and pass the directory"),
+    "download_dir": ((), "set HF_HOME instead"),
+    "hf_token": ((), "set HF_TOKEN instead"),
+    "hf_overrides": (({},), "edit config.json of the directory, or pass a module"),
+    "load_format": (("auto", "safetensors", "hf", "pt"), "weights are read from safetensors or PyTorch's files"),
+    "model_impl": (("auto", "transformers"), "models run as transformers has them"),
+    "quantization": ((), "pass weights='int8' or another format of docs/compression.md"),
+    "generation_config": (("vllm",), "pass SamplingParams with its values"),
+    "task": (("auto", "generate", "embed", "embedding"), "an LLM generates and embeds"),
+    "runner": (("auto", "generate", "pooling"), "an LLM generates and embeds"),
+    "convert": (("auto", "none", "embed"), "an LLM generates and embeds"),
+    "max_logprobs": ((*range(65),), "SamplingParams takes up to 64"),
+    "enable_lora": (_EITHER, ""),
+    "max_loras": (None, ""),
+    "max_lora_rank": (None, ""),
+    "max_cpu_loras": (None, ""),
+    "disable_log_stats": (_EITHER, ""),
+    "disable_custom_all_reduce": (_EITHER, ""),
+    "disable_cascade_attn": (_EITHER, ""),
+    "distributed_executor_backend": (("mp", "uni", "external_launcher"), "start the script with windlass run"),
+    "data_parallel_size": ((1,), "start one process for each part of the prompts, or windlass serve --replicas"),
+    "enable_expert_parallel": ((False,), "pass ep=, the ranks along the expert axis"),
+    "cpu_offload_gb": ((0,), "pass weights_tier='host' or 'disk'"),
+    "max_seq_len_to_capture": (None, ""),
+    "compilation_config": (None, ""),
+    "scheduling_policy": (("fcfs", "priority"), "requests have a priority each"),
+    "async_scheduling": (_EITHER, ""),
+    "use_v2_block_manager": (_EITHER, ""),
+    "guided_decoding_backend": (None, ""),
+    "structured_outputs_config": (None, ""),
+    "limit_mm_per_prompt": (({},), "windlass serves text alone"),
+    "num_gpu_blocks_override": ((), "pass kv_cache_tokens"),
+    "kv_cache_memory_bytes": ((), "pass kv_cache_tokens"),
+}
+"""vLLM's options without an effect here: the values that change nothing (None: all) and the way to ask for others."""
+
+
+def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by windlass's names. Names that vLLM lacks stay.
+
+    Raises:
+        ConfigError: an option is given by two names, or has a value that windlass does not support.
+    """
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in _HARMLESS:
+            _check_harmless(name, value)
+            continue
+        own, convert = _CONVERTED.get(name, (_NAMES.get(name, name), None))
+        if own in found:
+            raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")
+        found[own] = value if convert is None else convert(value)
+    return {name: value for name, value in found.items() if value is not _ABSENT}
+
+
+def _check_harmless(name: str, value: Any) -> None:
+    accepted, advice = _HARMLESS[name]
+    if value is not None and accepted is not None and value not in accepted:
+        raise ConfigError(f"{name} is {value!r}, which windlass does not support: {advice}")
+
+
+_ABSENT = object()
+
+
+def _speculative(value: Any) -> Any:
+    """Return windlass's mapping of vLLM's `speculative_config`."""
+    if not isinstance(value, Mapping):
+        return value
+    options = {_SPECULATIVE.get(name, name): option for name, option in value.items() if option is not None}
+    method = options.get("method", "draft" if "model" in options else "ngram")
+    options["method"] = {"draft_model": "draft", "[ngram]": "ngram"}.get(method, method)
+    return options
+
+
+_CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "enforce_eager": ("cuda_graphs", lambda eager: not eager),
+    "swap_space": ("swap_bytes", lambda gib: int(float(gib) * 2**30)),
+    "kv_cache_dtype": ("kv_dtype", lambda dtype: _KV_DTYPES.get(dtype, dtype)),
+    "enable_chunked_prefill": ("policy", lambda chunked: "prefill-first" if chunked is False else _ABSENT),
+    "speculative_config": ("speculative", _speculative),
+}
+"""vLLM's options that are written in another way here."""
