@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from windlass.inference.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from windlass.inference.inference_model import init_inference as init_inference
     from windlass.inference.llm import LLM as LLM
+    from windlass.inference.lora_request import LoRARequest as LoRARequest
     from windlass.inference.sampling_params import BeamSearchParams as BeamSearchParams
     from windlass.inference.sampling_params import SamplingParams as SamplingParams
     from windlass.inference.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -42,6 +43,7 @@ __all__ = [
     "Engine",
     "LLM",
     "LayerSpec",
+    "LoRARequest",
     "MoE",
     "PipelineModule",
     "SamplingParams",
@@ -71,6 +73,7 @@ _MODULE_OF = {
     "Engine": "windlass.engine.training_engine",
     "LLM": "windlass.inference.llm",
     "LayerSpec": "windlass.parallel.pipeline.layer_specs",
+    "LoRARequest": "windlass.inference.lora_request",
     "MoE": "windlass.parallel.experts.mixture_of_experts",
     "PipelineModule": "windlass.parallel.pipeline.pipeline_sequential",
     "SamplingParams": "windlass.inference.sampling_params",

@@ -497,6 +497,27 @@ def test_an_interrupted_beam_search_leaves_no_request(monkeypatch: pytest.Monkey
         assert len(llm.beam_search([[3, 4]], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences) == 2
 
 
+def test_embeddings_are_normalized_hidden_states_of_the_last_token() -> None:
+    tokenizer = byte_level_tokenizer()
+    model = text_model(tokenizer)
+    with serve(model, tokenizer=tokenizer) as llm:
+        found = llm.embed([TEXT[0][:30], {"prompt_token_ids": [5, 6, 7]}])
+        for output in found:
+            with torch.no_grad():
+                hidden = model.model(input_ids=torch.tensor([output.prompt_token_ids])).last_hidden_state[0, -1]
+            torch.testing.assert_close(torch.tensor(output.outputs.embedding), hidden / hidden.norm())
+        assert found[1].prompt_token_ids == [5, 6, 7]
+        with pytest.raises(RequestError, match="an input has 0 tokens"):
+            llm.embed([[]])
+
+
+def test_members_of_vllm_that_are_not_built_name_another() -> None:
+    with serve(llama()) as llm:
+        assert not hasattr(llm, "score")
+        with pytest.raises(AttributeError, match="windlass.LLM has no 'encode': use embed"):
+            llm.encode(["text"])
+
+
 def test_only_computed_prompts_are_counted() -> None:
     with serve(llama()) as llm:
         llm.engine.add_request("one", [3, 4, 5], GREEDY)

@@ -17,6 +17,7 @@ from tests.inference.greedy_reference import assert_greedy, make_prompts
 from tests.inference.peft_adapters import ATTENTION, assert_adapters, reference, write_adapter, write_three
 from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.inference.llm import LLM
+from windlass.inference.lora_request import LoRARequest
 from windlass.inference.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -59,6 +60,22 @@ def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path
     assert_adapters(model, again, directories)
     assert all("forward" not in module.__dict__ for module in model.modules())
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_adapter_with_its_directory_is_loaded_at_its_first_use(tmp_path: Path) -> None:
+    model = served("llama")
+    folders = [write_adapter(model, tmp_path / str(n), n, r=2, target_modules=["q_proj"]) for n in (0, 1)]
+    first, second = (LoRARequest(f"adapter-{n}", n + 1, folder) for n, folder in enumerate(folders))
+    with LLM(model, check_at_load=False, max_tokens_per_step=32, max_sequences=8) as llm:
+        prompts = make_prompts(3, VOCABULARY)
+        outputs = llm.generate(prompts, GREEDY, lora_request=[first, None, second])
+        assert_adapters(model, outputs, {"adapter-0": folders[0], "adapter-1": folders[1]})
+        again = llm.generate(prompts[:1], GREEDY, lora_request=first)
+        assert again[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+        with pytest.raises(RequestError, match="was loaded from .*0, and lora_path is .*1; use another name"):
+            llm.generate(prompts, GREEDY, lora_request=LoRARequest("adapter-0", 1, folders[1]))
+        with pytest.raises(ModelError):
+            llm.generate(prompts, GREEDY, lora_request=LoRARequest("missing", 3, tmp_path / "missing"))
 
 
 def test_adapters_differ_from_one_another(tmp_path: Path) -> None:

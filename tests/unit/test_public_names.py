@@ -20,6 +20,7 @@ PUBLIC = {
         "Engine",
         "LLM",
         "LayerSpec",
+        "LoRARequest",
         "MoE",
         "PipelineModule",
         "SamplingParams",

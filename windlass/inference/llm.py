@@ -13,10 +13,12 @@ from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.inference.beam_search import BeamSearchOutput, search_beams
+from windlass.inference.embeddings import embed_prompts
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
-from windlass.inference.outputs import EngineStats, RequestOutput
+from windlass.inference.lora_request import LoRARequest
+from windlass.inference.outputs import EmbeddingOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
 from windlass.inference.rank_worker import RankWorker
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
 from windlass.inference.sharded_runner import ShardedRunner
@@ -25,8 +27,26 @@ T = TypeVar("T")
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
+_NOT_BUILT = {
+    "encode": "use embed for one vector of each prompt",
+    "classify": "windlass serves causal language models; use the module's own forward",
+    "score": "compare the vectors of embed",
+    "reward": "windlass serves causal language models; use the module's own forward",
+    "sleep": "use close, and build another LLM later",
+    "wake_up": "use close, and build another LLM later",
+    "apply_model": "pass a module to LLM, and call that",
+    "collective_rpc": "with tp every rank runs the script, so call the function there",
+    "start_profile": "use windlass profile",
+    "stop_profile": "use windlass profile",
+    "llm_engine": "use engine, stats, tokenizer and max_model_len",
+}
+"""Members of vLLM's class that are not built, and what to use instead."""
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
+
+Adapter = str | LoRARequest
+"""Name of a LoRA adapter that is loaded, or its name and directory."""
 
 
 class LLM:
@@ -69,15 +89,25 @@ class LLM:
             trust_remote_code=trust_remote_code,
             skip_tokenizer=skip_tokenizer_init,
         )
+        self._begin()
+
+    def _begin(self) -> None:
         self._numbers = itertools.count()
         self._lock = threading.RLock()
+        self._adapters: dict[str, LoRARequest] = {}  # loaded at their first use
 
     @classmethod
     def from_engine(cls, engine: LLMEngine | RankWorker) -> LLM:
         """Wrap an engine."""
         made = cls.__new__(cls)
-        made._engine, made._numbers, made._lock = engine, itertools.count(), threading.RLock()
+        made._engine = engine
+        made._begin()
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_BUILT:
+            raise AttributeError(f"windlass.LLM has no {name!r}: {_NOT_BUILT[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def tokenizer(self) -> Any:
@@ -107,7 +137,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: str | Sequence[str | None] | None = None,
+        lora_request: Adapter | Sequence[Adapter | None] | None = None,
         priority: Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -116,7 +146,7 @@ class LLM:
         Args:
             prompts: one or several; see `Prompt`.
             sampling_params: one for all, or one for each; None: `SamplingParams()`.
-            lora_request: name of the adapter of all prompts, or of each.
+            lora_request: adapter of all prompts, or of each; see `Adapter`.
             priority: priority of each prompt; lower values run first.
             use_tqdm: show the progress.
 
@@ -134,14 +164,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: str | Sequence[str | None] | None,
+        lora_request: Adapter | Sequence[Adapter | None] | None,
         priority: Sequence[int] | None,
         *,
         show_progress: bool,
     ) -> list[RequestOutput]:
         listed = _as_list(prompts)
         params = _spread("sampling_params", sampling_params, len(listed)) or [SamplingParams()] * len(listed)
-        adapters = _spread("lora_request", lora_request, len(listed)) or [None] * len(listed)
+        given = _spread("lora_request", lora_request, len(listed)) or [None] * len(listed)
+        adapters = [self._load_adapter(one) for one in given]
         priorities = list(priority) if priority is not None else [0] * len(listed)
         if len(priorities) != len(listed):
             raise RequestError(f"{len(listed)} prompts got {len(priorities)} priorities; give one for each")
@@ -219,6 +250,26 @@ class LLM:
             lambda: [search_beams(self._engine, _prompt_of(prompt), params) for prompt in _as_list(prompts)]
         )
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt: the last hidden state of its last token, divided by its norm.
+
+        Args:
+            use_tqdm: not used.
+
+        Raises:
+            RequestError: the model cannot embed, or a prompt is empty or too long.
+        """
+
+        def embed() -> list[EmbeddingRequestOutput]:
+            encoded = [list(self._engine.encode(_prompt_of(prompt))[1]) for prompt in _as_list(prompts)]
+            found = zip(embed_prompts(self._engine, encoded), encoded, strict=True)
+            return [
+                EmbeddingRequestOutput(f"embed-{next(self._numbers)}", EmbeddingOutput(vector), ids)
+                for vector, ids in found
+            ]
+
+        return self._on_leader(embed)
+
     def stats(self) -> EngineStats:
         """Return counters and gauges of the engine."""
         return self._on_leader(lambda: cast(EngineStats, self._engine.stats()))
@@ -246,6 +297,23 @@ class LLM:
             if isinstance(engine.runner, ShardedRunner):
                 return engine.runner.share(function)
             return function()
+
+    def _load_adapter(self, adapter: Adapter | None) -> str | None:
+        """Load an adapter that is given with its directory, and return its name."""
+        if not isinstance(adapter, LoRARequest):
+            return adapter
+        name = adapter.lora_name
+        loaded = self._adapters.get(name)
+        if loaded is None and name not in self._engine.lora_names:
+            self._engine.add_lora(name, adapter.lora_path)
+            loaded = self._adapters[name] = adapter
+        if loaded is not None and Path(loaded.lora_path) != Path(adapter.lora_path):
+            raise RequestError(
+                f"the adapter {name!r} was loaded from {loaded.lora_path}, and lora_path is {adapter.lora_path}; use "
+                "another name",
+                parameter="lora_request",
+            )
+        return name
 
     def _run(self, count: int, *, show_progress: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -313,7 +381,7 @@ def _with_text(message: Any) -> Any:
 def _spread(name: str, given: Any, count: int) -> list[Any]:
     if given is None:
         return []
-    if isinstance(given, (str, SamplingParams)):
+    if isinstance(given, (str, SamplingParams, LoRARequest)):
         return [given] * count
     if not isinstance(given, Iterable):
         raise RequestError(f"{name} is {given!r}; give one for all, or one for each", parameter=name)

@@ -106,6 +106,23 @@ class RequestOutput:
 
 
 @dataclass
+class EmbeddingOutput:
+    """Embedding of a prompt: the last hidden state of its last token, divided by its norm."""
+
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """Embedding of one prompt, with the prompt's tokens."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
 class EngineStats:
     """Counters and gauges of an engine; counters only grow.
 

@@ -136,6 +136,10 @@ class SamplingParams:
         """Stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def clone(self) -> SamplingParams:
+        """Return a copy."""
+        return replace(self)
+
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with other values.
 
