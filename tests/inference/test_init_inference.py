@@ -15,6 +15,7 @@ import windlass
 from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.compat.inference_engine import default_inference_config, init_inference
+from windlass.config.inference_section import InitInference
 
 SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 16}
 
@@ -142,6 +143,18 @@ def test_a_model_that_generates_nothing_is_called() -> None:
         engine.generate(torch.zeros(1, 1, dtype=torch.long))
 
 
+def test_an_encoder_decoder_generates_by_itself() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=20, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=4)
+    engine = init_inference(copy.deepcopy(model), dtype=torch.float, replace_with_kernel_inject=False)
+    assert torch.equal(engine.generate(ids, max_new_tokens=4), expected)
+
+
 def test_prompts_without_tokens_and_without_room_are_errors() -> None:
     engine = windlass.init_inference(small_model(), **SMALL)
     ids, mask = padded()
@@ -160,6 +173,7 @@ def test_prompts_without_tokens_and_without_room_are_errors() -> None:
         {"replace_with_kernel_inject": True, "dtype": torch.float32, "mp_size": 1},
         {"config": {"tensor_parallel": {"tp_size": 1}, "dtype": "fp32", "max_out_tokens": 64}},
         {"dtype": torch.half, "tensor_parallel": 1, "enable_cuda_graph": True, "injection_policy": {nn.Linear: ("x",)}},
+        {"config": InitInference(dtype=torch.float32, replace_with_kernel_inject=True)},
     ],
 )
 def test_deepspeed_names_generate_alike(given: dict[str, Any]) -> None:
@@ -169,6 +183,18 @@ def test_deepspeed_names_generate_alike(given: dict[str, Any]) -> None:
     engine = init_inference(copy.deepcopy(model), **given)
     assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
     engine.destroy()
+
+
+def test_times_of_calls_are_recorded() -> None:
+    engine = init_inference(small_model(), dtype="fp32")
+    with pytest.raises(ConfigError, match="profile_model_time"):
+        engine.model_times()
+    engine.profile_model_time()
+    engine(torch.ones(1, 3, dtype=torch.long))
+    engine.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    times = engine.model_times()
+    assert len(times) == 2 and min(times) > 0
+    assert engine.model_times() == []
 
 
 def test_max_out_tokens_bounds_prompt_and_answer() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,6 @@ from windlass.config.compression_section import WeightQuantization
 from windlass.config.config_refusals import find_section_refusals
 from windlass.config.config_source import read_source
 from windlass.config.inference_section import InitInference
-from windlass.config.key_status import key_facts
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.inference_model import InferenceModel
 from windlass.inference.model_loading import find_max_length, parse_dtype
@@ -47,14 +49,49 @@ class InferenceEngine(InferenceModel):
             options["max_model_len"] = min(config.max_tokens, find_max_length(model) or config.max_tokens)
         super().__init__(model, EngineOptions(tp=_tp_size(config), ep=_ep_size(config), **options), dtype)
         self.mp_world_size = _tp_size(config)
+        self._times: list[float] | None = None
 
     def destroy(self) -> None:
         """Free the KV cache."""
         self.close()
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Raise: times are in the outputs of `llm.generate`."""
-        raise ConfigError("profile_model_time: outputs of engine.llm.generate(...) have times in `.metrics`")
+        """Record the time of each call of `forward` and `generate` from now on, for `model_times`.
+
+        Args:
+            use_cuda_events: not used; a call ends when its result is on the host.
+        """
+        self._times = []
+
+    def model_times(self) -> list[float]:
+        """Return the seconds of each call since the last call of this method.
+
+        Raises:
+            ConfigError: `profile_model_time` was not called.
+        """
+        if self._times is None:
+            raise ConfigError("model_times: no times are recorded; call profile_model_time() first")
+        found, self._times = self._times, []
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See `InferenceModel.forward`."""
+        with self._timed():
+            return super().forward(*args, **kwargs)
+
+    def generate(self, *args: Any, **settings: Any) -> Any:
+        """See `InferenceModel.generate`."""
+        with self._timed():
+            return super().generate(*args, **settings)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self._times is not None:
+            if local_device().type != "cpu":
+                torch.accelerator.synchronize()
+            self._times.append(time.perf_counter() - began)
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -82,17 +119,10 @@ def make_inference_config(given: dict[str, Any]) -> InitInference:
     Raises:
         ConfigError: a key is not known or refused.
     """
-    names = {alias: name for name, field in InitInference.model_fields.items() for alias in key_facts(field)["aliases"]}
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        name = names.get(key, key)
-        if name == "tp" and isinstance(value, int):
-            value = {"tp_size": value}
-        if isinstance(value, torch.dtype):
-            value = str(value)
-        if hasattr(value, "model_dump"):
-            value = value.model_dump(exclude_unset=True)
-        values[name] = value
+    values = {
+        key: value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
+        for key, value in given.items()
+    }
     try:
         section = InitInference(**values)
     except ValueError as error:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
 
 from windlass.config.compression_section import ModuleQuantization
 from windlass.config.config_section import ConfigSection, Count, Int, Positive
-from windlass.config.key_status import accepted, honoured, refused
+from windlass.config.key_status import accepted, honoured, key_facts, refused
 
 _NO_GRAPH = "the decode step needs no graph to be correct"
 _OWN_ATTENTION = "attention goes through windlass's kernels and torch's, which need no choice"
 _GROUPS = "groups are made from tp and ep over neighbouring ranks; start the ranks in that order and delete the key"
 _QUANT = "this engine packs weights, and has no such setting; set dtype to torch.int8, or pass weights='int8'"
+
+
+def _dtype_text(value: Any) -> Any:
+    return str(value) if type(value).__module__ == "torch" else value  # a dtype; the schema does not import torch
 
 
 class HybridEngine(ConfigSection):
@@ -100,12 +106,27 @@ class InferenceCheckpoint(ConfigSection):
 
 
 class InitInference(ConfigSection):
-    """Configuration of `init_inference`."""
+    """Configuration of `init_inference`. A key has one of its names, and `tp` may be an integer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_own_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        own = {alias: name for name, field in cls.model_fields.items() for alias in key_facts(field)["aliases"]}
+        values: dict[str, Any] = {}
+        for key, value in given.items():
+            name = own.get(key, key)
+            if name in values:
+                raise ValueError(f"{key} is another name of {name}; give one of them")
+            is_size = name == "tp" and isinstance(value, int) and not isinstance(value, bool)
+            values[name] = {"tp_size": value} if is_size else value
+        return values
 
     kernel_inject: bool = accepted(
         False, "the fast paths need no other layers", aliases=("replace_with_kernel_inject",)
     )
-    dtype: str = honoured("torch.float16")
+    dtype: Annotated[str, BeforeValidator(_dtype_text)] = honoured("torch.float16")
     """Dtype of the parameters; torch.float16 is float32 on the CPU, and torch.int8 packs linear layers in int8."""
     tp: InferenceTensorParallel = honoured(InferenceTensorParallel, aliases=("tensor_parallel",))
     """Tensor-parallel axis; an integer is its size."""

@@ -105,7 +105,8 @@ class InferenceModel(nn.Module):
     ) -> Any:
         """Generate answers as transformers' `generate` does; see `generate_by_engine`.
 
-        Settings that the engine lacks, such as beams or a streamer, go to the module's own `generate`.
+        Settings that the engine lacks, such as beams or a streamer, go to the module's own `generate`, and so do all
+        calls of encoder-decoders.
 
         Raises:
             RequestError: a prompt is empty, or longer than the model's window with its answer.
@@ -116,9 +117,10 @@ class InferenceModel(nn.Module):
         own: Any = getattr(self.module, "generate", None)
         if own is None and not hasattr(self.module, "config"):
             raise ConfigError(f"{type(self.module).__name__} is no language model of transformers; use .llm.generate")
-        found = generate_by_engine(self.llm, self.module, input_ids, attention_mask, **dict(settings))
-        if found is not None:
-            return found
+        if not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
+            found = generate_by_engine(self.llm, self.module, input_ids, attention_mask, **dict(settings))
+            if found is not None:
+                return found
         if self._link is not None:
             raise ConfigError(
                 "these settings of generate need the module's own loop, which has not all layers on a rank with pp "
