@@ -80,6 +80,10 @@ def call_torch() -> None:
     dist.all_reduce(average, dist.ReduceOp.AVG)
     total = size * (size - 1) // 2
     assert average.tolist() == [total // size, int(-7 * total / size)]
+    for dtype in (torch.uint8, torch.uint16, torch.uint64):
+        average = torch.tensor([rank, 2 * rank + 1]).to(dtype)
+        dist.all_reduce(average, dist.ReduceOp.AVG)
+        assert average.tolist() == [total // size, (2 * total + size) // size], dtype
 
     groups = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
     again = dist.new_group([0, 1])  # a second group of the same ranks has messages of its own

@@ -99,8 +99,12 @@ def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
 def write_result(memory: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any, ranks: int) -> None:
     """Write a reduction's result to the tensors, after the division of an average."""
     if op_name(op) == "AVG":
-        integral = not memory.dtype.is_floating_point and not memory.dtype.is_complex
-        memory = torch.div(memory, ranks, rounding_mode="trunc") if integral else memory / ranks
+        if memory.dtype.is_floating_point or memory.dtype.is_complex:
+            memory = memory / ranks
+        elif memory.dtype.is_signed or memory.dtype == torch.uint8:
+            memory = torch.div(memory, ranks, rounding_mode="trunc")
+        else:  # torch divides no wider unsigned integers
+            memory = torch.from_numpy(memory.cpu().numpy() // ranks).to(memory.device)
     parts = memory.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         if part.data_ptr() != tensor.data_ptr() or part.dtype != tensor.dtype or not tensor.is_contiguous():
