@@ -116,7 +116,7 @@ class InitInference(ConfigSection):
         own = {alias: name for name, field in cls.model_fields.items() for alias in key_facts(field)["aliases"]}
         values: dict[str, Any] = {}
         for key, value in given.items():
-            name = own.get(key, key)
+            name = str(own.get(key, key))
             if name in values:
                 raise ValueError(f"{key} is another name of {name}; give one of them")
             is_size = name == "tp" and isinstance(value, int) and not isinstance(value, bool)
