@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -208,6 +209,35 @@ def _strict() -> None:
 def test_strict_mode_has_the_limits_of_deepspeed() -> None:
     """See [Note: strict mode]."""
     run_ranks(_strict, 2, env={"WINDLASS_DEEPSPEED_STRICT": "1"})
+
+
+def _strict_pipeline() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.deepspeed_pipeline import PipelineModule
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3) for _ in range(2)]
+    plain = deepcopy(nn.Sequential(*layers))
+    stages = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = initialize(model=stages, config=config, model_parameters=stages.parameters())[0]
+    batches = [(torch.rand(2, 3), torch.rand(2, 3)) for _ in range(2)]
+    engine.train_batch(iter(batches))
+    sum(F.mse_loss(plain(x), y) / 2 for x, y in batches).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for mine, other in zip(engine.module.parameters(), plain[dist.get_rank()].parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    engine.destroy()
+
+
+def test_strict_mode_lets_a_pipeline_run_its_own_backward() -> None:
+    """See [Note: strict mode]."""
+    run_ranks(_strict_pipeline, 2, env={"WINDLASS_DEEPSPEED_STRICT": "1"})
 
 
 class _ReturnsBias(nn.Linear):

@@ -237,9 +237,15 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate the scalar loss like `Engine.backward`."""
+        with self._allow_backward():
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    @contextmanager
+    def _allow_backward(self) -> Iterator[None]:
+        """Let a backward of the engine through, while strict mode refuses those of the script."""
         self._running_engine_backward = True
         try:
-            return super().backward(loss, retain_graph, scale_wrt_gas)
+            yield
         finally:
             self._running_engine_backward = False
 

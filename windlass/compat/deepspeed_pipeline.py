@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,10 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
             return False
         own = stages.activation_checkpoint_func is checkpoint
         return not own or self._config.pipeline.use_reentrant
+
+    def _run_backward(self, run: Callable[[], None], is_last: bool) -> None:
+        with self._allow_backward():
+            super()._run_backward(run, is_last)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Run `PipelineEngine.train_batch`, and store its result in `agg_train_loss`."""
