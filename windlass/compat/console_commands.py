@@ -1,6 +1,7 @@
-"""Console commands `deepspeed`, `ds_report`, `ds_bench`, `ds_io`, `ds_nvme_tune`, `ds_elastic` and `ds_ssh`.
+"""Console commands of DeepSpeed: `deepspeed`, `ds_report`, `ds_bench`, `ds_io`, `ds_nvme_tune`, `ds_elastic`, `ds_ssh`.
 
-They run windlass unless the real DeepSpeed is installed and the stand-in's folder is not on the path.
+Aliases are DeepSpeed's: `ds` and `deepspeed.pt`, and `dsr` for `ds_report`. They run windlass unless the real DeepSpeed
+is installed and the stand-in's folder is not on the path.
 """
 
 from __future__ import annotations

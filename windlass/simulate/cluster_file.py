@@ -25,6 +25,8 @@ _DEVICE = {"part", "flops", "memory", "memory_rate", "matmul_efficiency", "atten
            "launch"}  # fmt: skip
 _HOST = {"part", "devices", "device_link", "nic", "nics", "mesh", "host_link", "memory_rate", "disk_read", "disk_write",
          "axis_links"}  # fmt: skip
+_DTYPES = ("fp8", "bf16", "fp16", "fp32", "fp64")
+_LEAST_OVERSUBSCRIPTION = 1e-6
 _NETWORK = {"topology", "hosts_per_leaf", "oversubscription", "shape", "switch_latency"}
 _LINKED_AXES = {"tp", "sp", "ep", "pp"}
 _EXPLICIT = {"from", "to", *_LINK_KEYS}
@@ -198,12 +200,18 @@ class _Reader:
         flops = table.get("flops", part.flops)
         if not isinstance(flops, dict) or not flops:
             raise self.fail("device.flops", flops, 'is no table by dtype; write e.g. {bf16 = "989TFLOP/s"}')
+        for key in flops:
+            if key not in _DTYPES:
+                raise ConfigError(f"{self._source}: device.flops.{key} is no dtype; write {', '.join(_DTYPES)}")
+        memory = part.memory
+        if "memory" in table:
+            memory = parse_bytes(str(table["memory"]), f"{self._source}: device.memory")
+            if memory <= 0:
+                raise self.fail("device.memory", table["memory"], "must be above 0")
         return replace(
             part,
             flops={str(key): parse_rate(value, f"{self._source}: device.flops.{key}") for key, value in flops.items()},
-            memory=parse_bytes(str(table["memory"]), f"{self._source}: device.memory")
-            if "memory" in table
-            else part.memory,
+            memory=memory,
             memory_rate=self.rate(table, "memory_rate", part.memory_rate, "device."),
             matmul_efficiency=self.share(table, "matmul_efficiency", part.matmul_efficiency, "device."),
             attention_efficiency=self.share(
@@ -268,10 +276,13 @@ class _Reader:
         if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
             raise self.fail("network.shape", shape, "is no list of sides; write e.g. [4, 4, 8]")
         plain = Network()
+        oversubscription = self.number(table, "oversubscription", plain.oversubscription, where="network.", most=1e6)
+        if oversubscription < _LEAST_OVERSUBSCRIPTION:
+            raise self.fail("network.oversubscription", oversubscription, "must be above 0")
         return Network(
             topology,
             self.integer(table, "hosts_per_leaf", plain.hosts_per_leaf, where="network."),
-            max(1e-6, self.number(table, "oversubscription", 1.0, where="network.", most=1e6)),
+            oversubscription,
             tuple(shape),
             links,
             parse_seconds(table.get("switch_latency", plain.switch_latency), f"{self._source}: network.switch_latency"),

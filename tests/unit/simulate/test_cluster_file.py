@@ -135,6 +135,12 @@ def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
             "cluster = 'dgx-h100'\n[device]\nmatmul_efficiency = 2",
             "device.matmul_efficiency = 2 is no number from 0 to 1",
         ),
+        ("cluster = 'dgx-h100'\n[device]\nmemory = '0'", "device.memory = '0' must be above 0"),
+        ("cluster = 'dgx-h100'\n[device]\nflops = {bfloat = 1}", "device.flops.bfloat is no dtype; write fp8, bf16"),
+        (
+            "cluster = 'dgx-h100'\n[network]\noversubscription = 0",
+            "network.oversubscription = 0.0 must be above 0",
+        ),
         ("[device", "is no TOML"),
     ],
 )
