@@ -8,6 +8,7 @@ holds it. Other files use an engine's public names, or are given the parts that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -87,6 +88,10 @@ class EngineParts:
 
     def _on_backward_end(self) -> None:
         """Clear the state of one backward."""
+        raise NotImplementedError
+
+    def _run_backward(self, run: Callable[[], None], is_last: bool) -> None:
+        """Call the backward of a pipeline's micro-batch; `is_last` says that gradients are reduced."""
         raise NotImplementedError
 
     def _end_gradients(self) -> None:
