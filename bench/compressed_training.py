@@ -77,8 +77,13 @@ METHODS = {
     ),
     "DiLoCo, 2 replicas": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}, phases=_AFTER_ADAMW, goal=0.03),
     "DiLoCo, 4 replicas": Method(
-        "DiLoCo", 0, ranks=4, params={"inner_steps": 32, **_AVERAGED}, phases=_AFTER_ADAMW, goal=0.03
-    ),
+        "DiLoCo",
+        0,
+        ranks=4,
+        params={"inner_steps": 16, "outer_lr": 1.0, "outer_momentum": 0.6},
+        phases={"start_step": 0.5},
+        goal=0.03,
+    ),  # fmt: skip
     "DiLoCo, 2 replicas, local from the start": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}),
     "DiLoCo, 2 replicas, local from the start, outer momentum 0.9": Method("DiLoCo", 0, params={"inner_steps": 32}),
 }
