@@ -14,6 +14,7 @@ from typing import Any
 
 from windlass.base.errors import CheckpointError, ConfigError
 from windlass.base.log import logger
+from windlass.zero.core.sharded_parameter import ShardedParameter
 from windlass.zero.sharded_init.weight_files import deferred_from_files
 
 MODULE = "transformers.modeling_utils"
@@ -21,6 +22,7 @@ DETECTION = "is_deepspeed_zero3_enabled"  # called by from_config and from_pretr
 # Static method of PreTrainedModel: (model, state_dict, checkpoint_files, load_config, ...).
 LOADER = "_load_pretrained_model"
 MISSING = "_move_missing_keys_from_meta_to_device"  # method of PreTrainedModel: (missing_keys, ...)
+FIT_BIAS = "_adjust_bias"  # method of PreTrainedModel: (output_embeddings, input_embeddings)
 
 
 class FromPretrainedPatch:
@@ -47,6 +49,7 @@ class FromPretrainedPatch:
         if self._before or module is None or not hasattr(module, "PreTrainedModel"):
             return  # not imported, or still being imported
         model = module.PreTrainedModel
+        _fit_biases_by_shape(model)
         absent = [] if LOADER in vars(model) else [f"PreTrainedModel.{LOADER}"]
         absent += [] if DETECTION in vars(module) else [f"{MODULE}.{DETECTION}"]
         if absent:
@@ -107,6 +110,29 @@ class FromPretrainedPatch:
             logger.warning(f"{files[0]} is not a safetensors file, so every rank reads all of it; convert it")
             return None
         return deferred_from_files([Path(file) for file in files], computes=self._computes)
+
+
+def _fit_biases_by_shape(model: Any) -> None:
+    """Let `PreTrainedModel` leave a bias without values alone if it fits its weight. Idempotent.
+
+    Tying weights pads the bias of the head to the rows of the weight, also by no element, and reads the bias for that.
+    It does so after the context, too, so that this replacement stays.
+    """
+    original = vars(model).get(FIT_BIAS)
+    if original is None or getattr(original, "fits_by_shape", False):
+        return
+
+    def fit(self: Any, output_embeddings: Any, input_embeddings: Any) -> Any:
+        bias, weight = (getattr(output_embeddings, name, None) for name in ("bias", "weight"))
+        fits = isinstance(bias, ShardedParameter) and weight is not None and bias.shape[0] == weight.shape[0]
+        if not fits:
+            return original(self, output_embeddings, input_embeddings)
+        if hasattr(output_embeddings, "out_features") and hasattr(input_embeddings, "num_embeddings"):
+            output_embeddings.out_features = input_embeddings.num_embeddings
+        return None
+
+    fit.fits_by_shape = True  # type: ignore[attr-defined]
+    setattr(model, FIT_BIAS, fit)
 
 
 class _InOrder(set[str]):
