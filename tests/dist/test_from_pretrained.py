@@ -105,6 +105,22 @@ def test_loaded_values_equal_a_plain_load(name: str, ranks: int, how: str, tmp_p
         assert not seen["said"]
 
 
+def tie_later(directory: str) -> list[str]:
+    """Return the values that differ after weights were tied outside of the context, as by transformers' own loading."""
+    import windlass
+
+    plain = auto("bert").from_pretrained(directory)
+    with shard_at_once(), windlass.zero.Init():
+        model = auto("bert").from_pretrained(directory)
+    model.tie_weights()
+    found = full_values(model)
+    return [key for key, value in plain.named_parameters() if not torch.equal(found[key], value)]
+
+
+def test_heads_with_a_bias_are_tied_outside_of_the_context(tmp_path: Path) -> None:
+    assert run_ranks(tie_later, 2, str(save("bert", tmp_path))) == [[], []]
+
+
 def test_each_rank_reads_only_its_bytes(tmp_path: Path) -> None:
     directory = save("llama", tmp_path)
     seen = run_ranks(differences, 3, "llama", str(directory), "ours")
