@@ -6,6 +6,7 @@ evaluate 0.4.6, torchvision 0.28.0, torchcodec 0.13.0.
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import wave
@@ -85,41 +86,125 @@ def make_clm(folder: Path) -> None:
     (folder / "train.txt").write_text("\n".join(words(n, 12) for n in range(80)))
 
 
-def make_glue(folder: Path) -> None:
-    """Write a BERT without the head that the script trains, which the script initializes randomly."""
-    from transformers import BertConfig, BertModel
+def tiny_bert(**options: Any) -> Any:
+    """Return the configuration of a BERT."""
+    from transformers import BertConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(vocab_size=300, pad_token_id=1, initializer_range=0.2, **sizes)
-    text_model(folder / "model", BertModel(config))
-    rows = [{"sentence1": words(n, 5), "sentence2": words(n + 7, 4), "label": n % 3} for n in range(40)]
+    return BertConfig(vocab_size=310, pad_token_id=1, initializer_range=0.2, **sizes, **options)
+
+
+def sentence_pairs() -> list[dict[str, Any]]:
+    return [{"sentence1": words(n, 5), "sentence2": words(n + 7, 4), "label": n % 3} for n in range(40)]
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write one JSON object per line."""
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+
+def make_glue(folder: Path) -> None:
+    """Write a BERT without the head that the script trains, which the script initializes randomly."""
+    from transformers import BertModel
+
+    text_model(folder / "model", BertModel(tiny_bert()))
     for name in ("train", "validation"):
-        (folder / f"{name}.json").write_text("\n".join(map(json.dumps, rows)))
+        write_rows(folder / f"{name}.json", sentence_pairs())
 
 
-def make_summarization(folder: Path) -> None:
+def make_classification(folder: Path) -> None:
+    from transformers import BertForSequenceClassification
+
+    text_model(folder / "model", BertForSequenceClassification(tiny_bert(num_labels=3)))
+    for name in ("train", "validation"):
+        with open(folder / f"{name}.csv", "w", newline="") as file:
+            table = csv.DictWriter(file, ["sentence1", "sentence2", "label"])
+            table.writeheader()
+            table.writerows(sentence_pairs())
+
+
+def make_mlm(folder: Path) -> None:
+    """Write a BERT, and a tokenizer that also has the token for masked words."""
+    from transformers import AutoTokenizer, BertForMaskedLM
+
+    text_model(folder / "model", BertForMaskedLM(tiny_bert()))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "train.txt").write_text("\n".join(words(n, 12) for n in range(80)))
+
+
+def make_ner(folder: Path) -> None:
+    from transformers import BertForTokenClassification
+
+    text_model(folder / "model", BertForTokenClassification(tiny_bert(num_labels=3)))
+    sentences = [words(n, 6).split() for n in range(40)]
+    write_rows(folder / "train.json", [{"tokens": s, "ner_tags": [f"kind{len(w) % 3}" for w in s]} for s in sentences])
+
+
+def make_swag(folder: Path) -> None:
+    from transformers import BertForMultipleChoice
+
+    text_model(folder / "model", BertForMultipleChoice(tiny_bert()))
+    rows = [
+        {"sent1": words(n, 4), "sent2": words(n + 1, 2), "label": n % 4}
+        | {f"ending{end}": words(n + 5 * end, 3) for end in range(4)}
+        for n in range(40)
+    ]
+    write_rows(folder / "train.json", rows)
+
+
+def make_qa(folder: Path) -> None:
+    from transformers import BertForQuestionAnswering
+
+    text_model(folder / "model", BertForQuestionAnswering(tiny_bert()))
+    rows = []
+    for number in range(40):
+        context = words(number, 9)
+        answer = context.split()[number % 9]
+        found = {"text": [answer], "answer_start": [context.index(answer)]}
+        rows.append({"id": str(number), "question": words(number + 3, 4), "context": context, "answers": found})
+    (folder / "train.json").write_text(json.dumps({"data": rows}))
+
+
+def tiny_t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     tokens = {"vocab_size": 300, "eos_token_id": 0, "pad_token_id": 1, "decoder_start_token_id": 1}
-    text_model(folder / "model", T5ForConditionalGeneration(T5Config(**tokens, **sizes)))
-    rows = [{"text": words(n, 12), "summary": words(n + 3, 4)} for n in range(40)]
-    (folder / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    return T5ForConditionalGeneration(T5Config(**tokens, **sizes))
+
+
+def make_summarization(folder: Path) -> None:
+    text_model(folder / "model", tiny_t5())
+    write_rows(folder / "train.json", [{"text": words(n, 12), "summary": words(n + 3, 4)} for n in range(40)])
     (folder / "nltk_data" / "tokenizers" / "punkt").mkdir(parents=True)
+
+
+def make_translation(folder: Path) -> None:
+    text_model(folder / "model", tiny_t5())
+    rows = [{"translation": {"en": words(n, 10), "de": words(n + 3, 6)}} for n in range(40)]
+    write_rows(folder / "train.json", rows)
 
 
 def make_images(folder: Path) -> None:
     """Write a ViT with its head. At stage 3 transformers would draw other values for a new head."""
-    from PIL import Image
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = ViTConfig(image_size=16, patch_size=4, initializer_range=0.2, num_labels=3, **sizes)
     ViTForImageClassification(config).save_pretrained(folder / "model")
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder / "model")
+    draw_images(folder / "images")
+
+
+def draw_images(folder: Path) -> None:
+    """Write 24 pictures of three classes, a folder each."""
+    from PIL import Image
+
     random = np.random.default_rng(0)
     for number in range(24):
-        place = folder / "images" / f"kind{number % 3}"
+        place = folder / f"kind{number % 3}"
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 255, (20, 20, 3), np.uint8)).save(place / f"{number}.png")
 
@@ -214,6 +299,38 @@ SCRIPTS = {
         make_summarization,
         {"train_file": "train.json", "max_source_length": 24, "max_target_length": 8, "source_prefix": "sum: "},
     ),
+    "classification": Script(
+        "text-classification/run_classification.py",
+        make_classification,
+        {
+            "train_file": "train.csv",
+            "validation_file": "validation.csv",
+            "text_column_names": "sentence1,sentence2",
+            "max_seq_length": 24,
+            "metric_name": "accuracy",
+        },
+    ),
+    "mlm": Script(
+        "language-modeling/run_mlm.py",
+        make_mlm,
+        {"train_file": "train.txt", "line_by_line": True, "max_seq_length": 16, "mlm_probability": 0.4},
+    ),
+    "ner": Script("token-classification/run_ner.py", make_ner, {"train_file": "train.json"}),
+    "swag": Script("multiple-choice/run_swag.py", make_swag, {"train_file": "train.json", "max_seq_length": 24}),
+    "qa": Script(
+        "question-answering/run_qa.py", make_qa, {"train_file": "train.json", "max_seq_length": 32, "doc_stride": 8}
+    ),
+    "translation": Script(
+        "translation/run_translation.py",
+        make_translation,
+        {
+            "train_file": "train.json",
+            "source_lang": "en",
+            "target_lang": "de",
+            "max_source_length": 24,
+            "max_target_length": 12,
+        },
+    ),
     "images": Script(
         "image-classification/run_image_classification.py",
         make_images,
@@ -248,7 +365,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         made = tmp_path_factory.mktemp(name)
         torch.manual_seed(0)
         SCRIPTS[name].make(made)
-        for metric in ("accuracy", "rouge", "wer"):
+        for metric in ("accuracy", "rouge", "wer", "seqeval", "squad", "sacrebleu"):
             (made / metric).mkdir()
             (made / metric / f"{metric}.py").write_text(METRIC)
         for config, values in CONFIGS.items():
