@@ -10,7 +10,7 @@ import csv
 import functools
 import json
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -354,25 +354,25 @@ def examples() -> Client:
     return client("TRANSFORMERS", "https://github.com/huggingface/transformers", NEEDS)
 
 
+def prepare(folder: Path, make: Callable[[Path], None], configs: Mapping[str, Any]) -> Path:
+    """Write the model and the data of a script, metrics in place of the hub's, and the configurations."""
+    import torch
+
+    torch.manual_seed(0)
+    make(folder)
+    for metric in ("accuracy", "rouge", "wer", "seqeval", "squad", "sacrebleu"):
+        (folder / metric).mkdir()
+        (folder / metric / f"{metric}.py").write_text(METRIC)
+    for config, values in configs.items():
+        (folder / f"{config}.json").write_text(json.dumps(values))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folders with the model and the data of each script."""
-
-    @functools.cache
-    def get(name: str) -> Path:
-        import torch
-
-        made = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        SCRIPTS[name].make(made)
-        for metric in ("accuracy", "rouge", "wer", "seqeval", "squad", "sacrebleu"):
-            (made / metric).mkdir()
-            (made / metric / f"{metric}.py").write_text(METRIC)
-        for config, values in CONFIGS.items():
-            (made / f"{config}.json").write_text(json.dumps({**AUTO, **values}))
-        return made
-
-    return get
+    configs = {name: {**AUTO, **values} for name, values in CONFIGS.items()}
+    return functools.cache(lambda name: prepare(tmp_path_factory.mktemp(name), SCRIPTS[name].make, configs))
 
 
 def losses(examples: Client, folder: Path, name: str, config: str | None, ranks: int) -> list[float]:

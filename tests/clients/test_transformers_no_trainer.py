@@ -7,7 +7,6 @@ evaluate 0.4.6.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +16,9 @@ import pytest
 from tests.clients.harness import Client, client
 from tests.clients.test_transformers_examples import (
     BATCH,
-    METRIC,
     NEEDS,
     make_swag,
+    prepare,
     sentence_pairs,
     text_model,
     tiny_bert,
@@ -87,22 +86,11 @@ def examples() -> Client:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folders with the model and the data of each script."""
-
-    @functools.cache
-    def get(name: str) -> Path:
-        import torch
-
-        made = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        SCRIPTS[name].make(made)
-        (made / "accuracy").mkdir()
-        (made / "accuracy" / "accuracy.py").write_text(METRIC)
-        for config, zero in CONFIGS.items():
-            values = {**AUTO, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
-            (made / f"{config}.json").write_text(json.dumps(values))
-        return made
-
-    return get
+    configs = {
+        name: {**AUTO, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+        for name, zero in CONFIGS.items()
+    }
+    return functools.cache(lambda name: prepare(tmp_path_factory.mktemp(name), SCRIPTS[name].make, configs))
 
 
 def losses(examples: Client, folder: Path, name: str, config: str | None, ranks: int) -> list[float]:
