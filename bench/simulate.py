@@ -55,6 +55,7 @@ _MTBF_HOURS, _RESTART = 50_000.0, 600.0  # of a device with its share of host an
 def main(
     part: Annotated[str, typer.Option(help=f"{', '.join(PARTS)}, or several with commas.")] = ",".join(PARTS),
     rows: Annotated[str, typer.Option(help="Rows of measured parts to run, as START:STOP of their list.")] = ":",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of rates and steps; the middle error counts.")] = 5,
     links: Annotated[str, typer.Option(help="Bytes a second of each connection in the part links.")] = "100M,50M,25M",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
@@ -77,7 +78,7 @@ def main(
     }
     for name in chosen:
         if name in cases:
-            found[name] = compare_with_measured(cases[name], found.get(name, {}))
+            found[name] = compare_with_measured(cases[name], found.get(name, {}), rounds)
         else:
             found[name] = compare_with_published() if name == "published" else extrapolate()
         bench_console().print(TABLES[name](found[name]))
@@ -203,7 +204,7 @@ def model_shape(name: str) -> ModelShape:
     return from_transformers({**SHAPES[name], "vocab_size": 32_000, "hidden_act": "silu"})
 
 
-def compare_with_measured(cases: Sequence[TimedCase], before: dict[str, Any]) -> dict[str, Any]:
+def compare_with_measured(cases: Sequence[TimedCase], before: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Measure this machine's rates and the step times of these cases; return them with the predictions.
 
     Args:
@@ -216,16 +217,22 @@ def compare_with_measured(cases: Sequence[TimedCase], before: dict[str, Any]) ->
         with RankPool(partial(TimedRank, ranks), ranks, label=f"{ranks} ranks", env=env) as pool:
             pool.ask("limit", link=link)
             for case in (one for one in cases if (one.ranks, one.link) == (ranks, link)):
-                measured = pool.ask("measure", case=case)
-                # All ranks wait for the slowest one.
-                seconds = {
-                    key: statistics.median(map(max, zip(*(rank[key] for rank in measured), strict=True)))
-                    for key in measured[0]
-                }
-                machine = MeasuredMachine.of_seconds(case, seconds)
+                compared = []
+                for _ in range(rounds):
+                    measured = pool.ask("measure", case=case)
+                    # All ranks wait for the slowest one.
+                    seconds = {
+                        key: statistics.median(map(max, zip(*(rank[key] for rank in measured), strict=True)))
+                        for key in measured[0]
+                    }
+                    machine = MeasuredMachine.of_seconds(case, seconds)
+                    steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
+                    compared.append((_compare(case, machine, statistics.median(steps), steps), machine))
+                # Rates of a shared machine change within minutes, so each round has its own, and the middle one counts.
+                compared.sort(key=lambda one: one[0]["error"])
+                rows[case.name], machine = compared[rounds // 2]
+                rows[case.name]["errors"] = [row["error"] for row, _ in compared]
                 machines[case.name] = asdict(machine)
-                steps = [max(step) for step in zip(*pool.ask("train", case=case), strict=True)]
-                rows[case.name] = _compare(case, machine, statistics.median(steps), steps)
                 bench_console().print(f"{case.name}: {rows[case.name]['measured']:.3f} s", soft_wrap=True)
     return {"machines": machines, "rows": list(rows.values())}
 

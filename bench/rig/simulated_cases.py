@@ -14,6 +14,11 @@ MODEL = Sizes(hidden=512, layers=6, heads=8, intermediate=1536, vocabulary=4096)
 SAMPLES, LENGTH = 1, 256
 WIRE_ELEMENTS = 2_400_000
 """Elements of the timed reductions and gathers of data ranks."""
+LARGE_ELEMENTS = 12_000_000
+"""Elements of each tensor of the timed operation that no cache serves."""
+ONE_STAGE = ", one stage"
+"""Ends the names of what is timed while one stage of a pipeline works and the others wait."""
+KERNELS = ("products", "attention", "elementwise", "large tensors")
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,8 @@ class MeasuredMachine:
     Attributes:
         product_rate: FLOP/s of the model's products, forward and backward.
         attention_rate: FLOP/s of its attention, forward and backward, as the simulator counts them.
-        memory_rate: Bytes a second of elementwise operations.
+        memory_rate: Bytes a second of elementwise operations on activations.
+        state_rate: Bytes a second of elementwise operations on tensors too large for a cache.
         wire: Rate and latency of windlass's reductions and gathers over gloo, among the data ranks.
         axes: Rate and latency along each other axis: of all-reduces of activations for tp, their exchange for sp, their
             messages for pp.
@@ -84,6 +90,7 @@ class MeasuredMachine:
     product_rate: float
     attention_rate: float
     memory_rate: float
+    state_rate: float
     wire: LinkPart
     axes: dict[str, LinkPart]
 
@@ -92,21 +99,17 @@ class MeasuredMachine:
         """Derive the rates from the seconds of `TimedRank.measure`.
 
         Ranks share the cores. Where a pipeline fills and drains, one stage works: that part of its micro-batches takes
-        the time that kernels take while the other stages wait.
+        the time that kernels and collectives take while the other stages wait.
         """
-        work = measured_work()
-        links = {
-            axis: _link(seconds, axis, messages, size) for axis, size, messages in _measured_axes(case) if size > 1
-        }
-        wire = links.pop("data", None) or LinkPart(1e12, 0.0, 1.0)
-        stages = case.axes.get("pp", 1)
+        work, stages = measured_work(), case.axes.get("pp", 1)
         alone = min(1.0, (stages - 1) / case.micro_batches)  # part of a stage's micro-batches that no other overlaps
-        rates = {
-            name: work[name]
-            / (seconds[name] + alone * (seconds.get(f"{name}, one stage", seconds[name]) - seconds[name]))
-            for name in ("products", "attention", "elementwise")
+        mixed = {
+            name: value + alone * (seconds.get(f"{name}{ONE_STAGE}", value) - value) for name, value in seconds.items()
         }
-        return cls(rates["products"], rates["attention"], rates["elementwise"], wire, links)
+        links = {axis: _link(mixed, axis, messages, size) for axis, size, messages in _measured_axes(case) if size > 1}
+        wire = links.pop("data", None) or LinkPart(1e12, 0.0, 1.0)
+        rates = {name: work[name] / mixed[name] for name in KERNELS}
+        return cls(*(rates[name] for name in KERNELS), wire, links)
 
     def cluster(self, case: TimedCase) -> Cluster:
         """Return the machine as a cluster of one host on which ranks compute and communicate with the same cores.
@@ -117,20 +120,21 @@ class MeasuredMachine:
             "core", {"fp32": self.product_rate}, 16 << 30, self.memory_rate, matmul_efficiency=1.0,
             attention_efficiency=self.attention_rate / self.product_rate, memory_efficiency=1.0, launch_seconds=1e-5,
         )  # fmt: skip
-        memory_rate = self.memory_rate * case.ranks
+        memory_rate = self.state_rate * case.ranks
         host = HostPart("this machine", case.ranks, self.wire, self.wire, memory_rate=memory_rate, axis_links=self.axes)
         network = Network(switch_latency=0.0)
         return Cluster(device, host, 1, network, overlaps=bool(case.link), name="this machine")
 
 
 def measured_work() -> dict[str, float]:
-    """Return the FLOPs (of `elementwise`, the bytes) of what a rank times to measure its rates."""
+    """Return the FLOPs, or bytes where there is no product, of what a rank times to measure its rates."""
     tokens, head = SAMPLES * LENGTH, MODEL.hidden // MODEL.heads
     scores = SAMPLES * MODEL.heads * LENGTH * LENGTH * head
     return {
         "products": 12.0 * tokens * MODEL.hidden * MODEL.intermediate,
         "attention": (0.5 * 4 + 0.5 * 8 * 1.25) * scores,
         "elementwise": 4.0 * 5 * tokens * MODEL.intermediate,
+        "large tensors": 4.0 * 3 * LARGE_ELEMENTS,
     }
 
 

@@ -11,10 +11,14 @@ import torch
 
 from rig.link import pace
 from rig.models import build, samples
-from rig.simulated_cases import LENGTH, MODEL, SAMPLES, WIRE_ELEMENTS, TimedCase
+from rig.simulated_cases import KERNELS, LARGE_ELEMENTS, LENGTH, MODEL, ONE_STAGE, SAMPLES, WIRE_ELEMENTS, TimedCase
 
 _TIMED, _UNTIMED = 3, 1
 _REPETITIONS, _SMALL_CALLS = 9, 10
+_BLOCKING = ("tp", "sp")
+"""Axes whose ranks compute nothing during a collective."""
+_PRODUCTS = 4
+"""Products before each collective: about as many as between two collectives of a layer."""
 
 
 class TimedRank:
@@ -58,15 +62,25 @@ class TimedRank:
             torch.mul(y, z)
             torch.nn.functional.silu(y)
 
-        kernels = {"products": products, "attention": attention, "elementwise": elementwise}
-        found = {name: self._seconds(work) for name, work in kernels.items()}
-        stages = case.axes.get("pp", 1)
-        if stages > 1:
-            # Stages that wait leave their share of the cores to the others.
-            is_first = self._rank * stages < self._ranks
+        a, b, c = (torch.zeros(LARGE_ELEMENTS) for _ in range(3))
+
+        def large_tensors() -> None:
+            torch.add(a, b, out=c)
+
+        kernels = dict(zip(KERNELS, (products, attention, elementwise, large_tensors), strict=True))
+        found: dict[str, list[float]] = {}
+        for suffix, is_working in self._crowds(case).items():
             for name, work in kernels.items():
-                found[f"{name}, one stage"] = self._seconds(work if is_first else _nothing)
+                found[f"{name}{suffix}"] = self._seconds(work if is_working else _nothing)
         return {**found, **self._measure_links(case)}
+
+    def _crowds(self, case: TimedCase) -> dict[str, bool]:
+        """Return the sets of ranks that work at the same time, and whether this rank is one of them.
+
+        Stages of a pipeline that wait leave their share of the cores to the others.
+        """
+        stages = case.axes.get("pp", 1)
+        return {"": True} | ({ONE_STAGE: self._rank * stages < self._ranks} if stages > 1 else {})
 
     def _measure_links(self, case: TimedCase) -> dict[str, list[float]]:
         from windlass.comm.mesh import build_mesh
@@ -85,7 +99,11 @@ class TimedRank:
                 works["data"] = self._wire(mesh.dense.data, elements)
             works |= self._axes(mesh, numel)
             pace(self._link)
-            found |= {f"{name}{suffix}": self._seconds(work, calls) for name, work in works.items()}
+            for name, work in works.items():
+                measure = self._seconds_between_products if name in _BLOCKING else self._seconds
+                for crowd, is_working in self._crowds(case).items():
+                    if name != "pp" or not crowd:
+                        found[f"{name}{suffix}{crowd}"] = measure(work if is_working else _nothing, calls)
         mesh.close()
         return found
 
@@ -137,6 +155,26 @@ class TimedRank:
                 work()
             times.append((time.perf_counter() - start) / calls)
         return times[_UNTIMED:]
+
+    def _seconds_between_products(self, work: Callable[[], Any], calls: int) -> list[float]:
+        """Return the seconds that a collective adds to products before it, several times.
+
+        Ranks that have just computed arrive at different times, and the threads that transfer have to be scheduled. A
+        collective that follows another one waits for neither.
+        """
+        rows, weight = torch.randn(SAMPLES * LENGTH, MODEL.hidden), torch.randn(MODEL.hidden, MODEL.hidden)
+
+        def products() -> None:
+            for _ in range(_PRODUCTS if work is not _nothing else 0):
+                torch.mm(rows, weight)
+
+        def both() -> None:
+            products()
+            work()
+
+        calls = max(calls, _SMALL_CALLS)
+        pairs = zip(self._seconds(both, calls), self._seconds(products, calls), strict=True)
+        return [max(0.0, together - alone) for together, alone in pairs]
 
     def train(self, case: TimedCase) -> list[float]:
         """Return the seconds of each timed step, from a barrier until this rank has finished. Collective."""

@@ -74,7 +74,11 @@ def parse_cluster(data: Mapping[str, Any], source: str, world_size: int = 1) -> 
     reader.check_keys(data, _TOP, "")
     base = CLUSTERS.get(reader.text(data, "cluster", "", choices=tuple(CLUSTERS))) if "cluster" in data else None
     device = reader.device(reader.table(data, "device"), base.device if base else None)
-    host = reader.host(reader.table(data, "host"), base.host if base else None)
+    table = reader.table(data, "host")
+    host = reader.host(table, base.host if base else None)
+    if host.host_link is None and "memory_rate" not in table:
+        # The devices' memory is the host's, and only their rate is known.
+        host = replace(host, memory_rate=device.memory_rate * device.memory_efficiency * host.devices)
     needed = -(-world_size // host.devices)
     hosts = reader.integer(data, "hosts", needed, most=MAX_HOSTS)
     links = reader.links(data, hosts, host.devices)

@@ -85,8 +85,9 @@ class HostPart:
             divided by the number of peers) or `ring`.
         nic: Link of one network card to the network.
         nics: Network cards.
-        host_link: Link of each device to host memory; None: it has no memory of its own.
-        memory_rate: Rate of host memory, for optimizer updates on the host.
+        host_link: Link of each device to host memory; None: that is the device's memory.
+        memory_rate: Rate of host memory, for optimizer updates on the host; on devices without a memory of their own
+            for all updates.
         disk_read, disk_write: Rates of the host's disks together; 0: there are none.
         axis_links: Links of the devices in collectives and messages along one mesh axis ("tp", "sp", "ep", "pp"), where
             they differ from `device_link`: on CPUs a rate depends on the algorithm and on the number of ranks. They

@@ -314,7 +314,7 @@ class StepTasks:
         for stage, order in zip(self.stages, schedule, strict=True):
             for action in order:
                 stage.zero.record(stage.chunk_of(action.stage), backward=action.kind is not ActionKind.FORWARD)
-        done: dict[Action, SimulatedTask | None] = {}
+        sent: dict[Action, SimulatedTask | None] = {}
         at = [0] * pp
         moved = True
         while moved:
@@ -323,31 +323,33 @@ class StepTasks:
                 while at[rank] < len(order):
                     action = order[at[rank]]
                     before = list_dependencies(action, work.chunks, split)
-                    if any(one not in done for one in before):
+                    if any(one not in sent for one in before):
                         break
-                    self._add_computation(action, before, done, left[rank])
+                    self._add_computation(action, before, sent, left[rank])
                     at[rank] += 1
                     moved = True
         self._broadcast_loss()
 
     def _add_computation(
-        self,
-        action: Action,
-        before: list[Action],
-        done: dict[Action, SimulatedTask | None],
-        left: dict[int, int],
+        self, action: Action, before: list[Action], sent: dict[Action, SimulatedTask | None], left: dict[int, int]
     ) -> None:
         stage = self.stages[action.stage % self.work.grid.pp]
         for one in before:
             if one.stage != action.stage:
-                stage.lanes.block_on(self._send(one, action.stage, done[one]))
+                stage.lanes.block_on(sent[one])
         chunk = stage.chunk_of(action.stage)
         if action.kind is ActionKind.FORWARD:
-            done[action] = stage.forward(chunk)
-            return
-        if action.kind in _WEIGHTS:
-            left[action.stage] -= 1
-        done[action] = stage.backward(chunk, part=action.kind, is_last_micro=not left[action.stage])
+            task, target = stage.forward(chunk), action.stage + 1
+        else:
+            if action.kind in _WEIGHTS:
+                left[action.stage] -= 1
+            task, target = (
+                stage.backward(chunk, part=action.kind, is_last_micro=not left[action.stage]),
+                action.stage - 1,
+            )
+        sends = action.kind is not ActionKind.BACKWARD_WEIGHT and 0 <= target < self.work.chunks
+        # Where messages share a stream with the computation, this one is sent before the sender's next action.
+        sent[action] = self._send(action, target, task) if sends else None
 
     def _send(self, action: Action, target: int, after: SimulatedTask | None) -> SimulatedTask | None:
         """Send an activation, or its gradient, from the chunk of `action` to chunk `target`."""

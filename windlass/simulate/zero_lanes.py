@@ -176,7 +176,10 @@ class ZeroLanes:
     # Gradients.
 
     def end_block_backward(self, block: SimulatedBlock, *, is_last_micro: bool) -> None:
-        """Reduce the units whose gradients are complete."""
+        """Copy the block's gradients into the reduction's buffers, and reduce units with all gradients."""
+        trained = sum(unit.padded / unit.uses for unit in block.units if unit.trainable)
+        copied = trained * (self._work.volumes.parameter_bytes + self._work.volumes.gradient_bytes)
+        self._lanes.spend(f"gradients of {block.name}", copied / self._state_rate)
         computed = self._lanes.flush()
         for unit in (unit for unit in block.units if unit.trainable):
             unit.backwards += 1
@@ -267,7 +270,7 @@ class ZeroLanes:
         for task in reduced:
             lanes.block_on(task)
         norm_bytes = sum(self.shard_numel(unit) for unit in trained) * self._work.accumulation_bytes
-        lanes.spend("norm", norm_bytes / self._device_rate)
+        lanes.spend("norm", norm_bytes / self._state_rate)
         computed = lanes.flush()
         agreed = lanes.collective(
             "data", "all_reduce", 8, self._patterns[False], label="norm", after=[computed], stream=_STREAM
@@ -293,8 +296,13 @@ class ZeroLanes:
             ) or self._reduced.get(unit)  # fmt: skip
 
     @property
-    def _device_rate(self) -> float:
-        return self._cluster.device.memory_rate * self._cluster.device.memory_efficiency
+    def _state_rate(self) -> float:
+        """Bytes a second of gradients and states. Those of CPU ranks are in memory that the host's ranks share, while
+        activations may be in the faster cache of a core."""
+        device, host = self._cluster.device, self._cluster.host
+        if host.host_link is None:
+            return host.memory_rate / host.devices
+        return device.memory_rate * device.memory_efficiency
 
     def _gather_gradients(self, unit: SimulatedUnit) -> SimulatedTask | None:
         if self._shares_memory:
@@ -315,7 +323,7 @@ class ZeroLanes:
         if offloading.states == "nvme" and host.host_link is None:
             away = offloading.ratio  # a CPU rank whose states are on disk
         if away < 1:
-            lanes.spend(f"update {unit.name}", (1 - away) * numel * touched / self._device_rate)
+            lanes.spend(f"update {unit.name}", (1 - away) * numel * touched / self._state_rate)
         task = lanes.flush() if away < 1 else after
         if away:
             task = self._update_away(unit, away * numel, touched, None if offloading.delayed else after)

@@ -137,6 +137,8 @@ def test_one_device_takes_the_sum_of_its_operations(checkpointing: str) -> None:
         total += MICRO * sum(op.seconds(lonely.device) for segment in segments for op in segment.operations)
     rate = lonely.device.memory_rate * lonely.device.memory_efficiency
     total += DENSE.numel * (4 + (4 + 2 * 8 + 2 * 4)) / rate  # the norm reads gradients; the update touches all
+    copied = work.volumes.parameter_bytes + work.volumes.gradient_bytes  # gradients, into the reduction's buffer
+    total += MICRO * DENSE.numel * copied / rate
     assert math.isclose(found.seconds, total, rel_tol=1e-9)
     assert math.isclose(found.compute_seconds, total, rel_tol=1e-9)
     assert sum(found.waits.values()) == pytest.approx(0.0, abs=1e-12)
@@ -289,3 +291,22 @@ def test_a_model_unlike_a_decoder_of_its_sizes_is_named() -> None:
     assert not any("parameters" in note for note in notes())
     model.add_module("tower", nn.Linear(200, 200, device="meta"))
     assert any("and a decoder of its sizes" in note for note in notes())
+
+
+def test_a_message_leaves_before_the_next_action_of_its_sender() -> None:
+    """On a host without overlap, sends share the stream of the computation, and the last stage still never waits."""
+    fast = LinkPart(math.inf, 0.0, 1.0)
+    host = replace(HOSTS["cpu-host"], devices=2, device_link=fast, nic=fast)
+    place = Cluster(DEVICES["cpu"], host, 1, Network(switch_latency=0.0), overlaps=False)
+    settings = config(0, parallel={"pp": 2}, gradient_accumulation_steps=6)
+    found = predict_step(DENSE, settings, place, length=LENGTH, world_size=2, timeline=True)
+    lanes = {
+        rank: [span for span in found.spans if (span.process, span.lane) == (rank, "compute")]
+        for rank in ("rank 0", "rank 1")
+    }
+    first_forward = lanes["rank 0"][0].stop
+    assert lanes["rank 1"][0].start == pytest.approx(first_forward)
+    # The last stage never waits until its last backward.
+    last = max(number for number, span in enumerate(lanes["rank 1"]) if span.name.startswith("backward"))
+    busy = sum(span.stop - span.start for span in lanes["rank 1"][: last + 1])
+    assert lanes["rank 1"][last].stop - first_forward == pytest.approx(busy)
