@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.serving.api_errors import ApiError, json_response
-from windlass.serving.chat_endpoint import ChatFields, encode_chat
 from windlass.serving.chat_prompt import parse_tools
+from windlass.serving.chat_request import ChatFields, encode_chat
 from windlass.serving.generation import NO_TOKENIZER, encode_text
 from windlass.serving.request_body import read_json_object
 from windlass.serving.request_fields import RequestModel

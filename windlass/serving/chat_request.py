@@ -1,0 +1,217 @@
+"""Request of a chat: its fields, its prompt, and the constraints of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.base.text import one_line
+from windlass.inference.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
+from windlass.serving.api_errors import ApiError
+from windlass.serving.chat_prompt import ChatTool, forced_call_schema, normalize_messages, parse_tools, render_chat
+from windlass.serving.generation import encode_text
+from windlass.serving.request_fields import RequestModel, SamplingFields
+from windlass.serving.server_context import ServerContext
+from windlass.serving.tool_calls import (
+    ForcedFunction,
+    OptionalCalls,
+    ParsedText,
+    PlainText,
+    RequiredCalls,
+    ToolCallParser,
+)
+
+
+class ChatFields(RequestModel):
+    """Fields that make the prompt of a chat.
+
+    Attributes:
+        add_generation_prompt: end the prompt with the header of the assistant's message.
+        continue_final_message: continue the last message in place of a new one.
+        chat_template_kwargs: values that the chat template reads.
+        add_special_tokens: let the tokenizer add its beginning-of-text token; templates usually have it.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(SamplingFields, ChatFields):
+    """Fields of a chat completion."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    echo: bool | None = None
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Tools that the template shows, the constraint of the text, and the parser of the answer.
+
+    Attributes:
+        schema: JSON Schema of the text; None: the model may write any text.
+        forced: the answer is a call.
+        several: the answer may have more than one call.
+    """
+
+    shown: list[ChatTool]
+    schema: dict[str, Any] | None
+    new_parser: Callable[[], ToolCallParser]
+    forced: bool = False
+    several: bool = True
+
+    def limit_calls(self, parsed: ParsedText) -> ParsedText:
+        """Remove all calls after the first one if the request allows at most one."""
+        if not self.several:
+            parsed.calls = [call for call in parsed.calls if call.index == 0]
+        return parsed
+
+
+async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[ChatTool]) -> list[int]:
+    """Return the tokens of a conversation.
+
+    Raises:
+        ApiError: invalid messages, or no chat template.
+    """
+    messages = normalize_messages(fields.messages)
+    continued = bool(fields.continue_final_message)
+    if continued and fields.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other",
+            parameter="continue_final_message",
+        )
+    text = await context.in_tokenizer_thread(
+        lambda: render_chat(
+            context.engine.tokenizer,
+            messages,
+            tools,
+            template=context.settings.chat_template,
+            add_generation_prompt=fields.add_generation_prompt is not False and not continued,
+            continue_final_message=continued,
+            template_arguments=fields.chat_template_kwargs or {},
+        )
+    )
+    return await encode_text(context, text, bool(fields.add_special_tokens))
+
+
+def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
+    """Return what `tools` and `tool_choice` mean for the prompt and the answer.
+
+    Args:
+        form: form of calls that the text is searched for: `auto`, `hermes`, `llama3_json` or `none`.
+
+    Raises:
+        ApiError: invalid tools, or a choice of a function that is not one of them.
+    """
+    tools = parse_tools(fields.tools)
+    names = {tool.name for tool in tools}
+    choice = fields.tool_choice if fields.tool_choice is not None else ("auto" if tools else "none")
+    several = fields.parallel_tool_calls is not False
+    if choice == "none":
+        return ToolChoice([], None, PlainText)
+    if not tools:
+        raise ApiError(400, "tool_choice needs tools", parameter="tool_choice")
+    if choice == "auto":
+        parser = PlainText if form == "none" else lambda: OptionalCalls(names, form)
+        return ToolChoice(tools, None, parser, several=several)
+    if choice == "required":
+        schema = forced_call_schema(tools, None, several=several)
+        return ToolChoice(tools, schema, RequiredCalls, forced=True, several=several)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in names:
+        shown = one_line(repr(choice), 100)
+        raise ApiError(
+            400,
+            f'tool_choice is {shown}; write "none", "auto", "required" or a function of tools',
+            parameter="tool_choice",
+        )
+    return ToolChoice(tools, forced_call_schema(tools, name), lambda: ForcedFunction(name), forced=True)
+
+
+def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:
+    """Return the field that constrains the text, and its constraint; the latter is None for fields of vLLM's."""
+    found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
+    form = fields.response_format
+    kind = form.get("type") if form is not None else "text"
+    if form is not None and kind == "json_object":
+        found.append(("response_format", StructuredOutputsParams(json_object=True)))
+    elif form is not None and kind == "json_schema":
+        wrapper = form.get("json_schema")
+        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+        if not isinstance(schema, dict):
+            raise ApiError(
+                400, "response_format.json_schema.schema is missing; send a JSON Schema", parameter="response_format"
+            )
+        found.append(("response_format", StructuredOutputsParams(json=schema)))
+    elif kind != "text":
+        shown = one_line(repr(kind), 80)
+        raise ApiError(
+            400,
+            f"response_format.type is {shown}; write text, json_object or json_schema",
+            parameter="response_format",
+        )
+    own = fields.constraint_field
+    if own is not None:
+        found.append((own, StructuredOutputsParams(json_object=True)))
+    if len(found) > 1:
+        raise ApiError(400, f"{found[0][0]} and {found[1][0]} both constrain the text; keep one", parameter=found[1][0])
+    if found and choice.shown and not choice.forced:
+        raise ApiError(
+            400,
+            f'{found[0][0]} excludes calls of tools; send tool_choice = "none"',
+            parameter=found[0][0],
+        )
+    name, constraint = found[0] if found else (None, None)
+    return name, None if name == own else constraint
+
+
+def chat_sampling_params(fields: ChatRequest, constraint: StructuredOutputsParams | None) -> SamplingParams:
+    """Return the sampling parameters of a chat whose text has this constraint.
+
+    Raises:
+        ApiError, RequestError: a value out of range, or fields that contradict each other.
+    """
+    values: dict[str, Any] = {"max_tokens": _max_tokens(fields), "logprobs": _num_logprobs(fields)}
+    if constraint is not None:
+        values["structured_outputs"] = constraint
+    return fields.sampling_params(**values)
+
+
+def _max_tokens(fields: ChatRequest) -> int | None:
+    both = fields.max_tokens is not None and fields.max_completion_tokens is not None
+    if both and fields.max_tokens != fields.max_completion_tokens:
+        raise ApiError(
+            400,
+            f"max_tokens is {fields.max_tokens} and max_completion_tokens {fields.max_completion_tokens}; send one",
+            parameter="max_completion_tokens",
+        )
+    if fields.max_completion_tokens is None:
+        return fields.max_tokens
+    if fields.max_completion_tokens < 1:
+        raise ApiError(
+            400,
+            f"max_completion_tokens is {fields.max_completion_tokens}; write an integer of at least 1",
+            parameter="max_completion_tokens",
+        )
+    return fields.max_completion_tokens
+
+
+def _num_logprobs(fields: ChatRequest) -> int | None:
+    if fields.top_logprobs and not fields.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs = true", parameter="top_logprobs")
+    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MAX_LOGPROBS:
+        raise ApiError(
+            400, f"top_logprobs is {fields.top_logprobs}; write 0 to {MAX_LOGPROBS}", parameter="top_logprobs"
+        )
+    return (fields.top_logprobs or 0) if fields.logprobs else None
