@@ -64,6 +64,11 @@ def test_the_replica_that_can_begin_first_is_chosen() -> None:
         ({"prompt": ["ab", "x"]}, {"prompt": ["abc"]}),
         ({"prompt": [1, 2]}, {"prompt": [[1, 2, 3]]}),
         ({"input": "ab"}, {"input": ["abc"]}),
+        ({"input": "ab", "instructions": "x"}, {"input": "abc", "instructions": "x"}),
+        (
+            {"input": [{"role": "user", "content": "a"}], "instructions": "x"},
+            {"input": [{"role": "user", "content": "a"}, {"type": "function_call"}], "instructions": "x"},
+        ),
         (
             {"messages": [{"role": "user", "content": "a"}]},
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text"}]}]},

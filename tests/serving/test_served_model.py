@@ -105,6 +105,20 @@ def test_a_stream_has_the_text_of_the_whole_answer(served: ServedModel) -> None:
         assert "".join(parts) == whole
 
 
+def test_a_response_is_the_chat_completion_of_its_items(served: ServedModel) -> None:
+    responses, chat = served.client.responses, served.client.chat.completions
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[2]}]
+    whole = chat.create(model="tiny", messages=messages, max_completion_tokens=12, temperature=0)
+    arguments: dict[str, Any] = {
+        "model": "tiny", "input": messages[1:], "instructions": "Be brief.", "max_output_tokens": 12, "temperature": 0
+    }  # fmt: skip
+    answer = responses.create(**arguments)
+    assert answer.output_text == whole.choices[0].message.content
+    assert answer.usage.output_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+    *_, last = responses.create(**arguments, stream=True)
+    assert last.type == "response.incomplete" and last.response.output_text == answer.output_text
+
+
 def test_a_schema_constrains_the_answer_and_forces_a_call(served: ServedModel) -> None:
     parameters = {
         "type": "object",

@@ -22,12 +22,17 @@ Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
 
 
-def encode_event(data: Any) -> bytes:
+def encode_event(data: Any, name: str | None = None) -> bytes:
     """Return one event with JSON in ASCII.
 
     Characters above ASCII are escaped, because some clients split lines at U+2028 and at other separators too.
+
+    Args:
+        name: type of the event; None: it has none.
     """
-    return b"data: " + json.dumps(data, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n\n"
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name is not None else ""
+    return f"{head}data: {text}\n\n".encode("ascii")
 
 
 class EventStream(Response):

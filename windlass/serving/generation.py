@@ -173,7 +173,7 @@ def start_generation(
         ApiError: an unknown model, or a prompt that is empty or too long.
     """
     context: ServerContext = request.app.state.context
-    field = "messages" if kind == "chatcmpl" else "prompt"
+    field = "prompt" if kind == "cmpl" else "messages"
     return Generation(
         context,
         request_id=request.state.request_id,

@@ -18,6 +18,7 @@ from windlass.serving.chat_endpoint import create_chat_completion
 from windlass.serving.completions_endpoint import create_completion
 from windlass.serving.embeddings_endpoint import create_embeddings
 from windlass.serving.request_gate import RequestGate
+from windlass.serving.responses_endpoint import create_response
 from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ServerSettings
 from windlass.serving.status_endpoints import (
@@ -43,6 +44,7 @@ _STATUS_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...]
 _API_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...] = (
     ("/v1/completions", create_completion),
     ("/v1/chat/completions", create_chat_completion),
+    ("/v1/responses", create_response),
     ("/v1/embeddings", create_embeddings),
     ("/tokenize", tokenize),
     ("/detokenize", detokenize),

@@ -14,7 +14,6 @@ from windlass.serving.api_errors import ApiError
 
 _ANY = object()
 
-# Fields without effect here, each with the values that are accepted because they are other servers' defaults.
 _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "user": _ANY,
     "metadata": _ANY,
@@ -29,7 +28,6 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "spaces_between_special_tokens": (True,),
 }
 
-# Fields that would change the answer and have no effect here, each with the remedy.
 _REFUSED = {
     "audio": "the server generates text only",
     "chat_template": "the template is chosen at start by --chat-template",
@@ -53,9 +51,16 @@ Model = TypeVar("Model", bound="RequestModel")
 
 
 class RequestModel(BaseModel):
-    """Fields of a request. Types are strict: `"1"` is no number, `true` no integer."""
+    """Fields of a request. Types are strict: `"1"` is no number, `true` no integer.
+
+    Attributes:
+        harmless: fields without effect, each with its accepted values, which are other servers' defaults.
+        refused: fields that would change the answer and have no effect here, each with the remedy.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    harmless: ClassVar[Mapping[str, tuple[Any, ...] | object]] = _HARMLESS
+    refused: ClassVar[Mapping[str, str]] = _REFUSED
 
     @classmethod
     def parse(cls: type[Model], data: Mapping[str, Any]) -> Model:
@@ -82,14 +87,14 @@ def _has_effect(name: str, value: Any, model: type[RequestModel]) -> bool:
     """Return False for a harmless field, and raise for one that is refused."""
     if name in model.model_fields:
         return True
-    allowed = _HARMLESS.get(name)
-    if allowed is _ANY or (value is None and (allowed is not None or name in _REFUSED)):
+    allowed = model.harmless.get(name)
+    if allowed is _ANY or (value is None and (allowed is not None or name in model.refused)):
         return False
     if isinstance(allowed, tuple) and any(value == one and type(value) is type(one) for one in allowed):
         return False
     shown = one_line(repr(value), 100)
-    if name in _REFUSED or allowed is not None:
-        reason = _REFUSED.get(name, "leave it out")
+    if name in model.refused or allowed is not None:
+        reason = model.refused.get(name, "leave it out")
         raise ApiError(
             400, f"{name} = {shown} is not supported: {reason}", parameter=name, code="unsupported_parameter"
         )

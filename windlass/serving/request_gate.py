@@ -19,7 +19,10 @@ PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
 """Paths that need no API key and are answered in every phase."""
 
 API_PATHS = frozenset(
-    {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"}
+    {
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"),
+        *("/tokenize", "/detokenize"),
+    }
 )
 
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)

@@ -29,13 +29,15 @@ def routing_text(data: Any) -> str:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return f"{model}\n{prompt}"
-    if isinstance(prompt, list):
+        return f"{model}\n{data.get('instructions') or ''}\n{prompt}"
+    if isinstance(prompt, list) and not any(isinstance(one, dict) for one in prompt[:1]):
         return f"{model}\n{' '.join(map(str, prompt[: _MAX_BLOCKS * BLOCK_CHARACTERS]))}"
-    messages = data.get("messages")
+    messages = data.get("messages", prompt)
     if not isinstance(messages, list):
         return model
     tools = json.dumps(data["tools"]) if data.get("tools") else ""
+    if data.get("instructions"):
+        tools = f"{tools}\n{data['instructions']}"
     return "\n".join([model, tools, *(_message_text(message) for message in messages)])
 
 

@@ -1,0 +1,158 @@
+"""Endpoint `/v1/responses`, without stored answers."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.inference.sampling_params import SamplingParams
+from windlass.serving.api_errors import ApiError, json_response
+from windlass.serving.chat_request import (
+    ToolChoice,
+    chat_sampling_params,
+    choose_tools,
+    encode_chat,
+    response_constraint,
+)
+from windlass.serving.event_stream import encode_event, start_event_stream, until_disconnect
+from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, start_generation
+from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.request_body import read_json_object
+from windlass.serving.response_items import ResponseItems
+from windlass.serving.responses_request import CHAT_NAMES, ResponsesRequest
+from windlass.serving.server_context import ServerContext
+from windlass.serving.tool_calls import ToolCallParser
+
+
+async def create_response(request: Request) -> Response:
+    """Answer a text or a list of items, at once or as a stream of events."""
+    context: ServerContext = request.app.state.context
+    fields = ResponsesRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
+    context.lora_of(fields.model)
+    with _fields_renamed():
+        chat = fields.chat()
+        choice = choose_tools(chat, context.settings.tool_calls)
+        name, constraint = response_constraint(chat, choice)
+        params = chat_sampling_params(chat, constraint)
+        prompt = await encode_chat(context, chat, choice.shown)
+        generation = start_generation(request, chat, [prompt], params, "resp", CHAT_NAMES.get(name or "", name))
+    answer = _Answer(generation, fields, choice, generation.params[0], LogprobFormat(context.engine.tokenizer))
+    if fields.stream:
+        return await start_event_stream(request, answer.events())
+    return await until_disconnect(request, answer.response())
+
+
+@contextlib.contextmanager
+def _fields_renamed() -> Iterator[None]:
+    """Let errors about fields of a chat completion name the fields of this request."""
+    try:
+        yield
+    except ApiError as error:
+        place, message = error.parameter or "", str(error)
+        if place.startswith("tools."):  # a function is an object of its own there
+            place, message = place.replace(".function", ""), message.replace(".function", "")
+        for theirs, ours in CHAT_NAMES.items():
+            message = re.sub(rf"\b{theirs}\b", ours, message)
+        raise ApiError(
+            error.status, message, parameter=CHAT_NAMES.get(place, place) or None, code=error.code
+        ) from error
+
+
+@dataclass
+class _Answer:
+    """Answer to one request."""
+
+    generation: Generation
+    fields: ResponsesRequest
+    choice: ToolChoice
+    params: SamplingParams
+    logprobs: LogprobFormat
+    items: ResponseItems = field(default_factory=ResponseItems)
+    events_sent: int = 0
+
+    async def response(self) -> Response:
+        async with contextlib.aclosing(self._changes()) as changes:
+            async for _ in changes:
+                pass
+        return json_response(self._body(self.items.status))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._changes()) as changes:
+            async for change in changes:
+                if not self.events_sent:
+                    # The engine has accepted the request: earlier, an error still has a status of its own.
+                    for kind in ("created", "in_progress"):
+                        yield self._encode({"type": f"response.{kind}", "response": self._body("in_progress")})
+                for event in change:
+                    yield self._encode(event)
+        yield self._encode({"type": f"response.{self.items.status}", "response": self._body(self.items.status)})
+
+    async def _changes(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Add the text to the items as it grows, and yield the events of each state of the answer."""
+        progress, parser = AnswerProgress(), self.choice.new_parser()
+        async with contextlib.aclosing(self.generation.stream()) as outputs:
+            async for _, output in outputs:
+                piece = progress.advance(output.outputs[0])
+                yield self._add(parser, piece) if piece is not None else []
+
+    def _add(self, parser: ToolCallParser, piece: AnswerPiece) -> list[dict[str, Any]]:
+        parsed = self.choice.limit_calls(parser.feed(piece.text, piece.finish_reason is not None))
+        if self.fields.shows_logprobs and piece.logprobs:
+            top = self.fields.top_logprobs or 0
+            self.items.add_logprobs(self.logprobs.chat(piece.tokens, piece.logprobs, top)["content"])
+        events = self.items.add_text(parsed.content) if parsed.content else []
+        for call in parsed.calls:
+            events += self.items.add_call(call)
+        if piece.finish_reason is not None:
+            events += self.items.finish("incomplete" if piece.finish_reason == "length" else "completed")
+        return events
+
+    def _encode(self, event: dict[str, Any]) -> bytes:
+        self.events_sent += 1
+        return encode_event({**event, "sequence_number": self.events_sent - 1}, name=event["type"])
+
+    def _body(self, status: str) -> dict[str, Any]:
+        fields, ended = self.fields, status != "in_progress"
+        return {
+            "id": self.generation.response_id,
+            "object": "response",
+            "created_at": self.generation.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "metadata": fields.metadata or {},
+            "model": self.generation.model,
+            "output": self.items.output if ended else [],
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": self.params.temperature,
+            "text": {"format": (fields.text.format if fields.text is not None else None) or {"type": "text"}},
+            "tool_choice": fields.tool_choice if fields.tool_choice is not None else "auto",
+            "tools": fields.tools or [],
+            "top_logprobs": fields.top_logprobs or 0,
+            "top_p": self.params.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.generation.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }

@@ -1,0 +1,258 @@
+"""Request of `/v1/responses`: its fields, and the chat that its items make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from windlass.base.bounded_json import JsonError, parse_json
+from windlass.base.text import one_line
+from windlass.serving.api_errors import ApiError
+from windlass.serving.chat_request import ChatRequest
+from windlass.serving.request_fields import RequestModel, ServiceLevelField
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # a model's reasoning is part of its text
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_SAME = (
+    *("model", "stream", "parallel_tool_calls", "temperature", "top_p", "seed", "stop", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
+    *("min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "chat_template_kwargs", "request_id"),
+    *("priority", "top_logprobs"),
+)
+"""Fields that a chat completion has under the same name."""
+
+CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
+              "response_format": "text"}  # fmt: skip
+"""Fields of a chat completion, for errors about them, each with the name that it has here."""
+
+
+class TextFields(RequestModel):
+    """Form of the text."""
+
+    harmless: ClassVar = {"verbosity": ("medium",)}
+
+    format: dict[str, Any] | None = None
+
+
+class StreamFields(RequestModel):
+    """Options of the stream."""
+
+    harmless: ClassVar = {"include_obfuscation": (False, True)}
+
+
+class ResponsesRequest(RequestModel):
+    """Fields of a response: OpenAI's, and those of vLLM's that chat completions have too."""
+
+    harmless: ClassVar = {
+        **RequestModel.harmless,
+        "background": (False,),
+        "truncation": ("disabled",),
+        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+    }
+    refused: ClassVar = {
+        **RequestModel.refused,
+        "background": "the answer is sent to the request that asks for it",
+        "conversation": "the server keeps no conversations; send all items as input",
+        "max_tokens": "write max_output_tokens",
+        "max_completion_tokens": "write max_output_tokens",
+        "max_tool_calls": "the server calls no tools",
+        "messages": "write input",
+        "previous_response_id": "the server keeps no answers; send all items as input",
+        "prompt": "the server has no stored prompts; write instructions and input",
+        "reasoning": "pass the template's own switch in chat_template_kwargs",
+        "response_format": "write text.format",
+        "truncation": "shorten the input",
+    }
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextFields | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: StreamFields | None = None
+
+    model: str | None = None
+    stream: bool | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    sla: ServiceLevelField | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """True if the answer has log-probabilities."""
+        return _LOGPROBS in (self.include or []) or bool(self.top_logprobs)
+
+    def chat(self) -> ChatRequest:
+        """Return the chat completion that generates the answer.
+
+        Raises:
+            ApiError: an item, a tool or a form that is not supported, with its place.
+        """
+        for name in self.include or []:
+            if name not in _INCLUDED:
+                raise ApiError(400, f"include has {one_line(repr(name), 80)}; write {_LOGPROBS}", parameter="include")
+        tools, choice = _chat_tools(self.tools, self.tool_choice)
+        values = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        return ChatRequest(
+            messages=chat_messages(self.input, self.instructions),
+            tools=tools,
+            tool_choice=choice,
+            response_format=_chat_format(self.text.format if self.text is not None else None),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.shows_logprobs or None,
+            sla=self.sla,
+            **values,
+        )
+
+
+def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Return the messages of a chat that has these items.
+
+    A call belongs to the assistant's message before it, as chat templates have it. Items of reasoning are left out.
+
+    Raises:
+        ApiError: an item that is not supported, or the output of a call that is not among the items.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not items:
+        raise ApiError(400, "input is empty; send a text or at least one item", parameter="input")
+    calls: set[str] = set()
+    for index, item in enumerate(items):
+        place, kind = f"input.{index}", item.get("type", "message")
+        if kind == "message":
+            role = item.get("role")
+            if role not in _ROLES:
+                shown = one_line(repr(role), 80)
+                raise ApiError(
+                    400, f"{place}.role is {shown}; write one of {', '.join(_ROLES)}", parameter=f"{place}.role"
+                )
+            messages.append({"role": role, "content": _text_of(item.get("content"), f"{place}.content")})
+        elif kind == "function_call":
+            fields = {name: _string(item, name, place) for name in ("call_id", "name", "arguments")}
+            _check_arguments(fields["arguments"], f"{place}.arguments")
+            calls.add(fields["call_id"])
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": fields["name"], "arguments": fields["arguments"]}
+            call = {"id": fields["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            call_id = _string(item, "call_id", place)
+            if call_id not in calls:
+                shown = one_line(call_id, 80)
+                raise ApiError(
+                    400,
+                    f"{place} is the output of the call {shown!r}, which is not among the items before it; send the "
+                    "item of type function_call too",
+                    parameter=f"{place}.call_id",
+                )
+            content = _text_of(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif kind != "reasoning":
+            raise ApiError(
+                400,
+                f"{place}.type is {one_line(repr(kind), 80)}; write message, function_call or function_call_output",
+                parameter=f"{place}.type",
+            )
+    return messages
+
+
+def _string(item: Mapping[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise ApiError(
+            400, f"{place}.{name} is {one_line(repr(value), 80)}; write a string", parameter=f"{place}.{name}"
+        )
+    return value
+
+
+def _check_arguments(arguments: str, place: str) -> None:
+    try:
+        parse_json(arguments or "{}", finite_numbers=True)
+    except JsonError as error:
+        raise ApiError(400, f"{place} is not JSON: {error}", parameter=place) from error
+
+
+def _text_of(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(
+            400, f"{place} is {one_line(repr(content), 80)}; send a text or a list of parts", parameter=place
+        )
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise ApiError(
+                400,
+                f"{place}.{index} has type {one_line(repr(kind), 80)}; the model takes text only",
+                parameter=f"{place}.{index}.type",
+                code="unsupported_content_part",
+            )
+        texts.append(_string(part, _TEXT_PARTS[kind], f"{place}.{index}"))
+    return "\n".join(texts)
+
+
+def _chat_tools(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """Return tools and their choice in the form of chat completions."""
+    nested: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools or []):
+        if tool.get("type") != "function":
+            raise ApiError(
+                400,
+                f"tools.{index}.type is {one_line(repr(tool.get('type')), 80)}; write function",
+                parameter=f"tools.{index}.type",
+            )
+        nested.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return nested or None, {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools")
+        names = [one.get("name") for one in allowed if isinstance(one, dict)] if isinstance(allowed, list) else []
+        known = [tool["function"].get("name") for tool in nested]
+        missing = [name for name in names if name not in known]
+        if not names or missing:
+            shown = one_line(repr(missing[0] if missing else allowed), 80)
+            raise ApiError(400, f"tool_choice.tools has {shown}; write functions of tools", parameter="tool_choice")
+        return [tool for tool in nested if tool["function"].get("name") in names], choice.get("mode", "auto")
+    return nested or None, choice
+
+
+def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return `text.format` in the form of chat completions, whose schema lies one level deeper."""
+    if form is None or form.get("type") != "json_schema":
+        return form
+    if not isinstance(form.get("schema"), dict):
+        raise ApiError(400, "text.format.schema is missing; send a JSON Schema", parameter="text")
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
