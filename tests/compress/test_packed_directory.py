@@ -1,4 +1,5 @@
-"""Tests of directories of packed weights: written from a wide model, loaded and served with the rounded numbers."""
+"""Tests of directories of packed weights: written from an unquantized model, loaded and served with the rounded
+numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def body(name: str) -> Callable[[str], str | None]:
 def test_a_written_directory_has_the_rounded_numbers(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "wide")
     report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
-    assert set(report.layers.values()) == {name} and report.kept == {"lm_head": "the output head stays wide"}
+    assert set(report.layers.values()) == {name} and report.kept == {"lm_head": "the output head stays unquantized"}
     sizes = sum(path.stat().st_size for path in (tmp_path / "packed").glob("*.safetensors"))
     assert report.bytes_after < sizes < report.bytes_after + 20_000
     assert report.packed_after < report.packed_before / 3

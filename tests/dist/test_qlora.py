@@ -32,7 +32,7 @@ OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device":
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the wide model, and the same one packed."""
+    """Return a directory with the unquantized model, and the same one packed."""
     path = tmp_path_factory.mktemp("models")
     model = build("llama", tied=False)
     model.save_pretrained(path / "wide")

@@ -89,7 +89,8 @@ def check_attention_interface(model: Any, consequence: str) -> None:
 
 
 def ignore_argument(name: str) -> None:
-    """Let layers pass a keyword argument to attention that does not change the result; others raise a ModelError."""
+    """Accept a keyword argument of attention calls that does not change the result. Unknown arguments raise a
+    ModelError."""
     _IGNORED_ARGUMENTS.add(name)
 
 

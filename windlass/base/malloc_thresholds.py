@@ -78,7 +78,8 @@ def loading_without_gaps() -> Iterator[None]:
 
 
 def _set_malloc_thresholds(nbytes: int) -> bool:
-    """Return the memory that is free now, then map blocks from `nbytes` on separately. True if malloc is glibc's."""
+    """Return free memory to the system, and let malloc map each later block of at least `nbytes` by itself. Return True
+    if malloc is glibc's."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL("libc.so.6")

@@ -19,7 +19,7 @@ class RangeRecorder(Protocol):
         ...
 
     def begin_flight(self, key: object, kind: str, name: str) -> None:
-        """Record the start of an operation that goes on beside the program until `end_flight` of the same key."""
+        """Record the start of an operation that runs concurrently until `end_flight` is called with the same key."""
         ...
 
     def end_flight(self, key: object) -> None:

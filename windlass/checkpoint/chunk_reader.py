@@ -204,7 +204,7 @@ class ChunkReader:
 
 
 def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: int) -> None:
-    """Add the bytes up to `until` to the crc32 although no part needs them: the checksum covers the full box."""
+    """Read the bytes up to `until` for the checksum alone, which covers the full box."""
     while progress.position < until:
         scratch = torch.empty(min(_RUN_BYTES, until - progress.position), dtype=torch.uint8, device="cpu")
         raw = file.read_part(entry, progress.position, scratch)

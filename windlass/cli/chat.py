@@ -39,7 +39,7 @@ def chat(
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
 ) -> None:
-    """Talk with MODEL. The model remembers the conversation; equal beginnings are computed once."""
+    """Talk with MODEL. Each prompt contains the conversation so far; common prefixes are computed once."""
     from windlass.cli.training.run_folder import export_directory_of
     from windlass.inference.sampling_params import SamplingParams
     from windlass.serving.engine_loading import EngineSource
@@ -80,7 +80,7 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all messages but the instructions."""
+        """Delete all messages except the instructions."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     async def answer(self, text: str) -> AsyncIterator[str]:

@@ -17,8 +17,8 @@ def compress(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="int8, fp8, int4, int3, int2, ternary, binary, with _zp for zero points, or a full name; wide: as "
-            "they are. [int4; wide with --sparsity]"
+            help="int8, fp8, int4, int3, int2, ternary, binary, with _zp for zero points, or a full name; wide: not "
+            "quantized. [int4; wide with --sparsity]"
         ),
     ] = None,
     group: Annotated[
@@ -51,7 +51,7 @@ def compress(
         typer.Option(help="Importance of units. auto: activation with --data, else magnitude."),
     ] = "auto",
     sparsity: Annotated[
-        str | None, typer.Option(help="Set weights to 0: a share, e.g. 0.5, or 2:4. Weights stay wide.")
+        str | None, typer.Option(help="Set weights to 0: a share, e.g. 0.5, or 2:4. Weights stay unquantized.")
     ] = None,
     sparsity_method: Annotated[
         Literal["auto", "sparsegpt", "wanda", "magnitude"],

@@ -1,4 +1,5 @@
-"""Formats of a budget: the measurements, and choices that are more careful where the model misses its loss."""
+"""Choice of weight formats under a budget, repeated with a smaller allowed loss while the held-out loss is too
+large."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.prune_directory import load_wide_model
 
-ATTEMPTS = 4  # choices that are rounded and measured until one is within the limit of the loss
-_MARGIN = 0.9  # of the loss that the next choice is allowed
+ATTEMPTS = 4  # maximum number of choices that are rounded and measured
+_MARGIN = 0.9  # the next choice may have at most this fraction of the allowed loss
 
 
 class FormatChooser:
-    """Choices of one run, kept in its workspace.
+    """Chooser of the formats of one run. Choices and measurements are kept in the workspace.
 
     Args:
         source: the model that is rounded, perhaps pruned.
@@ -61,11 +62,11 @@ class FormatChooser:
 
     @property
     def speed(self) -> float | None:
-        """Tokens/s of the model before; None: no limit needed them."""
+        """Tokens/s of the source model; None if the budget limits neither speed nor latency."""
         return self._speeds()["before"]
 
     def choose(self, attempt: int = 0, share: float = 1.0) -> BudgetChoice:
-        """Return the formats for a share of the loss that the budget allows.
+        """Return the formats for `share` of the loss that the budget allows, from the workspace if it has this attempt.
 
         Raises:
             ConfigError: the budget cannot be met.
@@ -77,7 +78,8 @@ class FormatChooser:
         return BudgetChoice(groups, uniform=None if uniform is None else tuple(uniform), **value)
 
     def _measure(self, share: float) -> dict[str, Any]:
-        """Return a choice as JSON. The losses of single groups are measured once."""
+        """Compute a choice and return it as JSON data. The losses of single groups are measured by the first call
+        only."""
         settings, budget = self._settings, self._settings.limits
         assert budget is not None
         times = self._times()
@@ -87,7 +89,7 @@ class FormatChooser:
         make_linear(model)
         bits_per_nat = self._text.held_out.bits_per_byte(len(self._text.held_out.tokens) - 1)
         bits, bits_whole = 0.0, None
-        if self._source != settings.source and budget.loss is not None:  # it is that of the model before it was pruned
+        if self._source != settings.source and budget.loss is not None:  # the budget counts from the unpruned model
             rows = sample_tokens(model, self._text.batches)
             bits = bits_per_nat * mean_nats(model, rows)
             unpruned = load_wide_model(whole, trust_remote_code=settings.trust_remote_code)
@@ -116,7 +118,7 @@ class FormatChooser:
         return asdict(choice)
 
     def _speeds(self) -> dict[str, float | None]:
-        """Return measured tokens/s: of the model before, of the one that is rounded, and of that in `ANCHOR_FORMAT`."""
+        """Return measured tokens/s of the source model, of the model to round, and of the latter in `ANCHOR_FORMAT`."""
         budget = self._settings.limits
         if budget is None or budget.speed is None and budget.latency is None:
             return {"before": None, "own": None, "anchor": None}
@@ -143,12 +145,12 @@ def round_within_loss(
     write: Callable[[Path, BudgetChoice], Any],
     measure: Callable[[Path], float],
 ) -> tuple[Path, BudgetChoice, int]:
-    """Round by one choice after the other until the loss on held-out text is within its limit.
+    """Round with one choice of formats after another until the loss on held-out text is within the limit.
 
     Args:
         limit: largest increase of the bits per byte.
-        asked: the limit as the budget has it, for the error.
-        write: rounds by a choice, and returns the number of bytes.
+        asked: the limit as the user wrote it, for the error message.
+        write: rounds the model to the formats of a choice, and returns the number of bytes.
         measure: returns the increase of the bits per byte of a directory.
 
     Returns:
@@ -193,17 +195,17 @@ def _missed(asked: str, reached: list[float], reason: str) -> ConfigError:
 
 
 def tensor_bytes(directory: ModelDirectory) -> int:
-    """Return the bytes of all tensors of a directory."""
+    """Return the total size of a directory's tensors in bytes."""
     return sum(torch.Size(place.shape).numel() * place.dtype.itemsize for place in directory.places.values())
 
 
 def loss_text(budget: CompressionBudget) -> str:
-    """Return the limit of the loss as the command line writes it."""
+    """Return the limit of the loss in the form of the command line."""
     return f"{100 * (budget.loss or 0):g}%" if budget.is_relative else f"+{budget.loss:g}"
 
 
 def budget_lines(budget: CompressionBudget, before: ModelFigures, after: ModelFigures) -> list[str]:
-    """Return what was asked and what was got, for each limit."""
+    """Return one line for each limit of the budget, with the requested and the reached value."""
     lines = []
     if budget.size is not None:
         lines.append(f"size: asked {budget.size:.4f} of the bytes, got {after.nbytes / before.nbytes:.4f}")
@@ -227,7 +229,8 @@ def _relative_to(
     speed: float | None,
     times: TokenTimes | None,
 ) -> CompressionBudget:
-    """Return the budget of a model before its pruning as one of the pruned model; the size stays."""
+    """Convert a budget relative to the unpruned model to one relative to the pruned model. The size limit does not
+    change."""
     loss, is_relative = budget.loss, budget.is_relative
     if loss is not None and bits_whole is not None:
         loss = (loss * bits_whole if is_relative else loss) - (bits - bits_whole)

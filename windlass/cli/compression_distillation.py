@@ -1,7 +1,7 @@
 """Training of a compressed model against a teacher, a stage of `windlass compress`.
 
 [Note: trained codes] With a weight format the layers round themselves in the forward, so that the trained weights are
-packed to exactly the values that the loss saw. Without one, or with a method of rounding, the weights stay wide.
+packed to exactly the values that the loss saw. Without one, or with a method of rounding, the weights stay unquantized.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from windlass.data.tokenizer import load_tokenizer
 
 LOSS_TERMS = ("logits", "task", "hidden", "attention", "temperature")
 _SAVE_SECONDS = 60.0
-_WARM_UP_SHARE = 20  # of the steps: one in so many
+_WARM_UP_SHARE = 20  # the learning rate warms up during one of this many steps
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DistillationSettings:
         steps, rows: optimizer steps, and sequences of each.
         rate: learning rate after the warm-up; it falls by a cosine.
         losses: keys of the section `distillation`.
-        format: format of the linear layers; None: weights stay wide.
+        format: format of the linear layers; None: weights stay unquantized.
         head: round the output head too.
     """
 
@@ -95,7 +95,7 @@ def check_teacher_directory(teacher: Path, student: Path) -> None:
 
 
 class DistillationStopped(KeyboardInterrupt):
-    """The training was asked to stop and has saved its state."""
+    """Raised after a stop request, once the training has saved its state."""
 
 
 def distil_directory(

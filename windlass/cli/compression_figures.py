@@ -20,7 +20,7 @@ _TIMED_TOKENS = 64
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """Figures of a model before or after.
+    """Figures of the model before or after compression.
 
     Attributes:
         nbytes: bytes of its tensors.
@@ -59,7 +59,8 @@ def format_name(weights: str, group: int | None) -> str:
 
 
 def choose_method(method: str, name: str, *, has_text: bool) -> str:
-    """Return the method of `auto`: the one that loses least with what is given."""
+    """Resolve the method `auto`: `rtn` for int8 and for formats without integers, else `gptq` with a text, `hqq`
+    without."""
     from windlass.compress.integer_grid import is_integer_format
     from windlass.kernels.weight_format import get_weight_format
 

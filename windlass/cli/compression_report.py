@@ -1,4 +1,4 @@
-"""Table, picture and files of what a compression expected and got."""
+"""Report of a compression: a table, a picture, and files with the expected and the measured figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLORS = {"int8": "#4477aa", "int4": "#66ccee", "int3": "#ccbb44", "int2": "#ee
 
 @dataclass
 class CompressionReport:
-    """Everything that a run did and measured.
+    """Contents of the report of one run.
 
     Attributes:
         figures: lines of the table of both models.
@@ -55,7 +55,7 @@ class CompressionReport:
 
 
 def choice_lines(choice: BudgetChoice) -> list[str]:
-    """Return a table of the formats that were chosen, with the loss that each group of layers adds."""
+    """Return a table of the chosen formats, with the loss that each group of layers adds."""
     timed = any(one.seconds for one in choice.groups)
     rows = [("layers with one input", "format", "bytes", "loss, bits/byte", *(("us/token",) if timed else ()))]
     for one in choice.groups:
@@ -73,7 +73,8 @@ def choice_lines(choice: BudgetChoice) -> list[str]:
 
 
 def draw_choice(choice: BudgetChoice) -> str:
-    """Return an SVG of the bits of each group of layers, as wide as its bytes before."""
+    """Return an SVG with a bar for each group of layers: its width is the size before, its height the ratio of the
+    sizes."""
     total = sum(one.wide_bytes for one in choice.groups) or 1
     width, height, top = 900.0, 200.0, 24.0
     bars, x = [], 20.0
@@ -110,7 +111,7 @@ def _bits(nbytes: int, wide: int) -> float:
 
 
 def prune_lines(units: dict[str, tuple[int, int]], layers: Sequence[str], parameters: tuple[int, int]) -> list[str]:
-    """Return lines about what a pruning removed."""
+    """Return the lines that describe the removed units."""
     lines = [f"{kind}: {before} -> {after}" for kind, (before, after) in units.items()]
     lines += list(layers)
     lines.append(f"parameters: {parameters[0]:,} -> {parameters[1]:,}")

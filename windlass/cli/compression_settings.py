@@ -26,7 +26,7 @@ _OF_BUDGET = ("budget", "method", "activations", "rotate")
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """Options of the command, see there.
+    """Options of `windlass compress`, documented in its help.
 
     Raises:
         ConfigError: options do not fit together.
@@ -34,7 +34,7 @@ class CompressionSettings:
     Attributes:
         limits: the budget; None: none was given.
         shares: units to remove.
-        format: format of all layers; None where a budget chooses, or weights stay wide.
+        format: format of all layers; None if a budget chooses formats, or weights stay unquantized.
     """
 
     source: Path
@@ -83,7 +83,7 @@ class CompressionSettings:
 
     @property
     def distillation(self) -> DistillationSettings | None:
-        """Settings of the training against a teacher; None: there is none."""
+        """Settings of the training against a teacher; None without a teacher."""
         if self.distill is None:
             return None
         return DistillationSettings(
@@ -97,13 +97,14 @@ class CompressionSettings:
         )
 
     def before_rounding(self) -> dict[str, Any]:
-        """Return the options that the stages before the rounding depend on, of JSON types."""
+        """Return the options on which the stages before rounding depend, as JSON data."""
         found: dict[str, Any] = {name: getattr(self, name) for name in _BEFORE_ROUNDING}
         return {**found, "trained": self.format if self.is_trained else None, "teacher": str(self.distill)}
 
     @property
     def budget_folder(self) -> str:
-        """Name of the folder of what follows from the budget, so that another one keeps the stages before it."""
+        """Name of the workspace folder for results that depend on the budget. Another budget has another folder, so
+        that the stages before it are reused."""
         values = [getattr(self, name) for name in _OF_BUDGET]
         return f"budget-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}"
 
@@ -118,7 +119,7 @@ class CompressionSettings:
         if self.sparsity is not None:
             parse_pattern(self.sparsity)
             if self.weights not in (None, WIDE) or self.limits is not None:
-                raise ConfigError("sparsity (--sparsity) writes wide weights; round the result in a second run")
+                raise ConfigError("sparsity (--sparsity) writes unquantized weights; round the result in a second run")
         if self.limits is not None:
             if self.weights is not None or self.group is not None:
                 raise ConfigError("budget (--budget) chooses the formats; leave weights (--weights) and --group out")
@@ -128,7 +129,7 @@ class CompressionSettings:
         if self.weights == WIDE or self.sparsity is not None:
             if not self.shares and self.sparsity is None and self.distill is None:
                 raise ConfigError(
-                    "weights (--weights) stay wide and nothing is pruned; give --prune, --sparsity or --distill"
+                    "weights (--weights) stay unquantized and nothing is pruned; give --prune, --sparsity or --distill"
                 )
             return None
         name = format_name(self.weights or "int4", self.group)

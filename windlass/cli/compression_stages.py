@@ -1,4 +1,4 @@
-"""Stages of `windlass compress`: pruning, training, choice of formats, rounding, and figures of before and after."""
+"""Stages of `windlass compress`: pruning, training, choice of formats, rounding, and measurements before and after."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class CompressionRun:
     def __init__(self, settings: CompressionSettings) -> None:
         self._settings = settings
         self.progress = StageProgress()
-        self.is_complete = False  # the directory is there, and perhaps not yet measured
-        self._bits_before: float | None = None  # of the model before, on held-out text
-        self._speed: float | None = None  # of the model before
+        self.is_complete = False  # the output directory is complete; measurements may still follow
+        self._bits_before: float | None = None  # bits per byte of the source model on held-out text
+        self._speed: float | None = None  # tokens/s of the source model
         self._pruned: list[str] = []
         self._notes: list[str] = []
 
@@ -94,11 +94,11 @@ class CompressionRun:
         )
 
     def _length(self) -> int:
-        """Return the tokens of a sequence, which the model may limit."""
+        """Return the number of tokens in a sequence: the requested one, or the model's maximum if that is smaller."""
         return min(self._settings.length, longest_sequence(self._directory.config) or self._settings.length)
 
     def _fingerprint(self, text: CalibrationText | None) -> dict[str, Any]:
-        """Return everything that the stages before the rounding depend on."""
+        """Return all inputs of the stages before rounding. The workspace of a run with other inputs is discarded."""
         found = {**self._settings.before_rounding(), "source": source_state(self._directory)}
         if text is not None:
             found["text"] = [fingerprint_tokens(batch) for batch in text.batches]
@@ -136,7 +136,7 @@ class CompressionRun:
         return found
 
     def _distil(self, work: CompressionWorkspace, source: Path) -> Path:
-        """Return the directory of the model that was trained against the teacher."""
+        """Train the model against the teacher, and return its directory."""
         settings, chosen = self._settings, self._settings.distillation
         assert chosen is not None
 
@@ -176,7 +176,7 @@ class CompressionRun:
     def _round_for_budget(
         self, work: CompressionWorkspace, source: Path, text: CalibrationText
     ) -> tuple[int, BudgetChoice]:
-        """Write the directory with the formats that the budget chooses, and return its bytes."""
+        """Write the directory with the formats chosen for the budget. Return its size in bytes, and the choice."""
         settings, limits = self._settings, self._settings.limits
         assert limits is not None
         chooser = FormatChooser(settings, work, source, text, self.progress)
@@ -211,7 +211,7 @@ class CompressionRun:
         print_escaped(f"  {self._notes[-1]}")
 
     def _expect(self, choice: BudgetChoice) -> None:
-        """Note what a choice promises; of several, the last one."""
+        """Add the predicted figures of a choice to the notes, in place of those of an earlier choice."""
         expected = f"expected: {choice.nbytes:,} bytes, loss +{choice.loss:.4f} bits per byte by nearest rounding"
         if choice.seconds is not None:
             expected += f", {1e3 * choice.seconds:.3g} ms a token"
@@ -221,7 +221,7 @@ class CompressionRun:
         self._notes.append(f"{expected} ({choice.tokens} tokens)")
 
     def _round(self, source: Path, text: CalibrationText | None, choice: BudgetChoice | None, target: Path) -> int:
-        """Write the directory, and return the bytes of its tensors."""
+        """Round the model and write it to `target`. Return the size of its tensors in bytes."""
         settings = self._settings
         formats: str | Callable[[str], str | None]
         if choice is not None:
@@ -233,7 +233,7 @@ class CompressionRun:
             names, formats = [WIDE], partial(_wide_format, directory, settings.head)
         else:
             _move(source, settings.out)
-            print_escaped(f"{settings.out}: wide weights, in {self.progress.seconds:.0f} s")
+            print_escaped(f"{settings.out}: unquantized weights, in {self.progress.seconds:.0f} s")
             return tensor_bytes(ModelDirectory(settings.out))
         if not names:
             raise ConfigError("the budget is met by the model as it is; nothing is compressed")
@@ -346,7 +346,7 @@ class CompressionRun:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Give a complete directory its name."""
+    """Move a complete directory to its final path, which it replaces."""
     target = target.resolve()
     if target.exists():
         shutil.rmtree(target)
@@ -354,7 +354,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _wide_format(directory: ModelDirectory, head: bool, layer: str) -> str | None:
-    """Return the format that keeps the dtype of a layer's file; the head stays as it is unless asked."""
+    """Return the format that keeps the stored dtype of a layer; None for the output head unless `head` is set."""
     if not head and layer.rpartition(".")[2] in ("lm_head", "embed_out"):
         return None
     return WIDE_FORMATS.get(directory.places[f"{layer}.weight"].dtype, "fp32")

@@ -1,4 +1,4 @@
-"""Command `windlass merge`: writes one model that is merged of several with the same architecture."""
+"""Command `windlass merge`: merges several models of one architecture into one."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def peak_line(plan: MemoryPlan, limits: RankLimits) -> str:
 
 
 def missing_line(missing: dict[str, int]) -> str:
-    """Return one line with what is missing."""
+    """Return one line with the bytes by which each limit is exceeded."""
     return "missing: " + ", ".join(f"{format_size(nbytes)} of {place} memory" for place, nbytes in missing.items())
 
 

@@ -11,7 +11,7 @@ _NAMES = ("lo", "lo0")  # Linux; macOS and BSD
 
 
 def is_loopback(address: str | None) -> bool:
-    """Return True if only its own host can reach `address`."""
+    """Return True for a loopback address, which only processes of the same host can reach."""
     if address == "localhost":
         return True
     try:

@@ -175,7 +175,7 @@ class CompressedLists:
         return message
 
     def _begun(self, tensors: Tensors, errors: Tensors) -> torch.Tensor:
-        """Return the message of tensors whose errors are added, as far as `begin_message` encodes it."""
+        """Add the errors to the tensors, and return their partly encoded message; see `begin_message`."""
         message, owed = self._empty(tensors), (error for error in errors if error.numel())
         for (tensor, encoded), error in zip(self._places(message, tensors), owed, strict=True):
             begin_message(self.codec, tensor, error, encoded)

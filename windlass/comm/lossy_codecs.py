@@ -54,7 +54,7 @@ def _by_block(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
 
 
 def _divided(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    """Return `[n]` values over the scale of each block, as a new tensor."""
+    """Return `[n]` values divided by the scale of their block, as a new tensor."""
     result = values.clone()
     _by_block(result, scales.reciprocal(), block)
     return result
@@ -173,8 +173,8 @@ class SignCodec(ScaledCodec):
     The order of the sum is part of the codec, so that every processor makes the same bits: 256 columns are summed row
     by row, then the second half of the columns is added to the first, until one is left.
 
-    The scale of least squared error, so that a message with error feedback is a contraction (Karimireddy et al., "Error
-    Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as positive. Bytes: n / 8 and 4 for each block.
+    This scale minimizes the squared error, so that a message with error feedback is a contraction (Karimireddy et al.,
+    "Error Feedback Fixes SignSGD", arXiv:1901.09847, lemma 8). 0 counts as positive. Bytes: n / 8 and 4 for each block.
     """
 
     name = "sign"

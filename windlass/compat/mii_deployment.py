@@ -185,7 +185,8 @@ class MiiClient:
     def _stream(
         self, prompt: str, params: SamplingParams, function: Callable[[list[MiiResponse]], Any], *, full: bool
     ) -> None:
-        """Call `function` with each new part of an answer, in the thread of the caller: other requests go on."""
+        """Call `function` with each new part of an answer, in the thread of the caller. Other requests continue
+        meanwhile."""
         stream: Any = self._engine.stream(prompt, params)
 
         async def read() -> RequestOutput | None:

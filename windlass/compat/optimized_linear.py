@@ -46,7 +46,7 @@ class LoRAConfig:
 
 @dataclass
 class QuantizationConfig:
-    """Floats of a base weight.
+    """Floating-point format of a packed base weight.
 
     Attributes:
         q_bits: 4, 6, 8 or 12.
@@ -75,7 +75,7 @@ class QuantizedParameterError(ModelError, ValueError):
 
 @dataclass(frozen=True)
 class PackedBytes:
-    """Facts that the packed bytes of a `QuantizedParameter` do not tell.
+    """Properties of a `QuantizedParameter` that its packed bytes do not contain.
 
     Attributes:
         scale: scales of the groups.
@@ -125,7 +125,7 @@ class QuantizedParameter(nn.Parameter):
         return made
 
     def dequantized(self) -> torch.Tensor:
-        """Return the values, in shape and dtype of the tensor before."""
+        """Return the values, with the shape and dtype of the original tensor."""
         known = self.quantizer
         sizes = known.sizes if len(known.sizes) == 2 else (1, known.sizes.numel())
         packed = {

@@ -21,7 +21,7 @@ _COLUMNS = 256  # of a block of a symmetric product
 
 
 class _Stopped(Exception):  # noqa: N818  ends a forward, and is no error
-    """End of a forward whose rest is not needed."""
+    """Raised to end a forward early."""
 
 
 @dataclass
@@ -53,13 +53,14 @@ class InputStatistics:
         self.rows += len(rows)
 
     def reduce(self, group: RankGroup) -> None:
-        """Add the inputs of all ranks. Collective."""
+        """Sum the statistics over all ranks. Collective."""
         group.all_reduce(self.hessian)
         group.all_reduce(self.total)
         group.all_reduce(self.largest, dist.ReduceOp.MAX)
         rows = group.all_reduce(torch.tensor([self.rows]))
         self.rows = int(rows)
-        self.hessian = self.hessian.float().double()  # so that the order of the ranks' sums leaves no trace
+        # removes differences in the last bits that come from the order of the sum over ranks
+        self.hessian = self.hessian.float().double()
 
     @property
     def mean(self) -> Tensor:
@@ -80,7 +81,7 @@ def symmetric_product(rows: Tensor) -> Tensor:
 
 @dataclass
 class LayerGroup:
-    """Linear layers of a block that get the same tensor, in the order of their calls.
+    """Linear layers of a block that receive the same input tensor, in the order of their calls.
 
     Attributes:
         names: names in the block.
@@ -93,7 +94,7 @@ class LayerGroup:
 
 @dataclass
 class CalibratedBlock:
-    """Block with its weights in memory, and the text's hidden states before it.
+    """Block with its weights in memory, and the calibration text's hidden states at its input.
 
     Attributes:
         places: for each tensor of the files that is one of the block, its name in the model.
@@ -108,7 +109,7 @@ class CalibratedBlock:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def layer(self, name: str) -> str:
-        """Return the name in the files of a layer of the block."""
+        """Return the name that a layer of the block has in the files."""
         whole = f"{self.prefix}.{name}"
         return next((s.removesuffix(".weight") for s, one in self.places.items() if one == f"{whole}.weight"), whole)
 
@@ -119,7 +120,7 @@ class CalibratedBlock:
         return found
 
     def groups(self) -> list[LayerGroup]:
-        """Return the linear layers that a forward calls, with those of one input together."""
+        """Return the linear layers that a forward calls, grouped by their input."""
         calls: list[tuple[str, Tensor]] = []
         outputs: list[tuple[str, Tensor]] = []  # held, so that no other tensor gets the identity of one
         linear = {name: module for name, module in self.module.named_modules() if type(module) is nn.Linear}
@@ -242,7 +243,7 @@ class BlockCalibration:
                     _free(self.model, name)
 
     def block(self, number: int, read: ReadTensor) -> CalibratedBlock:
-        """Return a block with its weights in memory, of `read` by their names in the files."""
+        """Load a block. `read` returns a weight, given its name in the files."""
         self._load_block(number, read)
         positional, arguments = self._log.calls[number]
         prefix = f"{self.prefix}.{number}"
@@ -257,7 +258,7 @@ class BlockCalibration:
             _free(block.module, name)
 
     def block_tensors(self, number: int) -> list[str]:
-        """Return the names of the tensors of a block in the files."""
+        """Return the names that the tensors of a block have in the files."""
         prefix = f"{self.prefix}.{number}."
         found = {source for source, name in self._names.renamed.items() if name.startswith(prefix)}
         for name, entry in self._names.converted.items():
@@ -280,7 +281,8 @@ class BlockCalibration:
                     _set(self.model, name, value.float())
 
     def _record_calls(self) -> None:
-        """Run the embeddings for all batches, and stand-ins of all blocks for the first."""
+        """Record the hidden states before the first block for all batches, and the arguments of all blocks for the
+        first batch."""
         blocks = list(self.blocks)
         for number, batch in enumerate(self.batches):
             log = self._log if number == 0 else _CallLog(last=0)
@@ -317,11 +319,12 @@ class _CallLog:
 
 
 class _BlockRecorder(nn.Module):
-    """Stand-in of a block, which records its arguments and returns the hidden states as they are."""
+    """Stand-in for a block, which records its arguments and returns the hidden states unchanged."""
 
     def __init__(self, block: nn.Module, log: _CallLog) -> None:
         super().__init__()
-        self.__dict__["_block"], self.__dict__["_log"] = block, log  # no submodule: the model's own names stay
+        # not a submodule, so that parameter names do not change
+        self.__dict__["_block"], self.__dict__["_log"] = block, log
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)  # e.g. the kind of its attention
@@ -352,7 +355,7 @@ def find_blocks(model: nn.Module) -> str:
 
 
 def find_longest_list(model: nn.Module, accepts: Callable[[nn.ModuleList], bool]) -> str | None:
-    """Return the name of the longest accepted list of modules that is inside of no other accepted one; None: there is
+    """Return the name of the longest accepted list of modules that is not inside another accepted one; None if there is
     none.
     """
     found = [

@@ -17,7 +17,7 @@ from torch import Tensor
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.compressed_layers import CompressedLayer
 
-_PART = 1e-2  # of the norm of a block's weights that a shift has
+_PART = 1e-2  # norm of a shift, relative to the norm of the block's weights
 
 
 def largest_eigenvalue(

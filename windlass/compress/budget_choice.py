@@ -1,4 +1,4 @@
-"""Formats of all layers for a budget: measured losses and times, a knapsack, and a check of its sum.
+"""Choice of a weight format for each layer under a budget: measured losses and times, and a knapsack.
 
 [Note: checked budget] The losses of single groups are added up for the knapsack, so its choice is measured once more as
 a whole. A limit of the loss is then divided by the ratio of the two, and solved again. The choice is compared with
@@ -31,11 +31,11 @@ _REPAIRS = 4
 
 @dataclass(frozen=True)
 class TokenTimes:
-    """Measured seconds of one generated token, of which the products of the layers are a part.
+    """Measured seconds per generated token, of the whole model.
 
     Attributes:
-        wide: figures of the model as it is.
-        anchor: figures of the model with all layers and the head in `ANCHOR_FORMAT`.
+        wide: seconds of the unquantized model.
+        anchor: seconds of the model with all layers and the head in `ANCHOR_FORMAT`.
     """
 
     wide: float
@@ -44,12 +44,12 @@ class TokenTimes:
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """Choice for layers with a common input.
+    """Chosen format of the layers with a common input.
 
     Attributes:
         names: names of the layers in the files.
-        format: name, or None where they stay wide.
-        wide_bytes, nbytes: of their weights before and after.
+        format: name of the format; None if the layers stay unquantized.
+        wide_bytes, nbytes: bytes of their weights before and after.
         loss: loss in bits per byte, of this group alone.
         seconds: seconds of the products for one token; 0: not measured.
     """
@@ -64,7 +64,7 @@ class GroupChoice:
 
 @dataclass
 class BudgetChoice:
-    """Formats of all layers, and what is expected of them.
+    """Chosen formats of all layers, with their predicted figures.
 
     Attributes:
         groups: choices in the order of the model.
@@ -181,7 +181,7 @@ def _packed_bytes(directory: ModelDirectory, layer: str, name: str) -> int:
 
 
 class _Products:
-    """Seconds of the products of groups, where the budget needs them."""
+    """Measured times of the matrix products of groups. Nothing is measured if the budget does not limit time."""
 
     def __init__(self, model: Any, groups: Sequence[InputGroup], times: TokenTimes | None) -> None:
         self._times = times
@@ -200,7 +200,7 @@ class _Products:
                 self._saved += measure_product(rows, columns, "fp32") - measure_product(rows, columns, ANCHOR_FORMAT)
 
     def seconds(self, group: InputGroup, name: str | None) -> float:
-        """Return the seconds of a group's product for one token; 0 where no time is limited."""
+        """Return the seconds of a group's product for one token; 0 if the budget does not limit time."""
         if self._times is None:
             return 0.0
         key = (*self._shapes[group], name or "fp32")
@@ -210,8 +210,8 @@ class _Products:
 
     @property
     def _scale(self) -> float:
-        """Measured seconds of the whole model for one second of products alone; at most as many as its products can
-        take."""
+        """Factor from seconds of products timed alone to seconds of the whole model, bounded so that all products
+        together take at most the measured time of a token."""
         assert self._times is not None
         if self._saved <= 0 or self._times.wide <= self._times.anchor:
             return 1.0
@@ -219,18 +219,18 @@ class _Products:
         return min(measured, self._times.wide / self._wide)
 
     def token_seconds(self, products: float) -> float | None:
-        """Return the seconds of a token whose products take so long."""
+        """Return the predicted seconds per token if its products take `products` seconds."""
         return None if self._times is None else self._times.wide + (products - self._wide) * self._scale
 
     def limit(self, token: float) -> float:
-        """Return the seconds of products that leave a token within a time."""
+        """Return the largest time of the products with which a token takes at most `token` seconds."""
         assert self._times is not None
         return self._wide + (token - self._times.wide) / self._scale
 
 
 @dataclass
 class _Solver:
-    """Solution of one budget."""
+    """Solver for one budget."""
 
     meter: SensitivityMeter
     groups: Sequence[InputGroup]
@@ -243,7 +243,7 @@ class _Solver:
     products: _Products
 
     def solve(self) -> tuple[list[int], float, tuple[str, float] | None]:
-        """Return the place of each group's option, the measured loss in nats a token, and the best uniform choice.
+        """Return the index of each group's option, the measured loss in nats per token, and the best uniform choice.
 
         Raises:
             ConfigError: the budget cannot be met.
@@ -309,7 +309,7 @@ class _Solver:
     def _better_of_uniform(
         self, chosen: list[int], nats: float, limits: FormatLimits
     ) -> tuple[list[int], float, tuple[str, float] | None]:
-        """Return the choice, or the best uniform one of no more bytes where that loses less."""
+        """Return the choice, or the best uniform format of at most as many bytes if its loss is lower."""
         size = total(self.options, chosen, "nbytes")
         best: tuple[str, float] | None = None
         for place in range(1, len(self.options[0])):
@@ -330,8 +330,8 @@ class _Solver:
             least = (error.nearest + self.fixed) / self.before
             return ConfigError(
                 f"budget (--budget) size={self.budget.size:.4g} cannot be met: the nearest is size={least + 5e-5:.4f} "
-                f"({1 / least:.2f}x), since {self.fixed / self.before:.4f} of the bytes stay wide; allow it, pack the "
-                "head too (--head), or 2 bits (--force)"
+                f"({1 / least:.2f}x), since {self.fixed / self.before:.4f} of the bytes stay unquantized; allow it, "
+                "pack the head too (--head), or allow 2 bits (--force)"
             )
         if error.resource == "seconds":
             token = self.products.token_seconds(error.nearest) or 0.0

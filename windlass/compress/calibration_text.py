@@ -1,4 +1,4 @@
-"""Text of a compression: tokens that the rounding sees, and held-out tokens that measure its loss."""
+"""Calibration text of a compression: tokens for rounding, and held-out tokens on which the loss is measured."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ReadTensor = Callable[[str], torch.Tensor]
 
 @dataclass
 class ConvertedTensors:
-    """Tensors of the files that become some tensors of the model.
+    """Tensors of the files that are converted together to tensors of the model.
 
     Attributes:
         name: name of the first tensor of the model.
@@ -94,7 +94,7 @@ class CheckpointNames:
 
 
 class _Rules:
-    """Rules of transformers for the names of one model; none where transformers has none."""
+    """transformers' rules that convert names of one model; empty if it has none."""
 
     def __init__(self, model: nn.Module, known: set[str]) -> None:
         self._known, self.converters = dict.fromkeys(known, True), dict[str, Any]()

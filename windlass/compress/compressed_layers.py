@@ -20,11 +20,11 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.compress.fake_rounding import rounded_values, straight_through, top_share
 from windlass.compress.sharded_weight import ShardedWeight, find_sharded_weight, mark_scores
 
-_MOMENTUM = 0.95  # of a static range of inputs
+_MOMENTUM = 0.95  # of the moving average of a static input range
 
 
 class CompressionClock:
-    """Optimizer steps that were taken, which the techniques of all layers read.
+    """Counter of optimizer steps, which the techniques of all layers read.
 
     Attributes:
         source: returns the steps of an engine; None: a loop without engine sets `step`.
@@ -56,7 +56,7 @@ class WeightRounding:
     symmetric: bool = True
     stochastic: bool = False
     offset: int = 0
-    mixed_ratio: float = 0.0  # of the wide weight that is taken away in each step; 0: all at once
+    mixed_ratio: float = 0.0  # decrease per step of the unrounded weight's share; 0: weights are rounded at once
     form: str | None = None  # weight format instead of bits and groups
 
     def bits(self, step: int) -> int:
@@ -102,7 +102,7 @@ class Pruning:
 
 @dataclass
 class LayerCompression:
-    """Techniques of one layer."""
+    """Compression techniques of one layer."""
 
     name: str
     clock: CompressionClock
@@ -111,14 +111,14 @@ class LayerCompression:
     prunings: dict[str, Pruning] = field(default_factory=dict)
     sharded: ShardedWeight | None = None  # over tensor-parallel ranks
     values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
-    products: Tensor | None = None  # of weight and gradient, in the backwards of a step
+    products: Tensor | None = None  # sum over a step's backwards of weight times gradient
     shift: Tensor | None = None  # added to the weight, to measure curvature
     shifted_square: float = 0.0  # sum of squares of the weight that was shifted last
-    planned_bits: Callable[[], int] | None = None  # of the weight, instead of those of its schedule
+    planned_bits: Callable[[], int] | None = None  # returns the weight's bits, in place of its schedule
 
 
 class CompressedLayer(nn.Module):
-    """Base of layers with techniques."""
+    """Base class of layers with compression techniques."""
 
     compression: LayerCompression
     weight: Any
@@ -223,7 +223,7 @@ class CompressedLayer(nn.Module):
         return whole if sharded is None else sharded.local(whole, sharded.dim)
 
     def _spread(self, pruning: Pruning, mask: Tensor) -> Tensor:
-        """Return a mask with the shape of the whole weight, up to broadcasting."""
+        """Return a mask that broadcasts to the shape of the full weight."""
         if pruning.kind == "head":
             sharded = self.compression.sharded
             inputs = sharded.size if sharded is not None and sharded.dim == 1 else self.weight.shape[1]
@@ -234,14 +234,14 @@ class CompressedLayer(nn.Module):
 
 
 class CompressedLinear(CompressedLayer, nn.Linear):
-    """Linear layer with techniques."""
+    """Linear layer with compression techniques."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(self.compressed_input(input), self.compressed_weight(), self.compressed_bias())
 
 
 class CompressedConv2d(CompressedLayer, nn.Conv2d):
-    """Convolution with techniques."""
+    """Convolution with compression techniques."""
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = self._conv_forward(self.compressed_input(input), self.compressed_weight(), self.compressed_bias())
@@ -278,7 +278,7 @@ def mask_name(pruning: Pruning) -> str:
 
 
 def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
-    """Make a layer one with techniques, which are still empty."""
+    """Change a layer to the class with compression techniques. It has no technique yet."""
     if not isinstance(module, CompressedLayer):
         module.__class__ = COMPRESSED[type(module)]
         module.__dict__["compression"] = compression
@@ -287,7 +287,7 @@ def replace_class(module: nn.Module, compression: LayerCompression) -> Compresse
 
 
 def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
-    """Add a mask: that of the largest weights, or trained scores.
+    """Add a mask: one of the largest weights, or trained scores from which the mask is computed.
 
     Raises:
         ConfigError: the layer has no such outputs or heads.
@@ -315,7 +315,7 @@ def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
     elif pruning.method == "snip_momentum":
         layer.register_buffer(mask_name(pruning), torch.ones_like(weight, dtype=torch.bool))
         layer.register_buffer("sparse_pruning_momentum", torch.zeros_like(norms))
-    else:  # scores begin with the mask of l1
+    else:  # scores are initialized so that they give the same mask as l1
         scores = norms / norms.mean().clamp(min=1e-12)
         layer.register_parameter(mask_name(pruning), nn.Parameter(scores.to(weight.dtype)))
     layer.compression.prunings[pruning.kind] = pruning

@@ -1,4 +1,4 @@
-"""Compression during training in DeepSpeed's words: `compression_training` of a configuration, applied to a model."""
+"""Compression during training by DeepSpeed's configuration section `compression_training`, applied to a model."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def init_compression(
 
 
 def compression_clock(model: nn.Module) -> CompressionClock | None:
-    """Return the steps that a prepared model has seen; None of another model. An engine sets them before each forward,
-    a loop without one after each step."""
+    """Return the step counter of a prepared model; None for any other model. An engine sets the counter before each
+    forward; without an engine `end_compression_step` advances it."""
     found = model.__dict__.get(CLOCK)
     return found if isinstance(found, CompressionClock) else None
 
@@ -86,7 +86,7 @@ def end_compression_step(model: nn.Module) -> None:
 
 
 def needs_preparation(section: CompressionTraining) -> bool:
-    """Return True if the section enables something."""
+    """Return True if the section enables any technique."""
     techniques = (section.weight_quantization, section.activation_quantization, section.sparse_pruning)
     techniques += (section.row_pruning, section.head_pruning, section.channel_pruning)  # type: ignore[assignment]
     return section.layer_reduction.enabled or any(one.shared_parameters.enabled for one in techniques)
@@ -115,7 +115,8 @@ def read_compression_training(config: Any) -> CompressionTraining:
 
 
 def enabled_groups(technique: Any, name: str) -> Iterator[tuple[CompressionGroup, str]]:
-    """Yield the groups of a technique that is enabled, and their keys; of `snip_momentum` without any, all layers."""
+    """Yield the groups of a technique with their keys; none if it is disabled. `snip_momentum` without groups has one
+    group of all layers."""
     shared, groups = technique.shared_parameters, technique.different_groups
     if not shared.enabled:
         return
@@ -140,7 +141,7 @@ def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ..
 def _prepared(
     model: nn.Module, group: CompressionGroup, kinds: tuple[type[nn.Module], ...], where: str, clock: CompressionClock
 ) -> Iterator[CompressedLayer]:
-    """Yield the layers of a group, ready for a technique."""
+    """Yield the layers of a group, changed to classes with compression techniques."""
     for pattern in group.modules:
         found = find_layers(model, pattern, kinds)
         if not found:  # as in DeepSpeed no error: one configuration serves several models

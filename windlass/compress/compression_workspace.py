@@ -1,4 +1,4 @@
-"""Results of the stages of a compression, beside its target, so that the same command continues after them."""
+"""Workspace of a compression: results of finished stages, from which a later call of the same command continues."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SETTINGS = "settings.json"
 
 
 class CompressionWorkspace:
-    """Directory `.OUT.work`, whose stages are complete or not there. Stages of other settings are discarded.
+    """Directory `.OUT.work` with the results of finished stages. Results of other settings are discarded.
 
     Args:
         target: directory of the model that is written.
-        settings: everything that the stages depend on, of JSON types.
+        settings: all inputs of the stages, as JSON data.
     """
 
     def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class CompressionWorkspace:
             shutil.rmtree(self.path)
 
     def directory(self, stage: str, write: Callable[[Path], Any]) -> Path:
-        """Return the directory of a stage, which `write` fills where it is not complete."""
+        """Return the directory of a stage. If the stage is not finished, `write` fills the directory first."""
         found = self.path / stage
         if not found.is_dir():
             self._create()
@@ -46,7 +46,7 @@ class CompressionWorkspace:
         return found
 
     def value(self, stage: str, compute: Callable[[], Any]) -> Any:
-        """Return the JSON value of a stage, which `compute` returns where it is not there."""
+        """Return the JSON value of a stage. If it is not stored yet, `compute` it and store it."""
         name = f"{stage}.json"
         found = self._read(name)
         if found is None:
@@ -56,7 +56,7 @@ class CompressionWorkspace:
         return found
 
     def kept(self, name: str) -> Path:
-        """Return a folder for a stage's own files, which stay when it is interrupted."""
+        """Return a folder for files of a stage that must survive an interruption."""
         self._create()
         make_directory(self.path / name)
         return self.path / name

@@ -270,7 +270,7 @@ class Distillation:
 
 
 def attached_distillation(model: nn.Module) -> Distillation | None:
-    """Return the distillation of a model that was attached to one."""
+    """Return the `Distillation` that is attached to a model; None if there is none."""
     found = model.__dict__.get(ATTACHED)
     return found if isinstance(found, Distillation) else None
 
@@ -287,7 +287,7 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:
-    """Check that two tokenizers of transformers or tokenizers give the same ids.
+    """Check that two tokenizers, of the packages transformers or tokenizers, assign the same ids.
 
     Raises:
         ConfigError: they do not; the message names a token.

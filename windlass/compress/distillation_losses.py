@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_LEAST = 1e-12  # of a probability whose logarithm is taken
+_LEAST = 1e-12  # lower bound of probabilities before the logarithm
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from windlass.config.distillation_section import DistillationConfig
 
 
 class CountsSteps(Protocol):
-    """Engine, as far as the schedules of compression need it."""
+    """Part of an engine's interface that compression schedules use."""
 
     @property
     def global_steps(self) -> int: ...

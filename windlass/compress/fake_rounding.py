@@ -82,7 +82,7 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 def top_share(scores: Tensor, share: float) -> Tensor:
-    """Return 1 for the largest scores, of which there are `share`, rounded up, and 0 for the others, in the dtype of
+    """Return 1 for the largest scores (the fraction `share`, rounded up) and 0 for the others, in the dtype of
     `scores`; the gradient passes to all scores."""
     with torch.no_grad():
         flat = scores.detach().flatten()

@@ -25,7 +25,7 @@ class FormatOption:
     """One format of a group of layers.
 
     Attributes:
-        name: name of the format; None: wide.
+        name: name of the format; None: unquantized.
         nbytes: bytes of the group's weights.
         loss: that the format adds to the model's.
         seconds: seconds of the group's products for one token.
@@ -60,7 +60,7 @@ class UnmetLimitError(ValueError):
 
 
 def choose_formats(groups: Sequence[Sequence[FormatOption]], limits: FormatLimits) -> list[int]:
-    """Return the place of the chosen option of each group; see [Note: format knapsack].
+    """Return the index of the chosen option of each group; see [Note: format knapsack].
 
     With a limit of bytes or time, the choice of the least loss within them; else the choice of the fewest bytes within
     the limit of the loss.
@@ -154,7 +154,7 @@ def _exchange(groups: Sequence[Sequence[FormatOption]], chosen: list[int], limit
 
 
 class _Frontier:
-    """Sums of a resource and a cost that no other choice beats in both, with the choices that have them.
+    """Pareto frontier of the sums of a resource and a cost, with the choices on it.
 
     Args:
         resource, cost: multiplier of each attribute of an option.

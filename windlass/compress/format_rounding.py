@@ -16,7 +16,8 @@ from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, Group
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
-_STEPS = {2: 1.05, 3: 0.60}  # of the root mean square: minimum of the squared error of a normal distribution
+# step, by bits, relative to the root mean square: minimizes the squared error of a normal distribution
+_STEPS = {2: 1.05, 3: 0.60}
 
 
 def format_values(form: WeightFormat, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _ROUNDS = 5
 
 def measure_product(rows: int, columns: int, name: str) -> float:
     """Return the seconds of one product with a matrix `[rows, columns]` in a format, as the inference engine runs it:
-    the least of some rounds over copies that no cache holds together."""
+    the minimum over several rounds, with copies that together exceed every cache."""
     form = get_weight_format(name)
     quantizes = name == "int8" or isinstance(form, CodedWeightFormat) and form.bits < 8
     generator = torch.Generator().manual_seed(rows + columns)

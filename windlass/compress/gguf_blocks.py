@@ -1,4 +1,4 @@
-"""Blocks of GGUF's types Q8_0, Q4_0, TQ2_0 and Q1_0, to and from weight formats with the same numbers.
+"""Conversion between blocks of GGUF's types Q8_0, Q4_0, TQ2_0 and Q1_0 and weight formats with the same values.
 
 Layouts of ggml: Q8_0 has 32 weights (a float16 scale, 32 int8), Q4_0 32 (a scale, 16 bytes: weight i in the low half of
 byte i, weight i + 16 in the high half), TQ2_0 256 (64 bytes, a scale: byte 32 * h + i has the weights
@@ -50,7 +50,7 @@ BLOCK_TYPES = {
 
 
 def find_block_type(weight_format: WeightFormat, in_features: int) -> BlockType:
-    """Return the type that has the numbers of a format.
+    """Return the type with the same values as a format.
 
     Raises:
         ModelError: there is none, or rows of `in_features` do not divide into its blocks.

@@ -1,4 +1,5 @@
-"""GGUF files: whole models of the Llama family out, tensors in. The container is written by the package `gguf`."""
+"""GGUF files: export of whole models of the Llama family, and import of tensors. The package `gguf` writes the
+container."""
 
 from __future__ import annotations
 
@@ -199,7 +200,7 @@ def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:
 
 
 def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
-    """Return the name in GGUF of the rule by which a tokenizer splits text before its merges; None of another rule.
+    """Return the name in GGUF of the rule by which a tokenizer splits text before its merges; None for any other rule.
 
     Args:
         tokenizer: content of `tokenizer.json`.

@@ -11,7 +11,7 @@ from windlass.base.errors import ModelError
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid
 from windlass.kernels.weight_format import WeightFormat
 
-DAMPING = 0.01  # of the mean of the diagonal, added to it
+DAMPING = 0.01  # added to the diagonal, relative to its mean
 _BLOCK = 128  # columns whose errors reach the later columns in one product
 
 

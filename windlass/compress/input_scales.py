@@ -16,8 +16,8 @@ from windlass.compress.integer_grid import plain_grid
 from windlass.kernels.weight_format import WeightFormat
 
 _AWQ_STEPS = 20
-_COMPARED_ROWS = 256  # of a matrix, about, by which scales are compared
-_LEAST = 1e-4  # of a scale
+_COMPARED_ROWS = 256  # approximate number of rows of a matrix on which scales are compared
+_LEAST = 1e-4  # lower bound of a scale
 
 
 def smoothing_scales(largest: Tensor, weights: Sequence[Tensor], strength: float = 0.5) -> Tensor:
@@ -39,8 +39,8 @@ def activation_aware_scales(
     """Return scales that make important features larger before rounding, by Lin et al. 2023 (AWQ,
     https://arxiv.org/abs/2306.00978).
 
-    `s = mean|x| ** a`, with the `a` of 20 in [0, 1) whose rounded layers have the least output error, see [Note: layer
-    error]. Of large matrices every so many rows are compared.
+    `s = mean|x| ** a`, with the one of 20 values of `a` in [0, 1) that gives the least output error of the rounded
+    layers, see [Note: layer error]. In large matrices only evenly spaced rows are compared.
 
     Args:
         mean: mean magnitude of each input feature.

@@ -1,4 +1,4 @@
-"""Rounding that is learned layer by layer: each block is distilled from its wide self (LKD).
+"""Rounding that is learned block by block: each block is distilled from its unquantized weights (LKD).
 
 [Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distils one layer after the other, so that one
 layer is in memory with what distillation takes. What is learned here is the code of each weight, with the scales of the
@@ -26,8 +26,8 @@ from windlass.compress.post_training import PostTraining, RoundingOptions, finge
 from windlass.kernels.coded_formats import IntegerWeightFormat
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
-_REACH = 1.0  # codes that a weight may move away from its own place
-_EVALUATIONS = 4  # of the loss over all text, while the codes are learned
+_REACH = 1.0  # largest distance of a learned code from the unquantized value, in codes
+_EVALUATIONS = 4  # number of evaluations of the loss over all text while codes are learned
 
 
 @dataclass(frozen=True)

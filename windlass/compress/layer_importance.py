@@ -1,9 +1,9 @@
 """Importance of whole layers of a model, their removal, and the merging of neighbours.
 
 [Note: layer importance] Block influence is `1 - mean cos(h, h')` of the hidden states before and after a layer (Men et
-al. 2024, https://arxiv.org/abs/2403.03853). The measured loss is that of the model without the layer. Of a number of
-layers, `choose_layers` removes one after the other the one without which the loss is least, and compares the result
-with the choice by influence and with every other layer.
+al. 2024, https://arxiv.org/abs/2403.03853). The measured loss is that of the model without the layer. `choose_layers`
+removes layers greedily, each time the one without which the loss is least, and compares the result with the choice by
+influence and with the removal of evenly spaced layers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def block_influences(model: nn.Module, batches: Sequence[Any], loss: LossFunctio
 def losses_without(
     model: nn.Module, batches: Sequence[Any], loss: LossFunction = language_loss, skipped: Sequence[int] = ()
 ) -> dict[int, float]:
-    """Return the loss of the model without each of its layers, beside those that are skipped already."""
+    """Return, by layer, the loss of the model without that layer and without the layers that are already skipped."""
     found = {}
     for number in range(len(_layers(model))):
         if number not in skipped:
@@ -77,7 +77,7 @@ def losses_without(
 def choose_layers(
     model: nn.Module, count: int, batches: Sequence[Any], loss: LossFunction = language_loss
 ) -> list[int]:
-    """Return the numbers of the layers without which the model loses least; see [Note: layer importance].
+    """Return the numbers of the layers whose removal increases the loss least; see [Note: layer importance].
 
     Raises:
         ConfigError: the model has no more layers than that, or there is no text.
@@ -102,7 +102,7 @@ def choose_layers(
 
 
 def every_other(total: int, count: int) -> list[int]:
-    """Return numbers of layers at even distances, without the first and the last where others suffice."""
+    """Return the numbers of `count` evenly spaced layers, without the first and the last if possible."""
     inner = list(range(1, total - 1)) if count <= total - 2 else list(range(total))
     return [inner[round((place + 0.5) * len(inner) / count - 0.5)] for place in range(count)]
 
@@ -131,7 +131,7 @@ def skip_layers(model: nn.Module, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
-    """Remove layers in place: list, numbers that layers state, and the lists of the configuration.
+    """Remove layers in place, and update the layer numbers stored in modules and the lists of the configuration.
 
     Raises:
         ModelError: the function of the layers that stay depends on their numbers.
@@ -206,11 +206,10 @@ def _blend(one: nn.Module, two: nn.Module, weight: float) -> None:
 def shorten_layers(
     model: nn.Module, count: int, batches: Sequence[Any], loss: LossFunction = language_loss
 ) -> list[str]:
-    """Remove a number of layers in place, one after the other, and merge instead with a neighbour where the measured
-    loss is lower.
+    """Remove `count` layers in place. A layer is merged into a neighbour instead if that gives a lower measured loss.
 
     Returns:
-        Steps in words, in the order in which they were taken.
+        One text for each layer, in the order of the steps.
 
     Raises:
         ConfigError: as for `choose_layers`.
@@ -218,7 +217,7 @@ def shorten_layers(
     chosen = choose_layers(model, count, batches, loss)
     steps = []
     for done, original in enumerate(chosen):
-        number = original - done  # those before it are gone
+        number = original - done  # the `done` earlier layers were removed
         layers = _layers(model)
         with skip_layers(model, [number]):
             best, step = mean_loss(model, batches, loss), "removed"

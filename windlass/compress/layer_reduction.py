@@ -1,4 +1,4 @@
-"""Smaller model that begins with layers of a larger one, in DeepSpeed's words."""
+"""Initialization of a smaller model from layers of a larger one, by DeepSpeed's section `layer_reduction`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Loss that each weight format causes in each group of layers, measured one at a time.
 
 [Note: measured sensitivity] One group of layers with a common input is rounded, and the Kullback-Leibler divergence of
-the model's tokens from those of the wide model is measured on calibration text. Hidden states before each block are
-kept, so that a measurement runs the model from the group's block on.
+the model's next-token distributions from those of the unquantized model is measured on calibration text. Hidden states
+before each block are kept, so that a measurement runs the model from the group's block on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
 _LIMIT_ROUNDS = 3
-_PASS_SHARE = 0.8  # of a whole forward: the time of a measurement, half of the blocks and the divergence
-_MOST_BYTES = 512 << 20  # of the log-probabilities of the wide model
+_PASS_SHARE = 0.8  # time of one measurement, relative to a whole forward: half of the blocks, and the divergence
+_MOST_BYTES = 512 << 20  # limit for the log-probabilities of the unquantized model
 _CLIP_STRIDE = 5  # a coarse search: the measurement compares formats, and the rounding that is written searches again
 
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Linear layers that get the same tensor.
+    """Linear layers that receive the same input tensor.
 
     Attributes:
         names: names of the layers.
@@ -59,14 +59,15 @@ def _searched_grid(weight: Tensor, name: str) -> IntegerGrid:
 
 
 def sample_tokens(model: Any, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Return single rows of a calibration text that a measurement runs, so few that their log-probabilities fit."""
+    """Return the first rows of a calibration text for a measurement, few enough for their log-probabilities to fit in
+    memory."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     vocabulary = 1 if head is None else int(head.weight.shape[0])
     return _first_tokens(batches, min(_MOST_TOKENS, max(_MOST_BYTES // (4 * vocabulary), _LEAST_TOKENS)))
 
 
 def mean_nats(model: Any, rows: Sequence[Tensor]) -> float:
-    """Return the loss of a causal language model in nats a token."""
+    """Return the loss of a causal language model in nats per token."""
     with torch.no_grad():
         losses = [float(model(row, labels=row, use_cache=False).loss) * (row.shape[1] - 1) for row in rows]
     return sum(losses) / max(sum(row.shape[1] - 1 for row in rows), 1)
@@ -101,7 +102,8 @@ class SensitivityMeter:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and (module is not output or head)
         }
-        self._grids: dict[tuple[str, str], IntegerGrid] = {}  # of a layer in a format, some percent of its weight
+        # by layer and format; a grid takes some percent of the weight's memory
+        self._grids: dict[tuple[str, str], IntegerGrid] = {}
         self._hidden: list[list[Tensor]] = []
         self._returns_tuple = False
         self.groups = self._find_groups()
@@ -110,11 +112,11 @@ class SensitivityMeter:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a measurement."""
+        """Number of tokens in a measurement."""
         return sum(batch.numel() for batch in self._batches)
 
     def limit_time(self, formats: int, seconds: float) -> None:
-        """Keep so few tokens that all groups are measured in this time, in `formats` formats each."""
+        """Reduce the tokens so that measuring all groups in `formats` formats each takes at most `seconds`."""
         for _ in range(_LIMIT_ROUNDS):  # a forward of few tokens takes longer than its share
             needed = _PASS_SHARE * self.seconds * formats * len(self.groups)
             tokens = max(int(self.tokens * seconds / max(needed, 1e-9)), _LEAST_TOKENS)
@@ -154,7 +156,7 @@ class SensitivityMeter:
         return int(rest.partition(".")[0]) if rest != name else -1
 
     def _prepare(self) -> None:
-        """Keep the hidden states before each block, and the log-probabilities of the wide model."""
+        """Store the hidden states before each block, and the log-probabilities of the unquantized model."""
         layers = self._layers()
         self._hidden = [[] for _ in layers]
 
@@ -190,10 +192,10 @@ class SensitivityMeter:
         return found
 
     def divergence(self, formats: Mapping[str, str | None], from_block: int = -1) -> float:
-        """Return the divergence in nats a token with some layers rounded.
+        """Return the divergence in nats per token with some layers rounded.
 
         Args:
-            formats: formats of layers by name; None: wide.
+            formats: formats of layers by name; None: unquantized.
             from_block: first block with a rounded layer; -1: run the whole model.
         """
         with self._rounded(formats), self._from_block(from_block) as set_batch:
@@ -244,7 +246,7 @@ class SensitivityMeter:
 
     @contextmanager
     def _from_block(self, number: int) -> Iterator[Callable[[int], None]]:
-        """Let forwards begin at a block, with the hidden states that are kept."""
+        """Start forwards at a block, with the stored hidden states before it."""
         if number < 1:
             yield lambda batch: None
             return
@@ -268,11 +270,11 @@ class SensitivityMeter:
 
 
 class _PassedLayer(nn.Module):
-    """Stand-in of a layer that passes its input on, which the first layer that runs replaces."""
+    """Stand-in for a skipped layer: returns its input."""
 
     def __init__(self, layer: nn.Module, returns_tuple: bool) -> None:
         super().__init__()
-        self.__dict__["_layer"], self.__dict__["_returns_tuple"] = layer, returns_tuple  # no submodule
+        self.__dict__["_layer"], self.__dict__["_returns_tuple"] = layer, returns_tuple  # not a submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)  # e.g. the kind of its attention

@@ -1,4 +1,5 @@
-"""Directory of a model with `Conv1D` layers, read as one with linear layers, whose weights formats pack."""
+"""View of a model's directory in which weights of `Conv1D` layers have the layout of `nn.Linear`, so that they can be
+packed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _MARK = ".c_"  # in names of such layers
 
 
 class LinearDirectory(ModelDirectory):
-    """Directory whose weights of `Conv1D` layers are those of linear ones.
+    """Directory in which weights of `Conv1D` layers are transposed to the layout of `nn.Linear`.
 
     Args:
         transposed: names of these weights in the files.
@@ -36,7 +37,7 @@ class LinearDirectory(ModelDirectory):
         return True
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor; of a `Conv1D` layer as a linear layer has it."""
+        """Return a tensor; the weight of a `Conv1D` layer is transposed."""
         tensor = self._source.read(name)
         return tensor.t().contiguous() if name in self._transposed else tensor
 
@@ -46,14 +47,15 @@ class LinearDirectory(ModelDirectory):
 
 
 def as_linear_directory(directory: ModelDirectory, *, trust_remote_code: bool = False) -> ModelDirectory:
-    """Return the directory of a wide model with linear layers alone: the same one, or a `LinearDirectory` of it."""
+    """Return the directory of an unquantized model with all weights in the layout of `nn.Linear`: the same one, or a
+    `LinearDirectory`."""
     if directory.has_linear_layers or not any(_MARK in name for name in directory.places):
         return directory
     return linear_view(directory, build_empty(directory, trust_remote_code=trust_remote_code))
 
 
 def linear_view(directory: ModelDirectory, model: nn.Module) -> ModelDirectory:
-    """Return the directory of a wide model as `as_linear_directory` does, for the empty model that was built of it."""
+    """Return what `as_linear_directory` returns, given the empty model that was built from the directory."""
     sources = CheckpointNames(model, directory.places).source_of
     names = [f"{name}.weight" for name in conv1d_layers(model)]
     found = [sources[name] for name in names if name in sources]

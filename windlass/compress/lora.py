@@ -98,7 +98,7 @@ def packed_lora_class() -> type[nn.Module]:
         def merge(self, *args: Any, **kwargs: Any) -> None:
             raise ModelError(
                 "adapters are not merged into packed weights, whose rounding would take most of them away; merge them "
-                "into the wide model and compress it again"
+                "into the unquantized model and compress it again"
             )
 
         def unmerge(self) -> None:

@@ -17,7 +17,7 @@ from windlass.base.errors import ConfigError
 from windlass.compress.block_calibration import InputStatistics
 from windlass.compress.unit_importance import LossFunction, language_loss
 
-_DAMPING = 1e-6  # of the mean of the diagonal
+_DAMPING = 1e-6  # added to the diagonal, relative to its mean
 
 
 def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def merge_directories(
 
 def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
     if one.quantization is not None:
-        raise ModelError(f"{one.path} is quantized ({one.quantization.get('quant_method')}); merge wide models")
+        raise ModelError(f"{one.path} is quantized ({one.quantization.get('quant_method')}); merge unquantized models")
     other = {name: place.shape for name, place in one.places.items()}
     for name, place in first.places.items():
         if other.get(name) != place.shape:

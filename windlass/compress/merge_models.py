@@ -127,8 +127,8 @@ def merge_tensors(
     density: float,
     seed: int,
 ) -> Tensor:
-    """Return one merged tensor, in the dtype of the first; see `merge_models`. Tensors that are no floats are the
-    first's."""
+    """Return one merged tensor, in the dtype of the first; see `merge_models`. Tensors of other than floating-point
+    dtypes are taken from the first model."""
     first = tensors[0]
     if not first.is_floating_point():
         return first.clone()

@@ -24,7 +24,7 @@ from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, 
 
 _MAPPED_BYTES = 1 << 14
 _ADAPTER = "adapter_config.json"
-LINEAR_ENTRY = "linear_layers"  # of quantization_config
+LINEAR_ENTRY = "linear_layers"  # key of quantization_config
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -44,7 +44,7 @@ class TensorPlace:
 
 
 class ModelDirectory:
-    """Directory with `config.json` and safetensors files. Headers are read at once, tensors when they are asked for.
+    """Directory with `config.json` and safetensors files. Headers are read at construction, tensors on demand.
 
     Raises:
         ModelError: there is no such directory, or a file of it is missing or damaged.
@@ -83,7 +83,7 @@ class ModelDirectory:
         """
         if self.quantization is not None:
             method = self.quantization.get("quant_method")
-            raise ModelError(f"{self.path} is quantized already ({method}); give the wide model")
+            raise ModelError(f"{self.path} is quantized already ({method}); give the unquantized model")
         if (self.path / _ADAPTER).is_file():
             raise ModelError(
                 f"{self.path} has an adapter beside the model ({_ADAPTER}), which would be left out; merge it "
@@ -199,7 +199,8 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when it is registered; memory that nothing wrote was never taken."""
+    """Move each parameter to the meta device when it is registered. Its memory was not written, so it never took
+    pages."""
     before = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -45,7 +45,7 @@ class PackedReport:
 
     Attributes:
         layers: format of each packed layer.
-        kept: linear layers that stayed wide, with the reason.
+        kept: linear layers that stayed unquantized, with the reason.
         bytes_before, bytes_after: of all tensors.
         packed_before, packed_after: of the weights of the packed layers, those before in float32.
     """
@@ -79,11 +79,11 @@ def write_packed_directory(
 
     Args:
         formats: format of all linear layers, or a function from a layer's name in the files to its format, or None to
-            leave it wide.
+            leave it unquantized.
         pack: another rounding than the format's own, with the same packed tensors.
         produce: source of all tensors, in place of `pack`.
         method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
-        head: pack the output head too, where `formats` is a name. A head that shares the embedding stays wide.
+        head: pack the output head too, where `formats` is a name. A head that shares the embedding stays unquantized.
         overwrite: replace an existing directory.
         file_bytes: bytes of a file with more than one tensor, at most.
         group: ranks that make the same call; `produce` is called on each, and the first one writes.
@@ -152,7 +152,7 @@ def _choose(
             renamed[name] = module_name
         chosen = formats(name) if callable(formats) else formats if head or not is_head else None
         if chosen is None:
-            kept[name] = "the output head stays wide" if is_head else "no format was chosen"
+            kept[name] = "the output head stays unquantized" if is_head else "no format was chosen"
         else:
             get_weight_format(chosen)
             layers[name] = chosen
@@ -181,7 +181,7 @@ def _round(layer: str, weight: torch.Tensor, weight_format: WeightFormat) -> Pac
 
 @dataclass
 class _FollowedDirectory:
-    """Directory that the first rank writes."""
+    """Placeholder on ranks other than the first, which alone writes the directory."""
 
     done: set[str]
 
@@ -230,7 +230,7 @@ def companion_files(source: Path) -> list[Path]:
 
 
 def source_state(directory: ModelDirectory) -> dict[str, list[int]]:
-    """Return size and time of change of the files of weights, by which a later run knows the same model."""
+    """Return sizes and modification times of the weight files, by which a later run recognizes the model."""
     states = {path.name: path.stat() for path in {place.path for place in directory.places.values()}}
     return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 

@@ -121,7 +121,7 @@ def _place(
     dtype: torch.dtype | None,
     inputs: bool,
 ) -> None:
-    """Put a packed layer instead of a linear one."""
+    """Replace a linear layer by a packed one."""
     try:
         linear = model.get_submodule(module)
     except AttributeError as error:

@@ -196,7 +196,7 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
 def open_partial_directory(
     target: Path, forms: FileForms, plan: Mapping[str, Any], file_bytes: int
 ) -> Iterator[PartialDirectory]:
-    """Yield a partial directory, which stays where the `with` block raises.
+    """Yield a partial directory, which is kept if the `with` block raises.
 
     Raises:
         ModelError: another process writes it, or the disk fails or is full.

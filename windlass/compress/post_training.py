@@ -30,7 +30,7 @@ from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weigh
 Method = Literal["rtn", "gptq", "awq", "hqq"]
 METHODS = ("rtn", "gptq", "awq", "hqq")
 NEEDS_TEXT = ("gptq", "awq")
-_FOLD_TOKENS = 4096  # by which scales of inputs are searched
+_FOLD_TOKENS = 4096  # number of tokens for the search of input scales
 _PRESERVED = 1e-4  # change of a block's output, relative to its largest value, that folded scales may cause
 
 # Linear layers whose outputs scale the inputs of another layer of the same parent, feature by feature.
@@ -39,7 +39,7 @@ _LINEAR_PRODUCERS = {"down_proj": "up_proj", "o_proj": "v_proj", "w2": "w3"}
 
 @dataclass(frozen=True)
 class RoundingOptions:
-    """Method of rounding.
+    """Options of rounding.
 
     Attributes:
         method: rtn (nearest, with the searched clip), hqq (half-quadratic, without text), awq (input scales, then
@@ -85,7 +85,7 @@ class PostTraining:
     """Producer of the rounded tensors of a model's directory; see `TensorProducer`.
 
     Args:
-        directory: directory of the wide model.
+        directory: directory of the unquantized model.
         options: method of rounding.
         batches: token ids `[rows, length]` of the calibration text; none for methods that need none.
         progress: called after each block or layer with the number of layers that are done, and of all.
@@ -129,7 +129,7 @@ class PostTraining:
                 self.progress(done, len(layers))
 
     def _round_block(self, block: CalibratedBlock, layers: Mapping[str, str]) -> dict[str, PackedWeight]:
-        """Return the packed tensors of a block's layers, whose weights become the rounded ones."""
+        """Return the packed tensors of a block's layers, and replace their weights by the rounded values."""
         with torch.no_grad():
             groups = block.groups()
             if self.options.smooth:
@@ -209,11 +209,11 @@ class PostTraining:
         return self._ordered[1]
 
     def _round_alone(self, layer: str, weight: Tensor, form: WeightFormat) -> PackedWeight:
-        """Pack a layer without its inputs."""
+        """Pack a layer without calibration inputs."""
         self._check_finite(layer, weight)
         self.results.append(LayerResult(layer, form.name, None))
         if self.options.sparsity is not None:
-            # without inputs every method is the first one
+            # without inputs only `magnitude` is possible
             return form.pack(sparsify(weight.float(), parse_pattern(self.options.sparsity), "magnitude"))
         if not is_integer_format(form):
             return form.pack(weight)
@@ -233,7 +233,7 @@ class PostTraining:
         """Fold scales of the inputs into the modules before, where the block's function stays the same: so one forward
         measures the inputs of all groups."""
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
-        output: Tensor | None = None  # of the block's first batch, which every fold that stays has kept
+        output: Tensor | None = None  # block's output for its first batch, which no accepted fold has changed
         for group in groups:
             producer = _producer(block.module, group)
             consumers = [block.linear(name) for name in group.names]
@@ -267,7 +267,7 @@ class PostTraining:
         layer = name.removesuffix(".weight")
         if layer in packed and layer != name:
             return name_tensors(layer, packed[layer])
-        if name not in block.places:  # a part of a tensor of the model, which no method changes
+        if name not in block.places:  # only a part of a tensor of the model, which no method changes
             return {name: self.directory.read(name)}
         inner, place = block.places[name].removeprefix(f"{block.prefix}."), self.directory.places[name]
         owner, _, leaf = inner.rpartition(".")
@@ -357,7 +357,7 @@ def compress_directory(
         if chosen.sparsity_method not in SPARSITY_METHODS or chosen.method != "rtn" or chosen.smooth:
             raise ConfigError(
                 f"sparsity_method is {chosen.sparsity_method!r} with method {chosen.method!r}; it is one of "
-                f"{', '.join(SPARSITY_METHODS)}, of wide weights: round the result in a second run"
+                f"{', '.join(SPARSITY_METHODS)}, of unquantized weights: round the result in a second run"
             )
     if chosen.needs_text and not batches:
         what = f"method {chosen.method}" if chosen.method in NEEDS_TEXT else "smoothing of int8 activations"

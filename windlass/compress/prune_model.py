@@ -1,4 +1,5 @@
-"""Structured pruning: a model with fewer heads, features, experts, channels or layers, which trains on as it is."""
+"""Structured pruning: a smaller model with fewer heads, features, experts, channels or layers, which can be trained
+further."""
 
 from __future__ import annotations
 

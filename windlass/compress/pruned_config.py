@@ -101,7 +101,7 @@ def check_layers(model: Any) -> None:
 
 
 def _check_valid(config: Any) -> None:
-    """Check a configuration by its own rules, without which transformers neither saves nor loads it.
+    """Run a configuration's own validation, which it must pass for transformers to save and load it.
 
     Raises:
         ModelError: it breaks one, e.g. since the number of heads does not divide the hidden size.
@@ -173,7 +173,7 @@ def _key(group: UnitGroup) -> str:
 
 
 def _state_width(config: Any, stated: Mapping[str, Any], group: UnitGroup, kept: int) -> None:
-    """Change the numbers of a configuration that were those of a group, `stated` before any change."""
+    """Update the configuration's sizes of a group of units. `stated` has the values before any change."""
     if group.kind in ("heads", "groups"):
         query, key = group.heads
         new_query = kept if group.kind == "heads" else query // key * kept

@@ -119,9 +119,9 @@ def count_kept(group: UnitGroup, share: float) -> int:
 
 
 def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
-    """Set all elements of the units that do not stay to 0, in place. The model keeps its shapes.
+    """Set all elements of the removed units to 0, in place. The model keeps its shapes.
 
-    Masked experts are not chosen: their router's outputs are no longer theirs, so a mask of the kind experts raises.
+    Raises ConfigError for experts: a router whose rows are 0 still chooses them.
     """
     if group.kind == "experts":
         raise ConfigError("experts are removed, not masked: a router whose rows are 0 still chooses them")
@@ -136,8 +136,8 @@ def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
 
 
 def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> None:
-    """Take the units that do not stay out of all tensors, in place; see [Note: coupled tensors]. Tensors that modules
-    share stay shared."""
+    """Remove all other units than the kept ones from all tensors, in place; see [Note: coupled tensors]. Tensors that
+    modules share stay shared."""
     by_name: dict[str, list[tuple[CoupledTensor, Tensor]]] = {}
     for group, kept in groups:
         for tensor in group.tensors:
@@ -154,7 +154,7 @@ def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> 
 
 
 def _select(value: Tensor, found: Sequence[tuple[CoupledTensor, Tensor]]) -> Tensor:
-    """Return a tensor without the elements that do not stay, along each dimension."""
+    """Return a tensor without the removed elements along each dimension."""
     for dim in dict.fromkeys(tensor.dim for tensor, _ in found):
         here = [(tensor, kept) for tensor, kept in found if tensor.dim == dim]
         if here[0][0].part is None:
@@ -171,7 +171,7 @@ def _select(value: Tensor, found: Sequence[tuple[CoupledTensor, Tensor]]) -> Ten
 
 
 def _staying(tensor: CoupledTensor, kept: Tensor, size: int) -> Tensor:
-    """Return the positions that stay, in their order."""
+    """Return the positions of the kept elements, in their order."""
     stays = torch.ones(size, dtype=torch.bool)
     stays[tensor.index.flatten()] = False
     stays[tensor.index[kept].flatten()] = True
@@ -201,7 +201,7 @@ def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> None
 
 _SIZES = {
     "Linear": (("out_features", 0), ("in_features", 1)),
-    "Conv1D": (("nx", 0), ("nf", 1)),  # of transformers, whose weight is transposed
+    "Conv1D": (("nx", 0), ("nf", 1)),  # transformers' class, whose weight is transposed
     "Embedding": (("num_embeddings", 0), ("embedding_dim", 1)),
 }
 

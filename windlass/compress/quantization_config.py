@@ -1,4 +1,5 @@
-"""Entry `quantization_config` of a model's `config.json`, in compressed-tensors' words where it has them."""
+"""Entry `quantization_config` of a model's `config.json`, in compressed-tensors' schema where that describes the
+format."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from windlass.kernels.coded_formats import CodedWeightFormat, IntegerWeightForma
 from windlass.kernels.weight_format import get_weight_format, list_weight_formats
 
 _KEY = "quantization_config"
-_OWN = "windlass"  # method of formats that compressed-tensors has no words for
+_OWN = "windlass"  # method of formats that compressed-tensors does not describe
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 
 
@@ -26,7 +27,7 @@ def describe_formats(
 ) -> dict[str, Any]:
     """Return the entry for layers packed in formats.
 
-    compressed-tensors has no words for ternary and binary formats, and refuses rows that their groups do not divide.
+    compressed-tensors does not describe ternary and binary formats, and refuses rows that groups do not divide.
 
     Args:
         layers: format of each packed layer, by the layer's name.
@@ -99,8 +100,8 @@ def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
 
 
 def _group_of_layer(layer: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the group of compressed-tensors whose targets a layer is: its name, before `re:` and a regular expression
-    that its name begins with, before the class of all layers.
+    """Return the config group of compressed-tensors that targets a layer. A target equal to its name takes precedence
+    over a regular expression (`re:...`) that matches the beginning of its name, and that over its class.
 
     Raises:
         ModelError: no target is the layer, or one is no regular expression.
@@ -149,7 +150,8 @@ def _group_of(name: str) -> int | None:
 
 
 def _scheme(name: str) -> dict[str, Any] | None:
-    """Return a group of compressed-tensors, without its targets, for a format; None if it has no such words."""
+    """Return a group of compressed-tensors, without its targets, for a format; None if it does not describe the
+    format."""
     form = get_weight_format(name)
     weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}
     inputs = None

@@ -1,4 +1,5 @@
-"""Mixture of quantization (MoQ): bits of weights that fall while the model is trained, in DeepSpeed's words.
+"""Mixture of quantization (MoQ): bits of weights that fall while the model is trained, by DeepSpeed's section
+`quantize_training`.
 
 [Note: bits by curvature] With `eigenvalue`, each block has a schedule of its own. When its bits fall, its next period
 is twice as long, times `1 + floor(4 e)`, where `e` is the largest eigenvalue of its Hessian, divided by the largest of

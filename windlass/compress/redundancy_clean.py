@@ -31,8 +31,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     """Make a trained model plain, in place, with the same function: weights become the rounded and masked ones.
 
     Outputs, heads and channels that a mask removes leave the matrices where `related_modules` names the layers that
-    read them. Rounded inputs are no part of a plain model and end. A weight that modules share stays shared where all
-    of them use the same values; else each module gets a weight of its own.
+    read them. Rounding of inputs is removed, since plain layers do not have it. A weight that modules share stays
+    shared where all of them use the same values; else each module gets a weight of its own.
 
     Raises:
         ConfigError: the model was not prepared, or related layers do not fit.
@@ -61,7 +61,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
 
 def _last_offset(section: CompressionTraining) -> int:
-    """Return the step at which every technique runs, with its last bits."""
+    """Return the step from which every technique is active with its final settings."""
     last = 0
     for name in ("weight_quantization", "activation_quantization", *(f"{kind}_pruning" for kind in PRUNINGS)):
         technique = getattr(section, name)

@@ -1,4 +1,4 @@
-"""Loading of a wide model whose linear layers are packed while they are read."""
+"""Loading of an unquantized model whose linear layers are packed while they are read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def load_rounded_model(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load the model of a directory in eval mode, its linear layers but the output head rounded to nearest and packed.
+    """Load the model of a directory in eval mode, with all linear layers except the output head rounded to nearest and
+    packed.
 
-    One tensor is wide at a time, so that a model whose float32 weights do not fit into memory is loaded too.
+    Only one tensor at a time is in memory unpacked, so the float32 weights of the model need not fit into memory.
 
     Args:
         weight_format: a weight format, or its registered name, e.g. `int4_g64`.
-        everything: pack the head and embeddings too, and leave layers wide that the format cannot pack.
+        everything: pack the head and embeddings too, and leave layers unquantized that the format cannot pack.
         model_class: class of transformers; None: `AutoModelForCausalLM`.
         dtype: dtype of the tensors that are not packed; None: that of the files.
 

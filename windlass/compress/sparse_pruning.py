@@ -16,12 +16,12 @@ from windlass.base.errors import ConfigError
 from windlass.compress.gptq import inverse_factor
 
 SPARSITY_METHODS = ("magnitude", "wanda", "sparsegpt")
-_COLUMNS = 128  # of one mask of SparseGPT, whose errors reach the later columns in one product
+_COLUMNS = 128  # columns that SparseGPT prunes before it compensates their errors in the later columns by one product
 
 
 @dataclass(frozen=True)
 class SparsePattern:
-    """Weights that stay.
+    """Pattern of the kept weights.
 
     Attributes:
         share: part of each row that is removed.

@@ -70,11 +70,11 @@ class TeacherCache:
         return len(self._places)
 
     def has(self, ids: Tensor) -> bool:
-        """Return True if every row of token ids `[rows, length]` is here."""
+        """Return True if every row of token ids `[rows, length]` is cached."""
         return all(key in self._places for key in _keys(ids))
 
     def add(self, ids: Tensor, logits: Tensor) -> None:
-        """Store the largest of the logits `[rows, length, classes]` of rows that are not here yet."""
+        """Store the largest of the logits `[rows, length, classes]` for rows that are not cached yet."""
         classes = logits.shape[-1]
         if self._form is None:
             self._create(ids.shape[1], classes)

@@ -179,7 +179,7 @@ def _expert_features(name: str, module: nn.Module) -> UnitGroup:
 
 
 def _experts(model: nn.Module, name: str, module: nn.Module) -> UnitGroup:
-    """Return the experts of a module: their matrices, and what the router has for each."""
+    """Return the experts of a module: their matrices, and the rows of the router."""
     own = dict(module.named_parameters(recurse=False))
     count = own["down_proj"].shape[0]
     tensors = [

@@ -25,7 +25,7 @@ Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def is_requested(section: WeightQuantization) -> bool:
-    """Return True if a section packs something."""
+    """Return True if a section requests packing."""
     wanted = section.quantized_initialization.num_bits is not None or bool(section.post_init_quant)
     return section.enabled and wanted
 
@@ -157,10 +157,10 @@ def pack_linear_children(module: nn.Module, form: WeightFormat) -> None:
     """Pack the linear layers inside a module that has just been built, if its weights exist.
 
     [Note: packed from the start] A linear layer is packed when the module that contains it becomes part of another one,
-    e.g. when a block joins the list of blocks, so that about one block is wide. Embeddings and the children of the
-    outermost module wait for the end of the construction, because they may share weights until then. Values come from
-    the construction, or from a `load_state_dict` of plain weights, which are packed one by one. In `from_pretrained` of
-    transformers, whose weights arrive later, `initialize` packs them.
+    e.g. when a block joins the list of blocks, so that only about one block is unpacked at a time. Embeddings and the
+    children of the outermost module wait for the end of the construction, because they may share weights until then.
+    Values come from the construction, or from a `load_state_dict` of plain weights, which are packed one by one. In
+    `from_pretrained` of transformers, whose weights arrive later, `initialize` packs them.
     """
     chosen = {
         name: form

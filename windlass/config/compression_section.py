@@ -29,9 +29,9 @@ class MixedQuantize(ConfigSection):
     """Gradual change from fp16 to quantized weights."""
 
     enabled: bool = honoured(False)
-    """Mix rounded and wide weights at the beginning."""
+    """Mix rounded and unrounded weights at the beginning."""
     quantize_change_ratio: Float = honoured(0.001)
-    """Part of the wide weight that each step takes away."""
+    """Decrease of the unrounded weight's share in each step."""
 
 
 class CompressionSharedParams(ConfigSection):
@@ -59,10 +59,10 @@ class WeightQuantizationShared(CompressionSharedParams):
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
     """To the nearest value, or `stochastic`."""
     quantize_weight_in_forward: bool = accepted(
-        False, "weights are rounded in the forward; the optimizer keeps the wide ones in every precision"
+        False, "weights are rounded in the forward; the optimizer keeps unrounded ones in every precision"
     )
     fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
-    """Gradual change from wide to rounded weights."""
+    """Gradual change from unrounded to rounded weights."""
 
 
 class ActivationQuantizationShared(CompressionSharedParams):

@@ -40,7 +40,7 @@ class QuantizeTraining(ConfigSection):
     """Mixture of quantization. The section's presence enables it, unless `enabled` is false."""
 
     enabled: bool = honoured(True)
-    """Round weights in the forward; the optimizer keeps the wide ones."""
+    """Round weights in the forward; the optimizer keeps the unrounded ones."""
     quantize_bits: QuantizeBits = honoured(QuantizeBits)
     """Bits at the beginning and at the end."""
     quantize_schedule: QuantizeSchedule = honoured(QuantizeSchedule)
@@ -52,7 +52,7 @@ class QuantizeTraining(ConfigSection):
     quantize_type: Literal["symmetric", "asymmetric"] | None = honoured(None)
     """As `quantize_algo.q_type`, in the spelling of DeepSpeed's tutorial."""
     fp16_mixed_quantize: MixedQuantize = honoured(MixedQuantize)
-    """Gradual change from wide to rounded weights."""
+    """Gradual change from unrounded to rounded weights."""
     quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
     quantizer_kernel: bool = accepted(False, "rounding is part of the forward on every device")
     eigenvalue: Eigenvalue | None = honoured(None)

@@ -27,7 +27,7 @@ class EngineObserver:
         """Observe the end of `backward`, after success or failure. `scale` does not call it."""
 
     def before_step(self) -> None:
-        """Observe the begin of a `step` at the accumulation boundary. Collective calls are allowed."""
+        """Observe the start of a `step` at the accumulation boundary. Collective calls are allowed."""
 
     def before_update(self, norm: float, clip: float) -> None:
         """Observe the reduced gradients before the update. Collective calls are allowed.

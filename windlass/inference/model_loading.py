@@ -82,7 +82,9 @@ def load_model(
     wanted = parse_dtype(dtype)
     if is_packed_directory(path):
         if pipeline is not None:
-            raise ConfigError(f"{path} has packed weights, which pp does not split; give the wide model, and weights")
+            raise ConfigError(
+                f"{path} has packed weights, which pp does not split; give the unquantized model, and weights"
+            )
         model = load_packed_model(path, dtype=wanted, trust_remote_code=trust_remote_code)
     else:
         source = transformers.AutoModelForCausalLM if pipeline is None else StagedModelSource(config, pipeline)

@@ -14,14 +14,14 @@ CODECS = ("identity", "bf16", "fp8", "int8", "int4", "sign")
 
 
 class DiLoCo(torch.optim.AdamW):
-    """Groups and hyper-parameters of DiLoCo. An engine steps them (`zero/update/diloco_update`).
+    """DiLoCo. This class holds groups and hyper-parameters; an engine steps them (`zero/update/diloco_update`).
 
     Each rank takes `inner_steps` steps of AdamW on its own data, with states of its own. Then the mean of the ranks'
     changes is the gradient of an outer SGD with Nesterov momentum, which moves the parameters of all ranks. With
     `fragments` above 1 the units of the model are divided into as many parts, which take their outer steps at evenly
-    distributed steps, so that each message is shorter. With `overlap_steps` above 0 inner steps go on while a message
-    travels. The first `start_step` steps are those of AdamW with averaged gradients, as the paper begins with a model
-    that was trained so. Outside an engine every step is AdamW's.
+    distributed steps, so that each message is shorter. With `overlap_steps` above 0 inner steps continue while a
+    message is in flight. The first `start_step` steps are those of AdamW with averaged gradients, because the paper
+    starts from a pretrained model. Outside an engine every step is AdamW's.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
     algorithm 1; parts and overlap: "Streaming DiLoCo with overlapping communication", arXiv:2501.18512, sections 2.2

@@ -13,7 +13,8 @@ FREEZE_STEP = 100_000
 
 
 class OneBitAdam(torch.optim.AdamW):
-    """Groups and hyper-parameters of 1-bit Adam. An engine steps them (`zero/update/one_bit_adam_update`).
+    """1-bit Adam. This class holds groups and hyper-parameters; an engine steps them
+    (`zero/update/one_bit_adam_update`).
 
     The first `freeze_step` steps are those of `torch.optim.AdamW`. Afterwards the variance is constant, gradients are
     no longer reduced in full, and ranks exchange one bit for each element. Outside an engine every step is AdamW's.

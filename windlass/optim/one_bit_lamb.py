@@ -14,7 +14,8 @@ from windlass.optim.one_bit_adam import FREEZE_STEP, check_one_bit_options, keep
 
 
 class OneBitLamb(Lamb):
-    """Groups and hyper-parameters of 1-bit LAMB. An engine steps them (`zero/update/one_bit_lamb_update`).
+    """1-bit LAMB. This class holds groups and hyper-parameters; an engine steps them
+    (`zero/update/one_bit_lamb_update`).
 
     The first `freeze_step` steps are those of `Lamb`, and keep a moving average of each trust ratio as `coeff_freeze`.
     Afterwards the variance is constant, and the ratio of a step is this average times a factor that follows a variance

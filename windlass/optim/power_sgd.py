@@ -11,8 +11,8 @@ from windlass.base.errors import ConfigError
 
 
 class PowerSGD(torch.optim.SGD):
-    """Groups and hyper-parameters of SGD with PowerSGD's compression. An engine steps them
-    (`zero/update/power_sgd_update`).
+    """SGD whose gradients are compressed by PowerSGD. This class holds groups and hyper-parameters; an engine steps
+    them (`zero/update/power_sgd_update`).
 
     The first `start_step` steps are those of `torch.optim.SGD`. Afterwards ranks exchange rank-`rank` approximations of
     gradients with error feedback. Outside an engine every step is SGD's.

@@ -30,7 +30,8 @@ class StepKind(Enum):
 
 
 class ZeroOneAdam(torch.optim.AdamW):
-    """Groups and hyper-parameters of 0/1 Adam. An engine steps them (`zero/update/zero_one_adam_update`).
+    """0/1 Adam. This class holds groups and hyper-parameters; an engine steps them
+    (`zero/update/zero_one_adam_update`).
 
     [Note: 0/1 schedule] Until `var_freeze_step`, step s updates the variance with reduced gradients if s is a multiple
     of the interval, which begins with 1 and doubles after every `var_update_scaler` such steps; the other steps are

@@ -38,7 +38,7 @@ class RequestGate:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer or pass on one request."""
+        """Reject a request, or pass it on to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

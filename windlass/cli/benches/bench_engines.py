@@ -82,7 +82,7 @@ def make_engine(
     hyperparameters: BenchHyperparameters,
     device: torch.device,
 ) -> BenchEngine:
-    """Put `model` (full parameters, equal on all ranks) under the engine `name`. Collective.
+    """Wrap `model` (full parameters, equal on all ranks) in the engine `name`. Collective.
 
     Args:
         name: `none` (each rank trains alone: only the compute), `none-kept` (the same, with malloc set to keep freed
@@ -119,7 +119,7 @@ def _windlass_engine(
 
 
 def windlass_engine_from_config(model: nn.Module, config: dict[str, Any]) -> BenchEngine:
-    """Put `model` under windlass with the given configuration. Collective."""
+    """Wrap `model` in a windlass engine with the given configuration. Collective."""
     import windlass
 
     engine, _, _, _ = windlass.initialize(model=model, config=config)
@@ -200,7 +200,7 @@ def _deepspeed_engine(model: nn.Module, stage: int, hyperparameters: BenchHyperp
 
 
 def deepspeed_engine_from_config(model: nn.Module, config: dict[str, Any]) -> BenchEngine:
-    """Put `model` under DeepSpeed with the given configuration. Collective."""
+    """Wrap `model` in a DeepSpeed engine with the given configuration. Collective."""
     deepspeed = import_deepspeed()
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 

@@ -2,9 +2,9 @@
 service levels.
 
 Clients in a closed loop send prompts and ask for answers of drawn lengths; see `service_level`. A small model on a CPU
-keeps the shape of the original and scales time by the engine's own rates: s, tokens per second of a lone prompt, and d,
-the gap between tokens of a lone request. The first token may take 8 times as long as alone, and gaps 4 d, 6 d and 12 d
-in place of 1/6, 1/4 and 1/2 second.
+keeps the proportions of the original. Its time limits follow from the engine's rates without load: s tokens per second
+of prefill, and d seconds between tokens of a single request. The first token may take 8 times as long as without load.
+The three limits of gaps are 4 d, 6 d and 12 d instead of 1/6, 1/4 and 1/2 second.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _measure(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> F
 
 
 def _solo_rates(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> tuple[float, float]:
-    """Return tokens per second of a lone prompt, computed whole, and the gap between tokens of a lone request."""
+    """Return the rates without load: prefill tokens per second, and seconds between tokens of a single request."""
     engine.set_policy("orca")
     load = draw_requests(_SOLO_RUNS + 1, settings.prompt_mean, 24, engine.runner.vocab_size, -1)
     found = driver.run(load, 1, None)[1:]  # the first one warms up

@@ -1,8 +1,8 @@
 """Experiment of `windlass bench serve --workload load`: `windlass serve` under cancelled, malformed and long requests.
 
 A third of the requests is cancelled during its stream, a tenth is malformed, and one has a prompt of 10,000 tokens.
-Nothing may be lost, no KV block leak, and resident memory stay flat. Before that, short requests are timed alone, and
-while long prompts are computed.
+No request may be lost, no KV block may leak, and resident memory must stay flat. Before the load, short requests are
+timed on an idle server, and then while long prompts are computed.
 """
 
 from __future__ import annotations

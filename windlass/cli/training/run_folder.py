@@ -9,13 +9,15 @@ CHECKPOINT_FOLDER, EXPORT_FOLDER, TOKENIZER_FOLDER = "checkpoint", "hf", "tokeni
 
 
 def checkpoint_directory_of(directory: Path) -> Path:
-    """Return the checkpoint directory of a run if `directory` is OUT of `windlass train`, else `directory`."""
+    """Return the checkpoint directory of a run if `directory` is the output folder of `windlass train`, else
+    `directory`."""
     inner = directory / CHECKPOINT_FOLDER
     return inner if (directory / PLAN_FILE).is_file() and inner.is_dir() else directory
 
 
 def export_directory_of(directory: Path) -> Path:
-    """Return the exported model of a run if `directory` is OUT of `windlass train`, else `directory`."""
+    """Return the directory of the exported model if `directory` is the output folder of `windlass train`, else
+    `directory`."""
     inner = directory / EXPORT_FOLDER
     return inner if (directory / PLAN_FILE).is_file() and inner.is_dir() else directory
 
