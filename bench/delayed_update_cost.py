@@ -137,7 +137,7 @@ def _time_steps(ways: dict[str, dict[str, Any]], sizes: BenchSizes) -> dict[str,
     return {
         way: {
             "seconds": rank["seconds"][way],
-            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # of the last update
+            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # the last update's time
             "parameters": rank["parameters"],
         }
         for way in ways

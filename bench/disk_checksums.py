@@ -168,7 +168,7 @@ def _make_step(
     def noted_sums(*where: Any) -> Any:
         sums = None if updated is None else page_sums(*where)
         if updated is not None and sums is not None:
-            updated.append(2 * sums.memory.numel())  # of the read and of the write
+            updated.append(2 * sums.memory.numel())  # bytes of the read and of the write
         return sums
 
     disk._transfers._spans, disk.page_sums = noted, noted_sums

@@ -30,7 +30,7 @@ from windlass.parallel.pipeline.stage_transfers import StageTransfers
 from windlass.parallel.pipeline.transfer_order import add_transfers
 
 _RESULTS = Path(__file__).parent / "results"
-_TOLERANCE = 0.05  # of the formula's value
+_TOLERANCE = 0.05  # relative to the formula's value
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ _ROOF_BYTES, _ROOF_SIDE = 600 << 20, 2048
 _HEAD = 8192 * 1024  # parameters of the head
 _CACHE_TOKENS = 32_768
 _MIXED_REQUESTS = 24
-_KV_BYTES = 16 * 12 * 2 * 4 * 64 * 4  # of a block: tokens, layers, keys and values, heads, features, fp32
+_KV_BYTES = 16 * 12 * 2 * 4 * 64 * 4  # bytes of a block: tokens, layers, keys and values, heads, features, fp32
 _MIXED_CLIENTS = (8, 32)
 _LLAMA_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 

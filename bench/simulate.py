@@ -48,8 +48,9 @@ CALIBRATION = (
 )
 """Runs that decide the share of its rates that a device reaches in training, one for each device."""
 _LENGTH = 8192  # tokens of a sample
-_TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}  # of the global batch, by devices
-_MTBF_HOURS, _RESTART = 50_000.0, 600.0  # of a device with its share of host and network: an assumption
+# tokens of the global batch, by number of devices
+_TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}
+_MTBF_HOURS, _RESTART = 50_000.0, 600.0  # assumed for a device with its share of host and network
 
 
 def main(

@@ -41,7 +41,7 @@ _VOCABULARY = 2048
 _PROMPT, _ANSWER = 3, 40  # tokens
 _LEAST_RATIO = 3.0
 _READ_BYTES = 2 << 30
-_SIDE = 1024  # of the matrices whose product is timed
+_SIDE = 1024  # rows and columns of the timed matrices
 _TARGETS = {"disk": 0.90, "host": 0.95}
 
 

@@ -42,9 +42,9 @@ QUANTILES = (0.3, 0.7)
 _NEAR = 4  # ranks of the peaks around a quantile: peaks of one configuration differ by 1 to 3 % between two runs
 _RANKS = 2
 _WARMUP, _STEPS = 1, 5
-_DRIFT = 0.03  # by which peaks may differ from those of the exhaustive data, which set the limit
+_DRIFT = 0.03  # allowed relative difference of peaks from the exhaustive data, which set the limit
 _AGAIN = 3  # times that the chosen and the best configuration are measured again, in turn
-_NOISE, _PEAK_NOISE = 0.05, 0.005  # of replays: relative standard deviations of times and peaks of a trial
+_NOISE, _PEAK_NOISE = 0.05, 0.005  # relative standard deviations of a replayed trial's times and peaks
 _BASE = 105 << 20  # bytes of a process without the model, as the recorded searches found
 CONFIG: dict[str, Any] = {
     "train_batch_size": 32,

@@ -2,9 +2,9 @@
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring, that each entry of its `Args:` has a line of its own, retired words in
-docstrings, comments and messages, and names of classes that occur twice in the package. Prints `path:line: reason` for
-each finding and exits with 1 if there is any.
+Checks the first word of every docstring and comment, that each entry of a docstring's `Args:` has a line of its own,
+retired words in docstrings, comments and messages, and names of classes that occur twice in the package. Prints
+`path:line: reason` for each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _NO_VERB = re.compile(
     r"(the|an?|one|two|some|every|each|both|as|in|on|for|from|with|by|at|after|before|under|this|these|there)\b",
     re.IGNORECASE,
 )
+# A comment begins with the noun that it describes: "# limit for each server", not "# of each server".
+_NO_NOUN = re.compile(r"#\s(of|that|which|whose|(?:above|after|by|for|from|in|on|to|with) which)\b")
 
 # Words of earlier versions of windlass, and the term that replaces each.
 _RETIRED = {
@@ -118,6 +120,18 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def _fragments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield `(line, word)` for each comment that begins with a relative clause or `of`."""
+    if _NO_NOUN.search(source) is None:
+        return
+    lines = source.splitlines()
+    for line, text in _comments(source):
+        continues = line > 1 and all(one.lstrip().startswith("#") for one in lines[line - 2 : line])
+        first_words = _NO_NOUN.match(text)
+        if first_words and not continues:
+            yield line, first_words[1]
+
+
 def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the constant parts of the texts of raised errors, log calls, prints and options."""
     for node in ast.walk(tree):
@@ -185,6 +199,8 @@ def _problems(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield line, f"a function's docstring begins with {first_word.group()!r}: begin with a verb"
     for line, name in _joined_arguments(definitions):
         yield line, f"a docstring describes {name!r} within another argument's entry: begin a line for it"
+    for line, word in _fragments(source):
+        yield line, f"a comment begins with {word!r}: begin with the noun"
     if _ANY_RETIRED.search(source) is None:  # most files: to find their comments takes long
         return
     for line, text in [*docstrings, *_comments(source), *_messages(tree)]:

@@ -26,7 +26,7 @@ HOSTED: dict[str, dict[str, Any]] = {
     },
 }
 """Keys of `zero_optimization` beside the stage, by name of the method."""
-_TIMEOUT_S = 900.0  # of one command
+_TIMEOUT_S = 900.0  # limit for one command
 
 
 def hosted_sizes(layers: int) -> Sizes:

@@ -30,7 +30,7 @@ class Result:
     failure: str | None = None
     memory_kind: str = ""
     memory: list[int] = field(default_factory=list)  # the peak of each rank, above the baseline
-    footprint: int = 0  # of all ranks, baseline included
+    footprint: int = 0  # bytes of all ranks, baseline included
     first_losses: list[float] = field(default_factory=list)  # in fresh processes, mean over ranks
     losses: list[float] = field(default_factory=list)  # in the timed rounds, including the untimed first step of each
     loss_apart: float | None = None  # largest difference from the reference, over all steps
@@ -87,7 +87,7 @@ class Measured:
     results: dict[str, Result]
     reference: str | None  # the engine whose losses the others must have
     groups: list[list[str]] = field(default_factory=list)
-    roofs: list[Roofs] = field(default_factory=list)  # of each group
+    roofs: list[Roofs] = field(default_factory=list)  # one for each group
 
     @property
     def unequal(self) -> list[str]:
@@ -168,7 +168,8 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
             before, rounds_before = len(results[BASE].compute), len(results[BASE].rounds)
             roofs = _roofs(pools[BASE])
             _rounds(pools, results, effort)
-            compute = statistics.median(results[BASE].compute[before:])  # of this group: the machine may change
+            # this group's rounds only: the machine may change
+            compute = statistics.median(results[BASE].compute[before:])
             base = statistics.median(s for item in results[BASE].rounds[rounds_before:] for s in item)
             for name, pool in pools.items():
                 results[name].traffic = pool.ask("traffic")[0]

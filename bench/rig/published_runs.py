@@ -14,7 +14,7 @@ from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.parts import DEVICES
 from windlass.simulate.step_prediction import StepPrediction
 
-_VOCABULARY = 51_200  # of GPT models of Megatron, padded
+_VOCABULARY = 51_200  # padded vocabulary of Megatron's GPT models
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from rig.job import Job
 from windlass.cli.benches.rank_pool import RankPool
 
-_TIMEOUT_S = 900.0  # of one command
+_TIMEOUT_S = 900.0  # limit for one command
 _ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than fits in a cache
 
 

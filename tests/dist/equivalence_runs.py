@@ -28,7 +28,7 @@ ADAMW_CALM = (("lr", 1e-3), ("eps", 1e-4), ("weight_decay", 0.01))
 FP32_BOUND = 1e-6
 BF16_GRAD_BOUND = 2e-2
 BF16_PARAM_BOUND = 5e-4
-BF16_STATE_BOUND = 5e-3  # of 16-bit parameters: one unit in the last of 8 bits is 2^-8
+BF16_STATE_BOUND = 5e-3  # for states of 16-bit parameters: one unit in the last of 8 bits is 2^-8
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Job:
     function: Callable[..., Any]
     rank: int
     world: int
-    number: int  # of the pool's jobs
+    number: int  # counts the pool's jobs
     store_port: int
     port: int
     args: tuple[Any, ...]

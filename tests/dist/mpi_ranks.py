@@ -74,7 +74,7 @@ def _as_mpi_rank(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     import windlass
 
     timeout = dist.distributed_c10d._get_default_timeout("gloo")
-    dist.destroy_process_group()  # that of the harness
+    dist.destroy_process_group()  # the group that the harness made
     os.environ["PMI_ID"] = os.environ["RANK"]  # read by MPI at its start, in the first job
     windlass.init_distributed("mpi", timeout=timeout)
     return function(*args)

@@ -303,7 +303,7 @@ def test_disk_failure_under_one_stage_of_a_pipeline(
 ) -> None:
     for text in run_ranks(over_stages, 2, str(tmp_path), stage, delays, how, env=LATE, transport=transport):
         assert "rank 0: " in text["step"] and "EIO" in text["step"] and text["same"], text
-        if stage == 3 and how == "read":  # of parameters, before anything has changed: a PeerError on the other stage
+        if stage == 3 and how == "read":  # a read of parameters fails before anything has changed
             assert "parameters and optimizer states are unchanged" in text["step"], text
             assert text["again"] == text["save"] == "", text
             continue

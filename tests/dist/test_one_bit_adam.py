@@ -125,7 +125,7 @@ def run_case(case: Case, folder: str) -> dict[str, Any]:
     found["moved"] = moved
     found["replicas"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     found["errors"], found["norm"] = errors_of(engine), float(engine.grad_norm())
-    found["params"] = whole_params(engine.module)  # which makes the replicas equal
+    found["params"] = whole_params(engine.module)  # the call makes the replicas equal
     found["equal"] = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
     engine.destroy()
     return found

@@ -90,7 +90,7 @@ def micro_batch(place: Place) -> Batch:
     return {"x": x, "y": torch.tanh(x.roll(1, -1))}
 
 
-input_gradients: list[Tensor] = []  # of all micro-batches, in training order
+input_gradients: list[Tensor] = []  # one for each micro-batch, in training order
 
 
 def with_input_gradient(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:

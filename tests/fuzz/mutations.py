@@ -30,7 +30,7 @@ SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "8"))
 # A short run has the same cases each time: findings of a long run must not fail an unrelated change.
 _SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
-_OF_CHECKPOINTS = 0.66  # of the total time; the rest is for texts
+_OF_CHECKPOINTS = 0.66  # fraction of the total time; the rest is for texts
 FLOOR = 64 << 20  # bytes beyond four times the file
 PATIENCE = 20  # seconds of computation for one case
 WAITS = 10  # times as long may pass on the clock, for a process that other processes keep waiting

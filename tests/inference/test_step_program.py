@@ -85,7 +85,7 @@ def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, 
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
-    coarse = activations in ("int8", "bf16") or weights in ("int8", "int4_g128")  # whose inputs are rounded too
+    coarse = activations in ("int8", "bf16") or weights in ("int8", "int4_g128")  # these formats round inputs too
     assert_greedy(model, outputs, tolerance=0.05 if coarse else 1e-3)
 
 

@@ -50,7 +50,7 @@ class Job:
             self.start_server(server)
 
     def start_server(self, server: int) -> None:
-        settings = self.settings  # of now: a test may change them for the workers
+        settings = self.settings  # bound here: a test may change the attribute for the workers
 
         def serve() -> None:
             layout = layout_of(self.build_from(server), self.server_count)

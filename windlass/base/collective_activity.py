@@ -79,7 +79,7 @@ class WaitScope:
     def __init__(self, operation: str, parameter_names: Sequence[str] = ()) -> None:
         self.operation, self.parameter_names = operation, parameter_names
         self.outer: WaitScope | None = None
-        self._token: int | None = None  # of a profile's recorder
+        self._token: int | None = None  # range token of a profile's recorder
 
     def __enter__(self) -> None:
         self.outer = activity.enter_wait(self)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from windlass.verify.verification_report import Deviation, VerificationReport
 
 
-_TABLE_WIDTH = 110  # of the table; rich would assume 80 columns for a pipe
+_TABLE_WIDTH = 110  # rich would assume 80 columns for a pipe
 
 
 def verify(

@@ -8,7 +8,7 @@ import torch
 
 from windlass.comm.lossy_codecs import SOURCES, require_finite
 
-_PASSES = 2  # of subspace iteration
+_PASSES = 2  # passes of subspace iteration
 
 
 class LowRankCodec:

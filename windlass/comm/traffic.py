@@ -24,7 +24,8 @@ class Traffic:
 
     payload: Counter[str] = field(default_factory=Counter)  # parameter elements, by operation
     bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank read from others, by operation
-    across_nodes: Counter[str] = field(default_factory=Counter)  # of these bytes, those of other nodes (ZeRO++)
+    # the part of these bytes that came from other nodes (ZeRO++)
+    across_nodes: Counter[str] = field(default_factory=Counter)
     control: int = 0  # elements of the small control reductions
 
     def add(self, operation: str, elements: int, moved: int) -> None:

@@ -21,7 +21,7 @@ from windlass.launch.launch_flags import int_between
 
 _DEFAULT_RANKS = 2
 _MOST_CALLS = 1_000_000
-_COPIES = 4  # of a message, in an operation's buffers of all ranks together per rank
+_COPIES = 4  # assumed number of copies of a message in an operation's buffers, per rank of the group
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from windlass.storage.disk_sweep import (
 )
 
 _LOG_FILE = "windlass_disk_rates.json"
-_MOST = 1 << 20  # of processes, requests, threads and loops
+_MOST = 1 << 20  # upper bound of the numbers of processes, requests, threads and loops
 _INERT = "accepted; windlass submits requests while others complete, from aligned memory, with its own I/O engine"
 
 

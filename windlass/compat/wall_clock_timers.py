@@ -199,7 +199,7 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
         self.started = self.initialized = False
-        self.start_time = self.end_time = 0.0  # of the last micro-batch that is counted
+        self.start_time = self.end_time = 0.0  # start and end of the last counted micro-batch
         self._started_at: float | None = None
 
     def update_epoch_count(self) -> None:

@@ -17,7 +17,7 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import ModelDirectory, build_empty
 
 ReadTensor = Callable[[str], Tensor]
-_COLUMNS = 256  # of a block of a symmetric product
+_COLUMNS = 256  # width of a column block of a symmetric product
 
 
 class _Stopped(Exception):  # noqa: N818  ends a forward, and is no error

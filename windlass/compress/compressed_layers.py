@@ -20,7 +20,7 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.compress.fake_rounding import rounded_values, straight_through, top_share
 from windlass.compress.sharded_weight import ShardedWeight, find_sharded_weight, mark_scores
 
-_MOMENTUM = 0.95  # of the moving average of a static input range
+_MOMENTUM = 0.95  # momentum of the moving average of a static input range
 
 
 class CompressionClock:

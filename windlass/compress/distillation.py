@@ -126,7 +126,7 @@ class Distillation:
         return student
 
     def _teacher_module(self) -> nn.Module | None:
-        inner = getattr(self.teacher, "module", self.teacher)  # of an engine
+        inner = getattr(self.teacher, "module", self.teacher)  # an engine wraps its module
         return inner if isinstance(inner, nn.Module) else None
 
     def _before(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Distillation:
         own, self._own = self._own, _Seen()
         own.logits = _logits(output, "model")
         vocabulary = get_sharded_vocabulary(student)
-        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # of a tensor-parallel rank
+        if vocabulary is not None and vocabulary.is_local_shard(own.logits):  # logits are a tensor-parallel rank's part
             own.logits = vocabulary.gather_logits(own.logits)
         loss = self._loss(student, own, wanted, kwargs)
         if self.options.task:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.base.errors import ConfigError
 
-_TWN_THRESHOLD = 0.7  # of the mean magnitude: Li et al., Ternary Weight Networks (2016)
+_TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
 def round_straight_through(

@@ -26,7 +26,7 @@ PRUNING_METHODS = {
 """Methods of each pruning technique."""
 BLOCK_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 """Outputs and inputs of a block."""
-_PACKED_BITS, _PACKED_GROUPS = (2, 3, 4, 8), (32, 64, 128)  # of the symmetric weight formats
+_PACKED_BITS, _PACKED_GROUPS = (2, 3, 4, 8), (32, 64, 128)  # bits and group sizes of the symmetric weight formats
 
 
 def compression_contradictions(config: Config) -> Iterator[tuple[str, str]]:

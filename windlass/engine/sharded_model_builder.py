@@ -30,7 +30,7 @@ from windlass.zero.sharded_model import ShardedModel
 
 _TIER_OF_DEVICE = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 _BATCHES_IN_FLIGHT = 3  # batches of an NVMe update in flight: one is read, one is updated, one is written
-_STAGING_SHARE, _LEAST_STAGING = 0.25, 1 << 16  # of `offload.host_memory`; bytes
+_STAGING_SHARE, _LEAST_STAGING = 0.25, 1 << 16  # fraction of `offload.host_memory`; lower bound in bytes
 _STAGED_BYTES_PER_ELEMENT = 16  # bytes per element of a batch: master weight, two moments and gradient, 4 each
 
 

@@ -43,7 +43,7 @@ from windlass.zero.tier_sizes import TierSizes, tier_sizes
 from windlass.zero.unit_builder import make_units
 from windlass.zero.update.update_class import update_class
 
-_DEVICE_SHARE, _HOST_SHARE = 0.7, 0.8  # of the free memory, without limits in the configuration
+_DEVICE_SHARE, _HOST_SHARE = 0.7, 0.8  # fractions of the free memory to use, without limits in the configuration
 _ASSUMED_STATE_BYTES = 8  # two float32 moments, for optimizers of whole parameters, whose states cannot be probed
 _NO_CALLBACKS: Any = None  # units that only have sizes call nothing
 _ORDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)

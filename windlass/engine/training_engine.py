@@ -69,7 +69,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     applies_nonfinite_steps = False  # True: a non-finite gradient updates the parameters like any other
     skips_nonfinite_steps = False  # True: a non-finite gradient skips its step with a warning, instead of an error
     keeps_buffers = False  # True: 16-bit models keep the dtype of their buffers, except the statistics of norms
-    _scaling_engine: Engine | None = None  # of the class: the engine that scaled the loss of the current backward
+    _scaling_engine: Engine | None = None  # shared by all engines: the one that scaled the loss of the current backward
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._no_sync = False
         self._loss_is_scaled = False  # the loss of the next backward includes the loss scale
         self._grad_norm: float | None = None
-        self._batch_shape: tuple[int, int] | None = None  # of the last forward's inputs
+        self._batch_shape: tuple[int, int] | None = None  # rows and length of the last forward's inputs
         self._backwards_at_last_step_call = 0  # backwards of the current step when its last micro-batch ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False

@@ -62,7 +62,8 @@ class TrialObserver(InitializeObserver):
         self._peak = HostMemoryPeak()
         self._forecast: Forecast | None = None
         self._raw: dict[str, Any] = {}
-        self._parameters: int | None = None  # of the model of an initialize that has an optimizer and is not over
+        # number of the model's parameters, during an `initialize` with an optimizer
+        self._parameters: int | None = None
         self._steps: TrialSteps | None = None
 
     def change_config(self, source: Any) -> Any:

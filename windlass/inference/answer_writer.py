@@ -73,7 +73,7 @@ class AnswerWriter:
         except RequestError as error:
             self.end(request, "error", error)
             return True
-        except Exception as error:  # of the tokenizer or of a structured output: other requests go on
+        except Exception as error:  # from the tokenizer or a structured output: other requests continue
             self._end_by_text(request, f"token {token} could not be added to the text", error)
             return True
         return reason is not None
@@ -90,7 +90,7 @@ class AnswerWriter:
     def _end_by_text(self, request: GenerationRequest, problem: str, error: Exception) -> None:
         logger.exception("request %s ends by an error of its text", request.request_id)
         for sequence in request.sequences:
-            sequence.detokenizer = None  # which may be what failed
+            sequence.detokenizer = None  # the detokenizer may be the cause of the error
         self.end(request, "error", ModelError(f"{problem}: {type(error).__name__}: {one_line(str(error))}"))
 
     def add_prompt_logprobs(self, sequence: GenerationSequence, first: int, logits: torch.Tensor) -> bool:
@@ -110,7 +110,7 @@ class AnswerWriter:
             found = take_logprobs(logits[: len(tokens)], tokens, counts)
             try:
                 request.prompt_logprobs += [self._with_text(entry) for entry in found]
-            except Exception as error:  # of the tokenizer: other requests go on
+            except Exception as error:  # from the tokenizer: other requests continue
                 self._end_by_text(request, "a token of prompt_logprobs has no text", error)
                 return False
         return True

@@ -68,8 +68,8 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._subscribers: dict[str, _Subscriber] = {}  # of the engine's thread alone
-        self._unread: dict[str, _Subscriber] = {}  # of the event loop's thread alone
+        self._subscribers: dict[str, _Subscriber] = {}  # used by the engine's thread only
+        self._unread: dict[str, _Subscriber] = {}  # used by the event loop's thread only
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._stopping = False

@@ -186,10 +186,10 @@ def pack_modules(
     tables: list[PanelTable] = []
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            module.free_panels()  # of an earlier forward, so that the probe keeps none
+            module.free_panels()  # panels of earlier forwards would stay in memory beside the packed ones
     found = find_groups(model, probe)
     for parameter in model.parameters():
-        drop_pages(parameter)  # that the probe has read
+        drop_pages(parameter)  # the probe has read these pages
     for modules in found:
         group = pack_group(modules, weight_format, activations)
         groups.append(group)
@@ -234,7 +234,7 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
     packed = [module for module in modules if isinstance(module, PackedLinear)]
     if packed:
         for one in packed:
-            one.free_panels()  # of the probe
+            one.free_panels()  # the probe made them
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
         stated = all(module.rounds_inputs for module in packed)
@@ -246,7 +246,7 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         pages = find_pages(modules[0].get_parameter("weight")) if len(modules) == 1 else None
         panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations), pages=pages)
         for module in modules:
-            drop_pages(module.get_parameter("weight"))  # of a head that shares the embedding
+            drop_pages(module.get_parameter("weight"))  # the weight of a head that shares the embedding is not freed
     return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
 
 

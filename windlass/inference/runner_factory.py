@@ -33,12 +33,12 @@ from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
 _STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
-_CHECKED_PROMPTS = (11, 5)  # tokens of each
+_CHECKED_PROMPTS = (11, 5)  # lengths in tokens
 _OWN_CACHE_TOKENS = 1 << 16
 _MEASURED_TOKENS = (1, 8, 32, 128)  # steps whose time is measured, below that of the most tokens
-_LEFT_TOKENS = 24  # of a sequence, for the steps that measure attention
+_LEFT_TOKENS = 24  # tokens of a sequence that are left for the steps that measure attention
 _LONG_STEP = 0.5  # seconds; larger steps are not measured, and each only once
-_CACHE_SHARE = 0.4  # of the free host memory
+_CACHE_SHARE = 0.4  # fraction of the free host memory
 
 
 def make_runner(

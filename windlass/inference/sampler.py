@@ -238,7 +238,7 @@ def _change_rows(
             samplers[row].change_logits(scores[row])
         except RequestError as error:
             errors[row] = error
-        except Exception as error:  # of the library that computes a structured output: the other rows go on
+        except Exception as error:  # from the structured-output library: the other rows continue
             logger.exception("a request ends by an error of its masks or penalties")
             errors[row] = ModelError(f"no token could be chosen: {type(error).__name__}: {one_line(str(error))}")
     return scores, errors

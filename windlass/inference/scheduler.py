@@ -22,8 +22,8 @@ POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
 _MIN_CHUNK = 64  # tokens of a prompt in one step, below which more steps cost more than sharing gains
 _LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
-_LEAST_PART = 1 / 8  # of the time of a step, that prompts get in any case
-_LEVEL_SHARE = 0.8  # of the declared time between two tokens, which a step may be predicted to take
+_LEAST_PART = 1 / 8  # smallest share of a step's time that prompts get
+_LEVEL_SHARE = 0.8  # limit of a step's predicted time, relative to the declared time between two tokens
 
 
 @dataclass(frozen=True, slots=True)

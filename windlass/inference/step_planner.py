@@ -15,8 +15,8 @@ from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.token_draw import upload
 
-_SCALE_WEIGHT = 0.1  # of the latest step in the ratio of actual to predicted times
-_SCALE_RANGE = (0.5, 4.0)  # a step that was held up, or ran alone for once, changes little
+_SCALE_WEIGHT = 0.1  # weight of the latest step in the moving ratio of actual to predicted times
+_SCALE_RANGE = (0.5, 4.0)  # bounds of one step's ratio, so that an exceptional step changes little
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _TRANSLATED = frozenset(
 )  # fmt: skip
 """Generation settings that an engine follows, or that do not change its tokens."""
 
-_DEFAULT_NEW_TOKENS = 20  # of transformers, where neither max_new_tokens nor max_length is set
+_DEFAULT_NEW_TOKENS = 20  # transformers' default if neither max_new_tokens nor max_length is set
 
 
 def generate_by_engine(

@@ -268,7 +268,7 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         return torch.where(codes >> (self.bits - 1) > 0, -value, value)
 
 
-_HIGHEST_EXPONENT = 8  # of DeepSpeed's 12-bit floats, whose other exponents its scales leave unused
+_HIGHEST_EXPONENT = 8  # largest exponent that DeepSpeed's scales use of its 12-bit floats
 
 
 def _exponent(size: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from windlass.base.errors import ModelError
 
 _PAGE = mmap.PAGESIZE
 _PAGES = "_windlass_pages"  # attribute of a parameter
-_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1) << np.uint64(bit) for bit in (63, 62, 61))  # of /proc/self/pagemap
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1) << np.uint64(bit) for bit in (63, 62, 61))  # flags in /proc/self/pagemap
 
 
 class MappedBytes:

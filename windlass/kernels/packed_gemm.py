@@ -38,7 +38,7 @@ ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 # Weight formats that native code multiplies. Others take the format's own product.
 _PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 _PANEL = 16  # outputs
-_PART_BYTES = 4 << 20  # of a mapped weight that are in memory beside the panels
+_PART_BYTES = 4 << 20  # a mapped weight is read in parts of this size, which are in memory beside the panels
 
 
 class PackedPanels:

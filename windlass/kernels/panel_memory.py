@@ -32,9 +32,9 @@ class SharedWeights:
 
     def __init__(self, file: int) -> None:
         self._file = file
-        # a lock belongs to an opening of the file, and the inherited descriptors are one
+        # locks belong to an open file description, which inherited descriptors share, so open the file again
         self._lock = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-        self._end = _PAGE  # of the regions that this process has taken
+        self._end = _PAGE  # end of the regions that this process has taken
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -20,8 +20,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from windlass.kernels.paged_attention import PagedKVCache
 
-_TILE_QUERIES = 16  # of prompts, for each head of the cache
-_PROGRAMS = 256  # that fill a device
+_TILE_QUERIES = 16  # prompt tokens in a tile, for each head of the cache
+_PROGRAMS = 256  # enough programs to occupy a device
 _MOST_PARTS = 32
 
 

@@ -23,7 +23,7 @@ OUT, ERR = "out", "err"
 _PIPE_BYTES = 1 << 16
 # a pipe is read this long after its rank ended, because processes that the rank started may still hold it
 _PIPE_LINGER_S = 1.0
-_SERVER_RESTARTS = 3  # of each parameter server
+_SERVER_RESTARTS = 3  # limit for each parameter server
 
 
 class RankListener(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
-_ROWS_OF_A_PRODUCT = 25  # above which torch.cdist uses a product
+_ROWS_OF_A_PRODUCT = 25  # torch.cdist uses a product for more rows than this
 _QUIET_NAMESPACES = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "higher_order"})
 
 
@@ -119,7 +119,7 @@ def _convolution_backward(
     dilation: Any, transposed: bool, *rest: Any,
 ) -> int:  # fmt: skip
     """Count the gradients of inputs and weights: each costs as much as the forward, with groups too."""
-    rows = source if transposed else upstream  # whose elements each meet one filter
+    rows = source if transposed else upstream  # each element of it meets one filter
     wanted: Sequence[bool] = rest[2]
     return (wanted[0] + wanted[1]) * 2 * rows.numel() * (weight.numel() // max(1, weight.shape[0]))
 

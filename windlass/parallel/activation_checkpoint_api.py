@@ -245,7 +245,7 @@ def _options_from_config(config: Any) -> ActivationCheckpointOptions:
     if config is None:
         return ActivationCheckpointOptions()
     section = (config if isinstance(config, Config) else load_config(config)).activation_checkpointing
-    values = section.model_dump(exclude={"enabled"})  # of the model, not of `checkpoint`
+    values = section.model_dump(exclude={"enabled"})  # concerns the model's layers, not `checkpoint`
     return ActivationCheckpointOptions(**{**values, "nvme_path": tuple(section.nvme_path)})
 
 

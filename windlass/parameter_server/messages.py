@@ -42,7 +42,7 @@ class MessageKind(IntEnum):
     UPDATE = (
         11  # version before, number of pushes in it; then the mean gradient, and the worker and number of each push
     )
-    DONE = 12  # of a replica, with the content or an update
+    DONE = 12  # a replica has received the content, or made an update
 
 
 def refused(link: PairLink, found: str, expected: str) -> CommunicationError:

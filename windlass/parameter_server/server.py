@@ -79,7 +79,7 @@ class ParameterServer:
         self._pending: dict[int, ShardGradient] = {}
         self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
         self._idle_since = time.monotonic()  # if there is none
-        self._reason = ""  # for which no update can follow
+        self._reason = ""  # the reason why no further update is possible; empty if one is
         self._links: dict[int, PairLink] = {}
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
@@ -124,7 +124,7 @@ class ParameterServer:
         with self._changed:
             self._save()
         self._meeting.end(self._server)
-        for link in self._replicas.values():  # which then find that the run has ended
+        for link in self._replicas.values():  # replicas find out by this that the run has ended
             link.close()
         return True
 
@@ -168,7 +168,7 @@ class ParameterServer:
             assert path is not None
             shard.load(path, self._clock)
             if self._here.generation == 1:
-                self._clock.counted = {}  # of the workers of another run
+                self._clock.counted = {}  # the snapshot counted the workers of an earlier run
             logger.info("%s continues from version %d of %s", self._here, self._clock.version, path)
         elif self._here.generation > 1:
             raise CommunicationError(
@@ -348,7 +348,7 @@ class ParameterServer:
             if self._clock.is_complete:
                 self._update()
             self._meeting.leave(worker, retires=retires)
-            if self._live:  # else the run ends
+            if self._live:  # without any worker the run ends
                 self._reason = self._clock.stuck_because()
             self._changed.notify_all()
 

@@ -59,7 +59,7 @@ class UpdateClock:
             step: its number of pushes to this shard, as `steps` counts them; -1: it is new.
         """
         if step < 0:
-            self.counted.pop(worker, None)  # of a worker before it with the same number
+            self.counted.pop(worker, None)  # belongs to an earlier worker with the same number
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
             self.waiting.clear()

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 _GRAIN = 16  # bytes: chunks are multiples of this
 _HEADER = 8
 _SMALLEST = 32
-_REMAINDER = 96  # of a block at a multiple of 64: the alignment, and the smallest chunk
+_REMAINDER = 96  # bytes that glibc's search adds to a block: the alignment of 64, and the smallest chunk
 _CACHED = 21  # remainders that malloc keeps for small objects: seven of three sizes
 
 BLOCK_ENDED = (0, 0)

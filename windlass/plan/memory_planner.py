@@ -31,8 +31,8 @@ from windlass.zero.update.update_chunk import make_chunks
 
 HOLES = "holes and workspaces"
 """Holes of malloc's heap that no later tensor fits into, and memory inside of a CPU's kernels."""
-_WORKSPACES = 0.05  # of the heap: fitted to the rows that bench/plan.py measured
-_STEPS = 3  # after which the heap hardly grows
+_WORKSPACES = 0.05  # fraction of the heap: fitted to the measurements of bench/plan.py
+_STEPS = 3  # the heap hardly grows after these steps
 
 _PLACES = {Tier.DEVICE: DEVICE, Tier.HOST: HOST, Tier.NVME: DISK}
 

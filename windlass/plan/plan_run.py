@@ -33,7 +33,7 @@ from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits
 from windlass.zero.core.tier_choice import TierMemory
 
-_MICRO_BATCHES_OF_A_STAGE = 3  # after which a schedule repeats itself
+_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after this many micro-batches
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ def _pipeline_step(config: Config, layout: PlannedLayout, run: RunShape, micro: 
             "micro-batch with --activations"
         )
     accumulation = config.resolve_batch(run.world_size, "--world-size").accumulation
-    if section.schedule != "gpipe":  # which keeps all micro-batches; the others keep as many as there are stages
+    # GPipe keeps all micro-batches; other schedules keep at most as many as there are stages
+    if section.schedule != "gpipe":
         accumulation = min(accumulation, _MICRO_BATCHES_OF_A_STAGE * stages.total_stages)
     virtual = section.resolved_virtual_stages
     schedule = build_schedule(section.schedule, axis.size, accumulation, virtual)

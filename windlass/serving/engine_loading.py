@@ -120,7 +120,7 @@ def load_llm_engine(
 
     checked = EngineOptions.from_arguments(**options)
     parse_dtype(dtype)
-    file = inherited_shared_weights()  # of the replicas of one server
+    file = inherited_shared_weights()  # the replicas of one server share packed weights in it
     with contextlib.nullcontext() if file is None else SharedWeights(file).active():
         engine = make_engine(model, checked, tokenizer=tokenizer, dtype=dtype, trust_remote_code=trust_remote_code)
     return AsyncLLMEngine(engine)

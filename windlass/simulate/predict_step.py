@@ -15,7 +15,7 @@ from windlass.simulate.step_prediction import Span, StepPrediction
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import StepWork, describe_step
 
-_CLOSE = 0.05  # of a model's parameters, by which its sizes may differ
+_CLOSE = 0.05  # allowed relative difference between the parameters of a model and those of its sizes
 
 
 def predict_step(

@@ -24,7 +24,7 @@ _POLL_S = 0.02
 _TAIL_BYTES = 64 << 10
 _LONGEST_ERROR = 400
 
-_RANK = re.compile(r"^(?:\[rank ?\d+[^\]]*\]:? ?)+")  # of the launcher, and of torch's own hook for exceptions
+_RANK = re.compile(r"^(?:\[rank ?\d+[^\]]*\]:? ?)+")  # prefixes of the launcher, and of torch's exception hook
 _EXCEPTION = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?::\s|$)")
 _NAMED = re.compile(r"(?:Error|Exception|Interrupt)$")
 _LAUNCHER_LINE = re.compile(r"^(?:windlass run|windlass|deepspeed): ")

@@ -40,9 +40,9 @@ _OVER = 1.03  # a measured peak above the limit by less than this says nothing a
 _SLOW = 1.3  # a trial ends early once two steps took this many times the best median
 _CLOSE = 0.1  # trials within this of the best are run again
 _CLOSEST = 3  # at most so many of them
-_SHARE = 0.25  # of the time that all candidates would take
-_SEARCHED = 0.8  # of that time for the search; the rest is for runs of the best again
-_COUNTED = 0.5  # of the candidates that are tried by default, if the time is enough
+_SHARE = 0.25  # time of the search, relative to that of running all candidates
+_SEARCHED = 0.8  # fraction of that time for new trials; the rest is for repeated runs of the best
+_COUNTED = 0.5  # default limit of trials, as a fraction of the candidates
 _FEWEST, _MOST = 8, 50
 _RESULT_KEYS = frozenset(
     ("step_s", "steps", "forward_s", "update_s", "train_batch", "micro", "world_size", "fed_shape", "parameters",

@@ -97,7 +97,7 @@ def main():
             model_engine.step()
             step += 1
             loss = loss.detach().float()
-            deepspeed.comm.all_reduce(loss)  # of all ranks
+            deepspeed.comm.all_reduce(loss)  # sum over all ranks
             loss /= deepspeed.comm.get_world_size()
             if model_engine.global_rank == 0:
                 print(f"step {step} loss {loss.item():.6f} lr {lr_scheduler.get_last_lr()[0]:.6f}")

@@ -150,7 +150,7 @@ def test_packing_and_unpacking_are_inverse(flags: list[bool]) -> None:
 
 @pytest.mark.parametrize("name", NAMES[:-2])
 def test_a_long_tensor_is_coded_as_its_blocks_are(name: str) -> None:
-    codec, part, numel = get_codec(name), 1 << 17, 2**18 + 2053  # of three chunks on a CPU
+    codec, part, numel = get_codec(name), 1 << 17, 2**18 + 2053  # the tensor has three chunks on a CPU
     values = drawn(numel, 7)
     whole = through(codec, values)
     assert torch.equal(whole, torch.cat([through(codec, piece) for piece in values.split(part)]))

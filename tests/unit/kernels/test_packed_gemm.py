@@ -157,7 +157,7 @@ def test_rounding_inputs_to_bf16_equals_rounded_inputs(path: str, features: int,
     x, packed = random(rows, features, seed=1), pack(random(20, features), "bf16, bf16 inputs", path)
     assert torch.equal(packed_linear(x, packed), packed_linear(x.bfloat16().float(), packed))
     assert not torch.equal(packed_linear(x, packed), packed_linear(x, pack(random(20, features), "bf16", path)))
-    if path != "reference":  # which rounds after each operation
+    if path != "reference":  # the reference rounds after each operation
         assert torch.equal(packed_linear(x, packed).bfloat16(), packed_linear(x.bfloat16(), packed))
 
 

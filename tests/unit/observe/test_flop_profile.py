@@ -302,7 +302,7 @@ def test_ignored_modules_and_unknown_kernels() -> None:
         return out
 
     found = count(model, loss, [Layer])
-    assert found.root.forward == 2 * T * H * V  # of the head
+    assert found.root.forward == 2 * T * H * V  # FLOPs of the head alone
     assert found.uncounted == ("windlass_tests.mystery",)
     assert "windlass_tests.mystery" in "\n".join(report_lines(found, ReportOptions()))
 

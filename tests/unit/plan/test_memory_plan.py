@@ -138,7 +138,7 @@ def test_checkpointing_saves_less_and_trains_alike() -> None:
 @pytest.mark.usefixtures("traced_once")
 def test_memory_never_falls_when_the_batch_grows_or_ranks_go(stage: int, target: Target, two_layers: nn.Module) -> None:
     model = two_layers
-    two_ranks = plan(model, settings(stage), target=target)  # of 16 tokens
+    two_ranks = plan(model, settings(stage), target=target)  # samples of 16 tokens
     by_batch = [two_ranks, plan(model, settings(stage, 5), target=target)]
     by_ranks = [*(plan(model, settings(stage), ranks, target=target) for ranks in (4, 3)), two_ranks]
     by_length = [plan(model, settings(stage), length=8, target=target), two_ranks]

@@ -22,7 +22,7 @@ from windlass.cli.benches.bench_results import write_result
 
 _COPIED = 256 << 20  # bytes: more than caches hold
 _HEADS, _TOKENS, _FEATURES = 8, 1024, 64
-_SECONDS = 0.3  # in which an operation is repeated; the fastest call counts
+_SECONDS = 0.3  # an operation is repeated for this time; the fastest call counts
 _LAUNCHES = 100
 
 

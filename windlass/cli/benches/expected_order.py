@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-SUM_TOLERANCE = 1e-6  # of the parameter sum, relative to the largest
+SUM_TOLERANCE = 1e-6  # tolerance of parameter sums, relative to the largest
 
 
 def describe_order(values: Mapping[str, float], tolerance: float) -> str:

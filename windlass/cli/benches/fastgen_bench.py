@@ -40,9 +40,9 @@ _GAPS = {
     6: 4,
     4: 6,
     2: 12,
-}  # by rate: longest gap between tokens at small scale, as a multiple of that of a request alone
-_FIRST_TOKEN = 8  # longest time to the first token at small scale, as a multiple of that of a prompt alone
-_ORIGINAL_TOKENS = 512  # of a prompt, for each second to its first token
+}  # by rate: longest gap between tokens at small scale, as a multiple of the gap without load
+_FIRST_TOKEN = 8  # longest time to the first token at small scale, as a multiple of the time without load
+_ORIGINAL_TOKENS = 512  # prompt tokens for each second that the first token may take
 _SOLO_RUNS = 3
 
 
@@ -167,7 +167,7 @@ def _measure(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> F
         prompt_rate, solo_gap = _solo_rates(settings, engine, driver)
         levels = _levels(settings, prompt_rate, solo_gap)
         tightest = levels[_RATES[0]]
-        # slow drift of the machine affects all policies alike: they take turns with each load
+        # policies alternate with each load, so that slow drift of the machine affects all alike
         for number, (seed, clients) in enumerate([*rounds, (0, max(settings.clients))]):
             is_unlimited = number == len(rounds)
             count = min(settings.requests, max(24, 16 * clients))

@@ -142,7 +142,7 @@ def _add_record(run: RunData, path: Path) -> None:
         ended = kind == "end"
         if kind == "run":
             _add_start(run, line)
-            if isinstance(line.get("config"), dict):  # of a resumed run, the last start's, like its other facts
+            if isinstance(line.get("config"), dict):  # in a resumed run the last start counts, as for the other facts
                 run.config = planned or line["config"]
         elif kind == "step" and isinstance(line.get("step"), int) and _number(line["step"]) is not None:
             steps[line["step"]] = line  # a resumed run repeats steps: the last one counts

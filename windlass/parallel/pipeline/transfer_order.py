@@ -30,7 +30,7 @@ def add_transfers(schedule: Sequence[RankActions], costs: ActionCosts = ActionCo
     stages = 1 + max(action.stage for action in played.spans)
     halves: list[list[tuple[Action, Action]]] = [
         [] for _ in schedule
-    ]  # of each rank: half of a transfer, and the compute action that it belongs to
+    ]  # by rank: half of a transfer, and the compute action that it belongs to
     if ranks > 1:
         for done, send, receive, requested in _transfers(played, stages):
             halves[send.stage % ranks].append((send, done))

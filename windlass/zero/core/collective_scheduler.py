@@ -222,7 +222,7 @@ class CollectiveScheduler:
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
         while not self._agreement_round(_Message.SYNC, _SYNC_POINTS.index(point), point.value):
-            self._join_remaining()  # of a phase that other ranks began
+            self._join_remaining()  # collectives of a phase that other ranks began
         self._synced_since_step = True
 
     def new_step(self) -> None:

@@ -63,7 +63,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         )
         self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
         self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
-        self._reduced_divisor: float | None = None  # of the gradients that the engine reduced; None: they are messages
+        self._reduced_divisor: float | None = None  # divisor of engine-reduced gradients; None: messages
         if self.takes_local_gradients:
             self._phase.begin()
 

@@ -91,7 +91,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)
-        yield from batches  # which read what the messages left in the gradient slots
+        yield from batches  # the update reads the approximations in the gradient slots
 
     @torch.no_grad()
     def _average(self, messages: list[UnitMessage], groups: dict[int, dict[str, Any]]) -> None:

@@ -183,7 +183,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if (bound := self._bound(segment, options)) is not None:
             move.clamp_(-bound * rates, bound * rates)
         master.sub_(move)
-        if rates:  # else all learning rates were 0, and the changes say nothing of momenta
+        if rates:  # if all learning rates were 0, momenta cannot be computed from the changes
             state["exp_avg"].copy_(mean / rates)
         state[RATES].zero_()
 

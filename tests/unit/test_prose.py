@@ -1,0 +1,38 @@
+"""Tests of the rules of `tools/prose.py`, each on a file that breaks it once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.prose import examine
+
+CASES = {
+    "first word of a docstring": ('"""What the module does."""\n', 1, "begins with 'What'"),
+    "function without a verb": ('def size() -> int:\n    """The size."""\n', 1, "begin with a verb"),
+    "two arguments on a line": (
+        'def f(a: int, b: int) -> None:\n    """Add.\n\n    Args:\n        a: first. b: second.\n    """\n',
+        1,
+        "describes 'b' within another argument's entry",
+    ),
+    "retired word in a comment": ("SIZE = 1\n# the rank has heard\n", 2, "has received"),
+    "retired word in a message": ('raise ValueError("nobody has the key")\n', 1, "name the noun"),
+    "inline comment without a noun": ("LIMIT = 3  # of each server\n", 1, "begin with the noun"),
+    "comment line without a noun": ("# which peers read\nLIMIT = 3\n", 1, "begin with the noun"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_rule_is_found_where_it_is(name: str) -> None:
+    source, line, reason = CASES[name]
+    ((found, text),) = examine(Path("windlass/example.py"), source).problems
+    assert found == line and reason in text
+
+
+def test_plain_text_has_no_findings() -> None:
+    source = (
+        '"""Sizes of buffers."""\n\n# The limit holds for the sum\n# of all buffers.\nLIMIT = "# of all"\n'
+        "COUNT = 1  # buffers of each rank\n"
+    )
+    assert examine(Path("windlass/example.py"), source).problems == []
