@@ -79,7 +79,7 @@ def main(
     chosen = get_inference_path(path or None)
     if chosen.module is None:
         raise typer.BadParameter(
-            f"{chosen.name} is no native path; use one of {', '.join(list_inference_paths()[:-1])}"
+            f"{chosen.name} is not a native path; use one of {', '.join(list_inference_paths()[:-1])}"
         )
     console = bench_console()
     counts = [int(count) for count in rows.split(",")]

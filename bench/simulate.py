@@ -65,7 +65,7 @@ def main(
     chosen = [name.strip() for name in part.split(",")]
     wrong = [name for name in chosen if name not in PARTS]
     if wrong:
-        raise typer.BadParameter(f"{wrong[0]!r} is no part; write some of {', '.join(PARTS)}", param_hint="--part")
+        raise typer.BadParameter(f"{wrong[0]!r} is not a part; write some of {', '.join(PARTS)}", param_hint="--part")
     start, _, stop = rows.partition(":")
     span = slice(int(start or 0), int(stop) if stop else None)
     limits = [parse_bytes(rate.strip(), "--links") for rate in links.split(",")]

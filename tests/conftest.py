@@ -36,7 +36,7 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_I
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# Machines that run tests are often busy: a slow example is no failure. On CI the examples are the same every time.
+# Machines that run tests are often busy: a slow example is not a failure. On CI the examples are the same every time.
 settings.register_profile("windlass", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("windlass")
 

@@ -84,6 +84,8 @@ _RETIRED = {
     r"\bare not there yet\b|\bis not there yet\b": "is missing, or is not loaded yet",
     r"\bforetold\b|\bforetells?\b": "predicted",
     r"\btwins?\b": "counterpart, or clone",
+    r"(?<!here )\b(is|are) no (?!longer\b|more\b|one\b|such\b|other\b|\w+er\b)\w+": "is not a, are not",
+    r"\bbegin of\b|\b(its|'s) begin\b": "beginning, or start",
     r"\bhitherto\b|\bthereof\b|\bwherein\b|\bwhereof\b|\bthereby\b": "rewrite in present-day English",
 }
 _MESSAGE_CALLS = {"add_argument", "debug", "echo", "error", "fail", "info", "print", "skip", "warn", "warning"}

@@ -101,7 +101,7 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     assert "needs a calibration text" in failed(capsys, model, out, "--method", "gptq", "--no-measure")
     assert "smoothing of int8 activations needs" in failed(capsys, model, out, "--activations", "int8")
     assert "has no integers to choose" in failed(capsys, model, out, "--weights", "fp8", "--method", "awq")
-    assert "is no model" in failed(capsys, tmp_path, out)
+    assert "is not a model" in failed(capsys, tmp_path, out)
     assert "contains" in failed(capsys, model, model.parent, "--overwrite")
     text = model.parent / "text.txt"
     assert "is a file; choose a directory" in failed(capsys, model, text, "--overwrite")

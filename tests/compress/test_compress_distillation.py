@@ -129,7 +129,7 @@ def test_teachers_and_options_that_do_not_fit_are_refused(
     assert "compression_training.sparse_pruning" in both
     rotated = failed(capsys, model, out, "--distill", model, "--steps", 2, "--rotate", *text)
     assert "rotate (--rotate) changes weights after" in rotated
-    assert "is no model" in failed(capsys, model, out, "--distill", tmp_path / "none", "--steps", 2, *text)
+    assert "is not a model" in failed(capsys, model, out, "--distill", tmp_path / "none", "--steps", 2, *text)
     assert not out.exists() and not list(tmp_path.glob(".out*"))
 
 

@@ -363,7 +363,7 @@ def test_bad_input_names_the_key() -> None:
         with pytest.raises(ConfigError, match=match):
             init_compression(encoder(), section(**techniques))
 
-    refused(r'"fc\[" is no regular expression', row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc["]))
+    refused(r'"fc\[" is not a regular expression', row_pruning=technique({}, {"dense_ratio": 0.5}, ["fc["]))
     refused(
         "num_heads is 3, which does not divide the 16",
         head_pruning=technique({"num_heads": 3}, {"dense_ratio": 0.5}, "out"),

@@ -57,7 +57,7 @@ def test_blocks_have_the_numbers_of_the_format(name: str, kind: str) -> None:
 def test_damaged_blocks_and_formats_without_a_type_are_refused() -> None:
     with pytest.raises(ModelError, match="not rows of blocks of 34 of GGUF's Q8_0"):
         decode_blocks(torch.zeros(2, 35, dtype=torch.uint8), BLOCK_TYPES["Q8_0"])
-    with pytest.raises(ModelError, match="TQ2_0 is 3, which is no ternary value"):
+    with pytest.raises(ModelError, match="TQ2_0 is 3, which is not a ternary value"):
         decode_blocks(torch.full((1, 66), 255, dtype=torch.uint8), BLOCK_TYPES["TQ2_0"])
     for name in ("int3_g64", "int4_g32_zp", "int2", "ternary_g128", "binary_g32", "int8", "fp8"):
         with pytest.raises(ModelError, match=f"no GGUF type has the numbers of format '{name}'"):

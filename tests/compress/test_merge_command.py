@@ -96,7 +96,7 @@ def test_models_that_do_not_fit_are_refused(
     assert "'a,b'; write numbers" in refused(folder / "one", folder / "two", out, "--weights", "a,b")
     assert "weights are [1.0] for 2 models" in refused(folder / "one", folder / "two", out, "--weights", "1")
     assert "takes several models" in refused(folder / "one")
-    assert "is no model" in refused(folder / "one", tmp_path, out)
+    assert "is not a model" in refused(folder / "one", tmp_path, out)
     other: Any = build("llama", intermediate_size=80)
     other.save_pretrained(tmp_path / "other")
     message = refused(folder / "one", tmp_path / "other", out)

@@ -290,7 +290,7 @@ def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has an adapter beside the model .*merge it"):
         write_packed_directory(tmp_path / "wide", tmp_path / "out", "int8")
     (tmp_path / "wide" / "config.json").unlink()
-    with pytest.raises(ModelError, match="is an adapter of peft and no whole model; merge it into its base"):
+    with pytest.raises(ModelError, match="is an adapter of peft, not a full model; merge it into its base"):
         write_packed_directory(tmp_path / "wide", tmp_path / "out", "int8")
 
 

@@ -153,7 +153,7 @@ def test_a_model_is_packed_while_it_is_built(monkeypatch: pytest.MonkeyPatch) ->
         model = Model()
     monkeypatch.undo()
     assert held == [0, 0, 0, 0], "the layers of earlier blocks are packed already"
-    assert len(packed(model)) == 10 and type(model.odd) is nn.Linear, "3 outputs are no groups of 8"
+    assert len(packed(model)) == 10 and type(model.odd) is nn.Linear, "3 outputs are not groups of 8"
     assert all(a is b for a, b in zip(model.table.parameters(), model.head.parameters(), strict=True))
     torch.manual_seed(0)
     twin = Model()

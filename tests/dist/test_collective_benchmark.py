@@ -33,7 +33,7 @@ def measure() -> str:
         assert all(row.seconds > 0 for row in rows)
         reduce = rows[1]
         assert (reduce.algorithm_gbps, reduce.bus_gbps) == calc_bw_log("all_reduce", 4096, reduce.seconds * 1e3, 2)
-    with pytest.raises(CommunicationError, match="'gossip' is no operation"):
+    with pytest.raises(CommunicationError, match="'gossip' is not an operation"):
         list(measure_collectives(CollectiveSettings(["gossip"])))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:

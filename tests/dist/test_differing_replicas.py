@@ -53,7 +53,7 @@ def refused_edits(cases: list[Case], how: str) -> list[list[str]]:
         engine = start(specimen(case.model), case.config())
         train(engine, case, 0, BETWEEN)
         parameter = next(p for p in engine.module.parameters() if p.requires_grad)
-        parameter.data.norm()  # a read is no change
+        parameter.data.norm()  # a read is not a change
         train(engine, case, BETWEEN, BETWEEN + 1)
         texts: list[str] = []
         for act in (lambda: train(engine, case, BETWEEN + 1, BETWEEN + 2), engine.finish_update):  # noqa: B023

@@ -158,7 +158,7 @@ def cases_of_four_ranks() -> Iterator[Case]:
         yield Case({"pp": 2}, 2, pipeline=pipeline)
 
 
-# Models that are no plain decoder: biases, learned positions, tied or frozen parameters.
+# Models that differ from a plain decoder: biases, learned positions, tied or frozen parameters.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 40, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 66},
     "qwen2": SIZES,

@@ -90,7 +90,7 @@ def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 def before_step(habit: str, model: nn.Module, optimizer: Any, step: int) -> None:
-    """Apply the habit at the begin of a step, for the engine and for plain PyTorch."""
+    """Apply the habit at the start of a step, for the engine and for plain PyTorch."""
     if habit == "thaw and freeze":
         for p in model.blocks[0].parameters():
             p.requires_grad_(step % 2 == 0)

@@ -535,7 +535,7 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
     (tmp_path / "server-0-of-1.safetensors").write_bytes(b"no snapshot")
     job = Job(mlp, sgd, ParameterServerSettings(snapshot=tmp_path), servers=1, workers=1)
     job.start_servers()
-    with pytest.raises(CheckpointError, match="server-0-of-1.safetensors is no snapshot of a parameter server"):
+    with pytest.raises(CheckpointError, match="server-0-of-1.safetensors is not a snapshot of a parameter server"):
         job.finish()
 
 

@@ -1,6 +1,7 @@
 """Full product of mesh axes: every axis and pair of axes, at every stage, on device and host, for every kind of model.
 
-Models have tied embeddings or not. Meshes of three axes, and of ranks that are no power of two, are included.
+Models with and without tied embeddings. Meshes of three axes, and numbers of ranks that are not a power of two, are
+included.
 """
 
 from __future__ import annotations

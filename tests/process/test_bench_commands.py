@@ -49,4 +49,4 @@ def test_collectives(tmp_path: Path) -> None:
 
 def test_unknown_operation_is_one_message() -> None:
     result = CliRunner().invoke(bench_app, ["transport", "--collectives", "gossip", "-n", "2"])
-    assert result.exit_code == 1 and "'gossip' is no operation" in str(result.exception)
+    assert result.exit_code == 1 and "'gossip' is not an operation" in str(result.exception)

@@ -46,7 +46,7 @@ def start(folder: Path, *words: str, **config: Any) -> subprocess.CompletedProce
 @pytest.mark.parametrize("value", ['{"stage":1}', "[1]", "1,NaN"])
 def test_a_choice_is_a_single_value(value: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    with pytest.raises(ConfigError, match="is no single value; name the keys inside of it"):
+    with pytest.raises(ConfigError, match="is not a single value; name the keys inside of it"):
         tune([str(tmp_path / "train.py")], config="{}", search=[f"zero_optimization={value}"])
 
 

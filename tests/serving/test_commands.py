@@ -67,7 +67,7 @@ def test_options_are_checked_before_the_model_is_loaded(
 
 def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("serve", str(tmp_path)) == 1
-    assert "is no model: it has no config.json" in capsys.readouterr().err
+    assert "is not a model: it has no config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"# only a comment\n", b"\xff\n", b"x" * 2**21])

@@ -18,6 +18,7 @@ CASES = {
     ),
     "retired word in a comment": ("SIZE = 1\n# the rank has heard\n", 2, "has received"),
     "retired word in a message": ('raise ValueError("nobody has the key")\n', 1, "name the noun"),
+    "is no": ("# the value is no number\n", 1, "is not a"),
     "inline comment without a noun": ("LIMIT = 3  # of each server\n", 1, "begin with the noun"),
     "comment line without a noun": ("# which peers read\nLIMIT = 3\n", 1, "begin with the noun"),
 }
@@ -33,6 +34,6 @@ def test_a_broken_rule_is_found_where_it_is(name: str) -> None:
 def test_plain_text_has_no_findings() -> None:
     source = (
         '"""Sizes of buffers."""\n\n# The limit holds for the sum\n# of all buffers.\nLIMIT = "# of all"\n'
-        "COUNT = 1  # buffers of each rank\n"
+        "COUNT = 1  # buffers of each rank\nSUM = 2  # if there is no rank, or the rank is no longer here\n"
     )
     assert examine(Path("windlass/example.py"), source).problems == []

@@ -68,7 +68,7 @@ def exceeds_depth(data: Any, max_depth: int) -> bool:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise JsonError(f"{name} is no JSON number")
+    raise JsonError(f"{name} is not a JSON number")
 
 
 def _finite_float(text: str) -> float:

@@ -222,7 +222,7 @@ def serve(
     """Measure a server: FastGen's effective throughput under three scheduling policies, or a load of bad, cancelled and
     long requests over HTTP."""
     if workload not in ("fastgen", "load"):
-        raise typer.BadParameter(f"{workload!r} is no workload; write fastgen or load", param_hint="--workload")
+        raise typer.BadParameter(f"{workload!r} is not a workload; write fastgen or load", param_hint="--workload")
     _check_hidden_size(hidden)
     if workload == "load":
         from windlass.cli.benches.load_bench import LoadSettings, run_load_bench
@@ -254,7 +254,9 @@ def serve(
 def _parse_clients(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list of positive numbers; write e.g. 1,4,16", param_hint="--clients")
+        raise typer.BadParameter(
+            f"{text!r} is not a list of positive numbers; write e.g. 1,4,16", param_hint="--clients"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 

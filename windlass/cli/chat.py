@@ -88,7 +88,7 @@ class Conversation:
 
         Raises:
             RequestError: the conversation is longer than the model can hold, or the chat template refuses it.
-        ModelError: the engine has ended the answer, e.g. because its logits are no numbers.
+        ModelError: the engine has ended the answer, e.g. because its logits are not finite.
         """
         self.messages.append({"role": "user", "content": text})
         shown = ""

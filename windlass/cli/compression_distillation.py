@@ -64,7 +64,7 @@ def parse_losses(text: str | None) -> dict[str, float]:
     """Read weights of loss terms, e.g. `logits=1,hidden=0.5`.
 
     Raises:
-        ConfigError: a term is unknown, or a weight is no number of its range.
+        ConfigError: a term is unknown, or a weight is not a number of its range.
     """
     found: dict[str, float] = {}
     for part in text.split(",") if text is not None else ():
@@ -87,7 +87,7 @@ def check_teacher_directory(teacher: Path, student: Path) -> None:
 
     Raises:
         ConfigError: it has another tokenizer.
-        ModelError: it is no model.
+        ModelError: the directory is not a model.
         DataError: one of the two has no tokenizer.
     """
     ModelDirectory(teacher)

@@ -203,7 +203,9 @@ def check_engine_options(directory: str, options: dict[str, Any]) -> None:
     EngineOptions.from_arguments(**{name: value for name, value in options.items() if name not in names})
     parse_dtype(options["dtype"])
     if Path(directory).is_dir() and not (Path(directory) / "config.json").is_file():
-        raise ModelError(f"{directory} is no model: it has no config.json; give a directory that save_pretrained wrote")
+        raise ModelError(
+            f"{directory} is not a model: it has no config.json; give a directory that save_pretrained wrote"
+        )
 
 
 def parse_adapters(entries: list[str], model_names: tuple[str, ...]) -> dict[str, str] | None:
@@ -220,7 +222,7 @@ def parse_adapters(entries: list[str], model_names: tuple[str, ...]) -> dict[str
         if name in found or name in model_names:
             raise ConfigError(f"--lora {entry!r}: the name {name!r} is used twice; choose another")
         if not (Path(directory) / "adapter_config.json").is_file():
-            raise ConfigError(f"--lora {entry!r}: {directory} is no adapter of peft: it has no adapter_config.json")
+            raise ConfigError(f"--lora {entry!r}: {directory} is not an adapter of peft: it has no adapter_config.json")
         found[name] = directory
     return found or None
 

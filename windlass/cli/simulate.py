@@ -122,7 +122,7 @@ def _build(model: str | None, shape: str | None, trust_remote_code: bool) -> Any
 def _parse_worlds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 0 < int(part) <= 1 << 20 for part in parts):
-        raise ConfigError(f"--world-size {text!r} is no list of numbers of ranks; write e.g. 8, or 8,64,512")
+        raise ConfigError(f"--world-size {text!r} is not a list of numbers of ranks; write e.g. 8, or 8,64,512")
     return [int(part) for part in parts]
 
 

@@ -138,7 +138,7 @@ def _parse_choices(key: str, text: str) -> tuple[Any, ...]:
     for value in found:
         if isinstance(value, (list, dict)) or value != value:
             raise ConfigError(
-                f"--search {key}={text}: {value!r} is no single value; name the keys inside of it instead"
+                f"--search {key}={text}: {value!r} is not a single value; name the keys inside of it instead"
             )
     return found
 

@@ -1,4 +1,5 @@
-"""Tensors as MPI sees them: bytes to move, or elements to reduce in a dtype and by an operator that MPI has."""
+"""Conversion of tensors to memory that MPI supports: bytes to move, or elements to reduce in a dtype and by an operator
+of MPI."""
 
 from __future__ import annotations
 
@@ -160,6 +161,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _synchronize(memory: torch.Tensor) -> None:
-    """Wait for the stream that writes or reads GPU memory: MPI knows nothing of streams."""
+    """Wait for the stream that writes or reads GPU memory, because MPI does not order its accesses by streams."""
     if memory.device.type == "cuda":
         torch.cuda.current_stream(memory.device).synchronize()

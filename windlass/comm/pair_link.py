@@ -66,7 +66,8 @@ class PairLink:
         self.idle = idle
 
     def send(self, header: Sequence[int], *tensors: torch.Tensor) -> None:
-        """Send integers, at most `HEADER`, and contiguous CPU tensors whose sizes the other side can tell from them.
+        """Send integers, at most `HEADER`, and contiguous CPU tensors whose sizes the other side derives from these
+        integers.
 
         Raises:
             LinkClosedError: the other side has ended.

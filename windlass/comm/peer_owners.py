@@ -105,7 +105,7 @@ def open_sockets() -> dict[int, int]:
 def have_own_peers(opened: Mapping[int, int]) -> bool:
     """Return True if the kernel shows that all loopback connections among these sockets lead to the same user.
 
-    False also where it cannot tell.
+    False also if it cannot determine this.
 
     Args:
         opened: descriptors of sockets by inode.

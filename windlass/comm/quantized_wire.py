@@ -34,7 +34,8 @@ Sends = Mapping[int, torch.Tensor]
 
 
 def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) -> list[dist.Work]:
-    """Start to send and receive bytes, by index of the peer. Messages are matched by their tag, but on NCCL."""
+    """Start to send and receive bytes, by index of the peer. Messages are matched by their tag; on NCCL, by their
+    order."""
     pg = group.process_group
     if dist.get_backend(pg) != "nccl":
         works = [dist.irecv(tensor, group.ranks[peer], group=pg, tag=tag) for peer, tensor in receives.items()]
@@ -57,7 +58,7 @@ def encode(codec: Codec, values: torch.Tensor, encoded: torch.Tensor) -> None:
 def quantized_gather(group: RankGroup, buffer: TransportBuffer, tag: int) -> Pending:
     """Start to all-gather the shards of a buffer as messages of its codec. The values of all shards are then decoded.
 
-    Messages are matched by their tag, but on NCCL.
+    Messages are matched by their tag; on NCCL, by their order.
     """
     assert buffer.codec is not None
     flat, codec = buffer.local, get_codec(buffer.codec)

@@ -113,7 +113,7 @@ class _MpiFamily:
     """Environment variables of one kind of MPI. Among several names for one value, the first that is set is used.
 
     Args:
-        of_slurm_too: Slurm sets some of these names too, so that a rank without a world size is no rank of MPI.
+        of_slurm_too: Slurm sets some of these names too, so that a rank without a world size is not a rank of MPI.
     """
 
     source: str

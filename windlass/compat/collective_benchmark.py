@@ -70,7 +70,9 @@ def measure_collectives(settings: CollectiveSettings) -> Iterator[CollectiveRow]
     ranks = collectives.get_world_size()
     for operation in settings.operations:
         if operation not in OPERATIONS:
-            raise CommunicationError(f"{operation!r} is no operation to measure; write one of {', '.join(OPERATIONS)}")
+            raise CommunicationError(
+                f"{operation!r} is not an operation to measure; write one of {', '.join(OPERATIONS)}"
+            )
         if operation == "pt2pt" and ranks < 2:
             raise CommunicationError("pt2pt needs two ranks, and there is one; start more, or leave it out")
         for dtype in settings.dtypes:

@@ -62,7 +62,7 @@ def ds_bench(argv: Sequence[str] | None = None) -> int:
         dtype = parse_dtype(asked.dtype)
         if not 0 < asked.mem_factor <= 1:
             raise CommunicationError(
-                f"--mem-factor {asked.mem_factor} is no share of the free memory; write a number above 0 and at most 1"
+                f"--mem-factor {asked.mem_factor} is not a share of the free memory; write a number in (0, 1]"
             )
         if rank_environment(os.environ) is None:
             return _start_ranks(words)

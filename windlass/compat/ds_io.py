@@ -35,14 +35,16 @@ def parse_size(text: str, source: str) -> int:
     """Return the bytes of `64M`, `1G` or `4096`.
 
     Raises:
-        StorageError: the text is no positive size. The message names `source`.
+        StorageError: the text is not a positive size. The message names `source`.
     """
     try:
         size = parse_bytes(text, "size")
     except WindlassError:
         size = 0
     if size < 1:
-        raise StorageError(f"{source}: {text!r} is no positive number; write one, of bytes with K, M or G, such as 64M")
+        raise StorageError(
+            f"{source}: {text!r} is not a positive number; write one, of bytes with K, M or G, such as 64M"
+        )
     return size
 
 
@@ -162,7 +164,7 @@ def read_sweep(path: Path) -> list[DiskSetting]:
     Keys that have no effect here, such as `single_submit`, are ignored.
 
     Raises:
-        StorageError: the file cannot be read, or a value is no size or number.
+        StorageError: the file cannot be read, or a value is not a size or number.
     """
     try:
         given = parse_json(path.read_text("utf-8"))

@@ -161,7 +161,7 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         if indexes is not None:
             if shape is None or len(shape) < 1 or (shape.numel() // shape[0]) % self.group_size:
                 raise ModelError(
-                    f"FP_Quantize.selective_dequantize: rows of a tensor of shape {tuple(shape or ())} are no whole "
+                    f"FP_Quantize.selective_dequantize: rows of a tensor of shape {tuple(shape or ())} are not whole "
                     f"groups of {self.group_size}; use another group_size"
                 )
             each = shape.numel() // shape[0] // self.group_size

@@ -86,7 +86,7 @@ def merge_settings(name: str, given: Mapping[str, Any] | None, settings: Mapping
     """Return the settings of a dict argument `name` and those that were given as keywords.
 
     Raises:
-        ConfigError: one was given twice with different values, or the argument is no dict.
+        ConfigError: one was given twice with different values, or the argument is not a dict.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{name} is {given!r}; give a dict")
@@ -185,7 +185,7 @@ def make_sampling_params(tokenizer: Any, prompts: Sequence[str], window: int, **
 
     Raises:
         ConfigError: a setting is not known.
-        RequestError: a prompt is no text, or longer than `max_length`; or there is no tokenizer.
+        RequestError: a prompt is not a text, or longer than `max_length`; or there is no tokenizer.
     """
     unknown = sorted(settings.keys() - set(_GENERATION))
     if unknown:

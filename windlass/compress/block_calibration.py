@@ -20,7 +20,7 @@ ReadTensor = Callable[[str], Tensor]
 _COLUMNS = 256  # width of a column block of a symmetric product
 
 
-class _Stopped(Exception):  # noqa: N818  ends a forward, and is no error
+class _Stopped(Exception):  # noqa: N818  ends a forward, and is not an error
     """Raised to end a forward early."""
 
 

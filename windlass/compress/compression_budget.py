@@ -71,7 +71,7 @@ def _number(found: dict[str, str], key: str, pattern: str) -> tuple[float, str] 
     except ValueError:
         number = 0.0
     if match is None or number <= 0:
-        raise ConfigError(f"budget (--budget) has {key}={found[key]!r}, which is no positive {key}; {_EXAMPLE}")
+        raise ConfigError(f"budget (--budget) has {key}={found[key]!r}, which is not a positive {key}; {_EXAMPLE}")
     return number, match["unit"]
 
 

@@ -103,7 +103,7 @@ def decode_blocks(data: torch.Tensor, kind: BlockType) -> PackedWeight:
     """Return the tensors of `kind.format` for the blocks of a matrix, uint8 `[out_features, bytes of a row]`.
 
     Raises:
-        ModelError: rows are not made of whole blocks, or a code is no value of the type.
+        ModelError: rows are not made of whole blocks, or a code is not a value of the type.
     """
     if data.dim() != 2 or data.shape[1] % kind.nbytes:
         raise ModelError(f"{tuple(data.shape)} bytes are not rows of blocks of {kind.nbytes} of GGUF's {kind.name}")
@@ -123,7 +123,7 @@ def decode_blocks(data: torch.Tensor, kind: BlockType) -> PackedWeight:
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
         codes = (body.reshape(rows, -1, 2, 1, 32) >> shifts) & 3
         if bool((codes > 2).any()):
-            raise ModelError("a code of GGUF's TQ2_0 is 3, which is no ternary value; the file is damaged")
+            raise ModelError("a code of GGUF's TQ2_0 is 3, which is not a ternary value; the file is damaged")
         codes = codes + 1
     else:
         codes = (body.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8)) & 1

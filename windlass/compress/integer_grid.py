@@ -80,7 +80,7 @@ def plain_grid(form: WeightFormat, weight: Tensor, clip: Tensor | float = 1.0) -
         clip: clip of the range, a number or `[rows, groups]`; 1: the format's own rounding.
 
     Raises:
-        WeightFormatError: the codes of the format are no integers.
+        WeightFormatError: the codes of the format are not integers.
     """
     return _Ranges(form, weight).grid(clip)
 

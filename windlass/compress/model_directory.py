@@ -55,10 +55,12 @@ class ModelDirectory:
         if not (self.path / "config.json").is_file():
             if (self.path / _ADAPTER).is_file():
                 raise ModelError(
-                    f"{path} is an adapter of peft and no whole model; merge it into its base (merge_and_unload), and "
+                    f"{path} is an adapter of peft, not a full model; merge it into its base (merge_and_unload), and "
                     "give the directory of the result"
                 )
-            raise ModelError(f"{path} is no model: it has no config.json; give a directory that save_pretrained wrote")
+            raise ModelError(
+                f"{path} is not a model: it has no config.json; give a directory that save_pretrained wrote"
+            )
         self.config: dict[str, Any] = self._read_json(self.path / "config.json")
         self.places: dict[str, TensorPlace] = {}
         for file in self._files():

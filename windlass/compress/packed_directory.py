@@ -89,7 +89,7 @@ def write_packed_directory(
         group: ranks that make the same call; `produce` is called on each, and the first one writes.
 
     Raises:
-        ModelError: the source is no model, is packed already, or the target exists or contains the source.
+        ModelError: the source is not a model, is packed already, or the target exists or contains the source.
         WeightFormatError: a weight does not fit its format.
     """
     directory, to = source if isinstance(source, ModelDirectory) else ModelDirectory(source), Path(target)

@@ -222,7 +222,7 @@ def fill_wide(
     Args:
         used: names in the files of tensors that are not filled: packed ones.
         dtype: dtype of the values; None: that of the files.
-        unpacked: values of packed layers that are no layers of the model, by their names in the files.
+        unpacked: values of packed layers that are not layers of the model, by their names in the files.
         ties: let the model share the weights that its configuration shares.
 
     Raises:

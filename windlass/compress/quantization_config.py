@@ -104,7 +104,7 @@ def _group_of_layer(layer: str, groups: list[Mapping[str, Any]]) -> Mapping[str,
     over a regular expression (`re:...`) that matches the beginning of its name, and that over its class.
 
     Raises:
-        ModelError: no target is the layer, or one is no regular expression.
+        ModelError: no target is the layer, or one is not a regular expression.
     """
     for matches in (_is_name, _is_expression, _is_class):
         for group in groups:
@@ -126,7 +126,9 @@ def _is_expression(layer: str, target: str) -> bool:
     try:
         return re.match(target.removeprefix("re:"), layer) is not None
     except re.error as error:
-        raise ModelError(f"{_KEY}.config_groups has the target {target!r}, which is no expression: {error}") from error
+        raise ModelError(
+            f"{_KEY}.config_groups has the target {target!r}, which is not a regular expression: {error}"
+        ) from error
 
 
 def _is_class(layer: str, target: str) -> bool:

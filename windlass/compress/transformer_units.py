@@ -61,7 +61,7 @@ def _chain_units(
     resolver = ChainResolver(model, entries, 1)
     shards = resolver.shards_of(chain)
     if any(shard.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT) for shard in shards):
-        # its features cannot be separated, e.g. since a norm is over all heads; replicated layers are no chain at all
+        # its features cannot be separated, e.g. since a norm is over all heads; replicated layers form no chain at all
         if chain.row.style is ShardStyle.ROW_SPLIT and {"heads", "groups"} & set(kinds):
             raise ModelError(
                 f"the heads of {chain.row.name.rpartition('.')[0]} cannot be removed: the features of all heads are "

@@ -100,7 +100,7 @@ def _pattern_contradictions(pattern: str, where: str) -> Iterator[tuple[str, str
     try:
         re.compile(pattern)
     except re.error as error:
-        yield where, f"{format_value(pattern)} is no regular expression: {error}"
+        yield where, f"{format_value(pattern)} is not a regular expression: {error}"
 
 
 def packing_contradictions(config: Config) -> Iterator[tuple[str, str]]:

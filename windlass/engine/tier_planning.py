@@ -51,7 +51,7 @@ _ORDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
 @dataclass(frozen=True)
 class _NoTransport:
-    """Stands for a transport where only its ranks are read."""
+    """Placeholder for a transport of which only the ranks are read."""
 
     group: Any
 

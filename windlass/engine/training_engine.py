@@ -489,7 +489,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @property
     def hybrid(self) -> HybridGeneration:
-        """Inference engine over the live module."""
+        """Inference engine that computes with the training module itself."""
         if self._hybrid is None:
             from windlass.engine.hybrid_generation import HybridGeneration
             from windlass.inference.engine_options import EngineOptions

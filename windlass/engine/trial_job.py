@@ -1,9 +1,9 @@
-"""Order for a tuning trial: replaced keys of the configuration, the number of steps, and where the result is written.
+"""Job of a tuning trial: replaced keys of the configuration, the number of steps, and the path of the result.
 
 [Note: tuning trial] `windlass tune` starts the user's own program with the environment variable `WINDLASS_TUNE_TRIAL`.
-`initialize` reads it: the keys of the trial replace those of the configuration that the program passes, whatever fills
-in the rest, and after some steps the engine writes what it measured and ends the program. So a program takes part
-unchanged, however it is started, and a variable that launchers export reaches the ranks of other hosts.
+`initialize` reads it: the keys of the trial replace those of the configuration that the program passes, and after some
+steps the engine writes its measurements and ends the program. So a program needs no change and may be started in any
+way. Launchers export the variable to the ranks of other hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "WINDLASS_TUNE_TRIAL"
 
 @dataclass(frozen=True)
 class TrialJob:
-    """Order for one trial.
+    """Job of one trial.
 
     Attributes:
         result: Path of the JSON file that rank 0 writes.
@@ -44,13 +44,13 @@ class TrialJob:
     forecast_order: str = ""
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that passes this order to the ranks."""
+        """Return the environment variable that passes this job to the ranks."""
         text = json.dumps(asdict(self))
         return {VARIABLE: base64.urlsafe_b64encode(text.encode()).decode()}
 
 
 def trial_from_environment(environ: Mapping[str, str] = os.environ) -> TrialJob | None:
-    """Return the order in the environment, or None.
+    """Return the job in the environment, or None.
 
     Raises:
         ConfigError: the variable holds something else.

@@ -233,7 +233,7 @@ class HostMemoryPeak:
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Context whose memory, also what it leaves behind, does not belong to the program."""
+        """Context whose memory, including what it keeps allocated, is not counted for the program."""
         with self._sampling:
             before = proportional_bytes() or 0
             yield

@@ -18,7 +18,7 @@ from windlass.inference.sequence_table import SequenceTable
 
 
 class AnswerWriter:
-    """Adds drawn tokens to answers and ends them.
+    """Writer of answers: adds drawn tokens, and ends answers.
 
     Args:
         tokenizer: tokenizer of transformers; None: outputs have no text.

@@ -34,7 +34,7 @@ class EngineStoppedError(WindlassError, RuntimeError):
 
 @dataclass
 class _Subscriber:
-    """Reader of a request's outputs, of which the newest one alone is kept: each has all tokens so far.
+    """Receiver of a request's outputs. Only the newest output is kept, because each contains all tokens so far.
 
     Attributes:
         loop: event loop of the reader, whose thread alone uses the other attributes.
@@ -144,7 +144,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         sla: ServiceLevel | None = None,
     ) -> str:
-        """Queue a request, whose outputs `outputs` yields; return its id.
+        """Queue a request and return its id, with which `outputs` yields its outputs.
 
         Raises:
             RequestError: the request cannot be served.
@@ -229,7 +229,7 @@ class AsyncLLMEngine:
         self._cancel(request_id)
 
     def _cancel(self, request_id: str, subscriber: _Subscriber | None = None) -> None:
-        """End a request; with a subscriber only if it is still that of the request: ids can be used again."""
+        """End a request. With a subscriber, only if the request still has it, because ids can be reused."""
 
         def cancel() -> None:
             if subscriber is not None and self._subscribers.get(request_id) is not subscriber:
@@ -255,7 +255,7 @@ class AsyncLLMEngine:
         await self._call(lambda: self._engine.add_lora(name, directory))
 
     async def remove_lora(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
             RequestError: there is none of this name, or unfinished requests use it.

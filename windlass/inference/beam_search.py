@@ -45,7 +45,7 @@ def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSea
 
     Raises:
         RequestError: the prompt cannot be served.
-        ModelError: the logits of the model are no numbers.
+        ModelError: the logits of the model are not finite.
     """
     _, ids = engine.encode(prompt)
     width, length = params.beam_width, len(ids)

@@ -135,7 +135,7 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
 
     def clear_cache(self) -> None:
-        """Forget the content of all blocks, e.g. after the weights have changed."""
+        """Drop all cached prefixes, e.g. after the weights have changed."""
         self._key_of.clear()
         self._block_of.clear()
 

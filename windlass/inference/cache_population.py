@@ -20,7 +20,7 @@ _LEAD_RATIO = 4
 
 
 class CachePopulation:
-    """Allocates the pages of the blocks that will be used next: blocks are first used in their order.
+    """Allocator of the pages of the blocks that will be used next. Blocks are first used in ascending order.
 
     Args:
         tensors: tensors of the cache in host memory, contiguous, with the blocks as their first dimension.
@@ -38,7 +38,7 @@ class CachePopulation:
         self.reach(0)
 
     def reach(self, block: int) -> None:
-        """Note that blocks up to `block` are in use: pages for several times as many are wanted."""
+        """Record that blocks up to `block` are in use. Pages are then allocated for several times as many."""
         self._wanted = max(self._wanted, min(max(block + self._lead, _LEAD_RATIO * block), self._num_blocks))
 
     def advance(self) -> bool:
@@ -56,5 +56,5 @@ class CachePopulation:
         return True
 
     def close(self) -> None:
-        """Forget the tensors."""
+        """Release the tensors."""
         self._tensors, self._wanted, self._num_blocks = [], 0, 0

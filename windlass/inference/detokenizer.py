@@ -52,7 +52,7 @@ class Detokenizer:
 
 
 def text_offsets(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
-    """Return the place in the text of `ids` where the text of each token begins."""
+    """Return the offset in the text of `ids` at which the text of each token begins."""
     detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=skip_special_tokens)
     offsets = []
     for token in ids:

@@ -44,7 +44,7 @@ class _Draft:
 
 
 class DraftModelProposer:
-    """Proposes the likeliest tokens of a smaller model.
+    """Proposer of the likeliest tokens of a smaller model.
 
     The keys and values of each sequence stay in the cache of the draft model: a step of the large model costs the draft
     model one forward for the accepted tokens of all sequences, and one for each further draft.

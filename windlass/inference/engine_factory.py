@@ -47,7 +47,7 @@ def make_engine(
     trust_remote_code: bool = False,
     skip_tokenizer: bool = False,
 ) -> LLMEngine:
-    """Build the engine of `make_rank_engine` where this rank is the only one of the model, or its leader.
+    """Build an engine on the only rank of a model, or on its leader; see `make_rank_engine`.
 
     Raises:
         ModelError, ConfigError: as `make_rank_engine`; or this rank is not the leader.

@@ -117,7 +117,7 @@ class GenerationRequest:
         return all(sequence.output.finished() for sequence in self.sequences)
 
     def to_output(self) -> RequestOutput:
-        """Return a copy of the present state; of `best_of` candidates the best `n` once all have finished."""
+        """Return a copy of the current state; with `best_of`, the best `n` candidates once all have finished."""
         finished = self.finished
         outputs = [_copy_output(sequence.output) for sequence in self.sequences]
         if finished and len(outputs) > self.params.n:
@@ -153,7 +153,7 @@ def _copy_output(output: CompletionOutput) -> CompletionOutput:
 
 
 def _best(outputs: Sequence[CompletionOutput], count: int) -> list[CompletionOutput]:
-    """Return the outputs with the highest mean log-probability, numbered anew."""
+    """Return the outputs with the highest mean log-probability, renumbered from 0."""
     ranked = sorted(outputs, key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))[:count]
     ranked.sort(key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))
     for index, output in enumerate(ranked):

@@ -116,7 +116,9 @@ class InferenceModel(nn.Module):
             input_ids = settings.pop("inputs")
         own: Any = getattr(self.module, "generate", None)
         if own is None and not hasattr(self.module, "config"):
-            raise ConfigError(f"{type(self.module).__name__} is no language model of transformers; use .llm.generate")
+            raise ConfigError(
+                f"{type(self.module).__name__} is not a language model of transformers; use .llm.generate"
+            )
         if not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
             found = generate_by_engine(self.llm, self.module, input_ids, attention_mask, **dict(settings))
             if found is not None:

@@ -52,8 +52,8 @@ Adapter = str | LoRARequest
 class LLM:
     """Model with an inference engine. Calls of several threads run one after the other.
 
-    With `tp` or `ep` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. The prompts
-    of the first of them count, and all of them get its outputs.
+    With `tp` or `ep` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. Only the
+        first rank's prompts are used, and all ranks receive its outputs.
 
     Args:
         model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
@@ -275,11 +275,11 @@ class LLM:
         return self._on_leader(lambda: cast(EngineStats, self._engine.stats()))
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, after the weights have changed."""
+        """Drop cached prefixes, after the weights have changed."""
         self._on_leader(lambda: self._engine.clear_prefix_cache())
 
     def close(self) -> None:
-        """Free the KV cache, and restore a live module."""
+        """Free the KV cache, and restore a module that was passed in."""
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -289,7 +289,7 @@ class LLM:
         self.close()
 
     def _on_leader(self, function: Callable[[], T]) -> T:
-        """Call a function where the engine is, and return its result on all ranks of the model."""
+        """Call a function on the leader, and return its result on all ranks of the model."""
         engine = self._engine
         with self._lock:
             if isinstance(engine, RankWorker):
@@ -373,7 +373,7 @@ def _with_text(message: Any) -> Any:
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise RequestError("a message has a part that is no text; the model takes text only", parameter="messages")
+            raise RequestError("a message has a part that is not text; the model takes text only", parameter="messages")
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
 

@@ -36,7 +36,7 @@ _MAX_FAILURES = 2  # requests in a row that may fail alone before the engine is 
 
 @dataclass
 class _StartedStep:
-    """Step whose logits are not computed, or have not arrived, so far.
+    """Step whose logits are not available yet.
 
     Attributes:
         began: time of the start.
@@ -99,7 +99,7 @@ class LLMEngine:
 
     @property
     def cost(self) -> StepCost:
-        """Predicts the time of a step, corrected by the times of steps."""
+        """Model of a step's time, corrected by measured times."""
         return self._planner.cost
 
     @property
@@ -213,7 +213,7 @@ class LLMEngine:
         self._adapters().add(name, directory)
 
     def remove_lora(self, name: str) -> None:
-        """Forget a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
             RequestError: there is none of this name, or unfinished requests use it.
@@ -249,7 +249,7 @@ class LLMEngine:
         self._planner.set_policy(policy)
 
     def clear_prefix_cache(self) -> None:
-        """Forget cached prefixes, after the weights have changed."""
+        """Drop cached prefixes, after the weights have changed."""
         self.finish_started()
         self._table.blocks.clear_cache()
 
@@ -290,7 +290,7 @@ class LLMEngine:
         return self._take_outputs()
 
     def recover(self, error: Exception) -> list[RequestOutput]:
-        """End the request whose forward made `step` raise `error`, and return its output; the others go on.
+        """End the request whose forward made `step` raise `error`, and return its output; the others continue.
 
         [Note: failed steps] The requests of a failed step run alone, one after the other. What a failed step computed
         is computed again. A request that fails alone ends with the finish reason `error`.
@@ -348,7 +348,7 @@ class LLMEngine:
             raise
 
     def _drop_started(self) -> None:
-        """Forget started steps after an error; what they computed is computed again if their requests go on."""
+        """Drop started steps after an error; what they computed is computed again if their requests continue."""
         for step in self._started:
             for sequence, _ in step.plan.chosen:
                 sequence.in_flight = 0
@@ -377,7 +377,7 @@ class LLMEngine:
         self._started.append(step)
 
     def _draws_later(self, plan: PlannedStep) -> bool:
-        """Return True if each sequence gets one token that is drawn by its logits alone."""
+        """Return True if each sequence gets one token, drawn from its logits alone."""
         return plan.batch.is_decode and all(
             sequence.num_known - sequence.num_computed == 1
             and count_candidates(sequence) == 1

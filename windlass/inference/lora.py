@@ -106,7 +106,8 @@ class LoraAdapters:
         return read_lora(name, directory)
 
     def add_weights(self, name: str, weights: Mapping[str, LowRankWeight]) -> None:
-        """Add an adapter that was read. Collective over the ranks of a sharded model, on which it raises alike.
+        """Add an adapter that was read. Collective over the ranks of a sharded model; an error is raised on all of
+        them.
 
         Raises:
             ModelError: it does not fit the model. Nothing has changed.
@@ -121,7 +122,7 @@ class LoraAdapters:
         self._salts[name] = hashlib.blake2b(f"{next(self._serials)}/{name}".encode(), digest_size=16).digest()
 
     def remove(self, name: str) -> None:
-        """Forget an adapter.
+        """Unload an adapter.
 
         Raises:
             RequestError: there is none of this name.

@@ -140,7 +140,9 @@ def _check_numbers(where: str, config: Mapping[str, Any]) -> None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ModelError(f"{where}: {name} has {pattern!r}, which is no regular expression: {error}") from error
+                raise ModelError(
+                    f"{where}: {name} has {pattern!r}, which is not a regular expression: {error}"
+                ) from error
             numbers[f"{name}[{pattern}]"] = value
     for name, value in numbers.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -153,7 +155,7 @@ def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"{where}: there is no {path.name}; pickled adapters are not read, save it with safetensors")
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a dict
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{where}: {path.name} cannot be read: {error}") from error
 

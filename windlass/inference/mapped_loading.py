@@ -56,7 +56,7 @@ def map_safetensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
     for path in files:
         if path.suffix != ".safetensors":
             raise ModelError(
-                f"{path} is no safetensors file, and only those can be streamed; save the model again with "
+                f"{path} is not safetensors file, and only those can be streamed; save the model again with "
                 "save_pretrained(..., safe_serialization=True)"
             )
         try:
@@ -135,7 +135,7 @@ def lazy_loading(
 
 @contextmanager
 def _parameters_in_files(directory: Path) -> Iterator[None]:
-    """Keep no large parameter that a module gets inside the `with` block in memory."""
+    """Move each large parameter that is registered inside the `with` block to a temporary file."""
     register = nn.Module.register_parameter
 
     def replaced(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -102,8 +102,8 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_modes(*, allocates: bool = False) -> Iterator[None]:
-    """Compute as without the modes of the caller inside the `with` block: an engine's numbers are those of its model's
-    dtype under autocast too, and a default device does not move its indices.
+    """Disable the caller's autocast and default device inside the `with` block, so that an engine computes in its
+    model's dtype and makes its indices on the CPU.
 
     Args:
         allocates: tensors are made that later calls write to, which those of inference mode forbid.
@@ -154,7 +154,7 @@ def get_logits(result: Any) -> torch.Tensor:
     ):
         if isinstance(candidate, torch.Tensor):
             return candidate
-    raise ModelError(f"the model returned {type(result).__name__} without logits; it is no causal language model")
+    raise ModelError(f"the model returned {type(result).__name__} without logits; it is not a causal language model")
 
 
 def _passed_through(model: nn.Module) -> set[str]:

@@ -150,7 +150,7 @@ def find_max_length(model: Any) -> int | None:
 def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: Any) -> Any:
     directory = Path(path)
     if directory.is_dir() and not (directory / "config.json").is_file():
-        raise ModelError(f"{path} is no model: it has no config.json; give a directory that save_pretrained wrote")
+        raise ModelError(f"{path} is not a model: it has no config.json; give a directory that save_pretrained wrote")
     if not directory.is_dir() and (directory.is_absolute() or str(path).startswith(".")):
         raise ModelError(f"{path} is not a directory; give one with config.json and safetensors files")
     try:

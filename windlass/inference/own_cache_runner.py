@@ -35,7 +35,7 @@ class OwnCacheState:
 
 
 class OwnCacheModelRunner:
-    """Runs any causal language model, each sequence in a forward of its own.
+    """Runner of any causal language model, each sequence in a forward of its own.
 
     A model of transformers keeps its cache (keys and values, or a recurrent state) as in its own `generate`. Any other
     module computes all tokens again in each step. Chunks of a prompt are collected and computed when logits are due,

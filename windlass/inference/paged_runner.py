@@ -38,7 +38,7 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class PagedModelRunner:
-    """Runs a model with the backend `"paged"`.
+    """Runner of a model with the attention backend `"paged"`.
 
     The module itself is not changed beyond the choice of its attention function: outside of `run` it computes as
     before, so the module of a training engine can be served between steps.

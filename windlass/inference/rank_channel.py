@@ -90,7 +90,7 @@ class RankChannel:
 
     @property
     def failed(self) -> bool:
-        """True after an error in a collective call: the ranks are no longer in step."""
+        """True after an error in a collective call: the ranks are no longer synchronized."""
         return self._failed
 
     @property

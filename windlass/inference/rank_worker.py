@@ -13,7 +13,7 @@ from windlass.inference.step_batch import ModelRunner
 
 
 class RankWorker:
-    """Runs the leader's commands on this rank's part of a model; see [Note: inference ranks].
+    """Worker that runs the leader's commands on this rank's part of a model; see [Note: inference ranks].
 
     Args:
         runner: runner of this rank's part.

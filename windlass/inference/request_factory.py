@@ -20,7 +20,7 @@ from windlass.inference.structured_output import OutputConstraint, StructuredOut
 
 
 class RequestFactory:
-    """Makes the requests of one engine.
+    """Factory of the requests of one engine.
 
     Args:
         tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
@@ -76,8 +76,8 @@ class RequestFactory:
             raise RequestError("the engine has no tokenizer; give the prompt as token ids", parameter="prompt")
         try:
             return prompt, list(self._tokenizer(prompt).input_ids)
-        except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are no UTF-8
-            raise RequestError(f"the prompt is no valid Unicode text: {error}", parameter="prompt") from error
+        except (TypeError, UnicodeError) as error:  # a lone surrogate, e.g. of bytes that are not UTF-8
+            raise RequestError(f"the prompt is not valid Unicode text: {error}", parameter="prompt") from error
 
     def make_sequence(
         self, request: GenerationRequest, index: int = 0, constraint: OutputConstraint | None = None
@@ -124,7 +124,7 @@ class RequestFactory:
         )
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each bad word, at the begin of a text and behind a space."""
+        """Return the tokens of each bad word, at the start of a text and after a space."""
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
@@ -161,7 +161,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     """Return the tokens of a prompt: Python integers, or those of an array.
 
     Raises:
-        RequestError: an element is no integer; its conversion would give a wrong token.
+        RequestError: an element is not an integer; its conversion would give a wrong token.
     """
     try:
         if isinstance(prompt, (bytes, bytearray)) or any(isinstance(token, (bool, str)) for token in prompt):

@@ -44,7 +44,7 @@ class RowPositions:
 
 
 def give_positions(model: nn.Module) -> Callable[[], None]:
-    """Let layers that count tokens from the length of a cache have the positions of the batch, inside of a paged step.
+    """Give layers that count tokens from the length of a cache the positions of the batch, inside a paged step.
 
     Returns:
         Function that undoes it.

@@ -298,7 +298,7 @@ def _packed_format(model: nn.Module) -> str | None:
 def _pack(
     model: nn.Module, options: EngineOptions, forward: CausalForward | StageForward, *, owned: bool
 ) -> PackedModules | None:
-    """Return packed weights of the model if they are asked for, or are free of cost."""
+    """Return packed weights of the model if they are requested or cost nothing, else None."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
@@ -388,7 +388,8 @@ def measure_step_cost(
 def _measure_streamed(
     runner: ModelRunner, device: torch.device, max_tokens: int, streamed: StreamedModules
 ) -> StepCost:
-    """Measure a step of one token, and the time that many tokens are computed beside the wait for weights."""
+    """Measure the time of a step of one token, and the time that a step of many tokens computes without waiting for
+    weights."""
     many = min(max_tokens, 64, runner.num_blocks * runner.block_size)
 
     def seconds(count: int, *, computing: bool = False) -> float:

@@ -187,14 +187,15 @@ class _Planner:
         self._pairs = 0.0  # keys that the tokens of its prompts are multiplied by
 
     def run_decodes(self) -> None:
-        """Give each decoding sequence its token and drafts, the senior first; preempt the junior if blocks run out."""
+        """Give each decoding sequence its token and drafts, the earliest admitted first. If blocks run out, preempt the
+        last admitted."""
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         decodes = decodes[: self._limits.max_tokens_per_step]
         spare = self._limits.max_tokens_per_step - len(decodes)  # for drafts
         preempted: set[int] = set()
         for sequence in decodes:
             if sequence.sequence_id in preempted:
-                break  # so were all its juniors
+                break  # all sequences admitted after it were preempted too
             drafts = min(sequence.num_drafts, spare)
             if self._blocks_for(sequence, 1 + drafts) > self._free:
                 drafts = 0
@@ -283,7 +284,7 @@ class _Planner:
             self._run(prompt, granted)
 
     def _work(self, prompt: SequenceSnapshot) -> float:
-        """Return the seconds that the rest of a prompt takes: the last tokens of a long one attend to many."""
+        """Return the predicted seconds of the rest of a prompt, including attention to the tokens before."""
         left = prompt.remaining
         return self._cost.step_seconds(left, 0, left * (prompt.num_computed + left / 2))
 
@@ -308,7 +309,7 @@ class _Planner:
         return low
 
     def _prompts(self) -> list[SequenceSnapshot]:
-        """Return running sequences that are no decodes, and those that were admitted in this step."""
+        """Return running sequences whose prompt is not computed yet, and those that were admitted in this step."""
         return [s for s in self._running if not s.is_decode or s.sequence_id in self._admitted]
 
     def _gap(self) -> float | None:

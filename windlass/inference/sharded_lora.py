@@ -39,7 +39,7 @@ class ShardedLoraAdapters:
             raise problem
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; see `LoraAdapters.remove`."""
+        """Unload an adapter; see `LoraAdapters.remove`."""
         self.check_name(name)
         with self._channel.guard():
             self._channel.send(RankCommand.CALL, ("remove_adapter", (name,)))

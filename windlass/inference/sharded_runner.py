@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ShardedRunner:
-    """Runs every operation on all ranks of a model; see [Note: inference ranks].
+    """Runner that executes every operation on all ranks of a model; see [Note: inference ranks].
 
     Construction is collective: each rank has `block_nbytes` of its own.
 

@@ -79,7 +79,7 @@ class StageLink:
         return self.axis.group.broadcast(value, self.axis.size - 1)
 
     def drop_transfers(self) -> None:
-        """Forget transfers that are not finished."""
+        """Drop transfers that are not finished."""
         self._sends.clear()
 
     def _receive(self, shape: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
@@ -142,7 +142,8 @@ class StageForward:
         return {"input_ids": token_ids[None], **self._plain.make_arguments(token_ids, positions, rows)}
 
     def _agree(self) -> None:
-        """Run one token through all stages, so that each has the form of the hidden states and the vocabulary."""
+        """Run one token through all stages, to determine the vocabulary size and the width and dtype of hidden states
+        on each."""
         one = torch.zeros(1, dtype=torch.long, device=find_device(self.model))
         facts = torch.zeros(3, dtype=torch.long)
         with torch.inference_mode():

@@ -35,7 +35,7 @@ class StagedModelSource:
             split_for_inference(self, axis)
             _keep_local_ties(self)
 
-        # the files have the tensors of the other stages too, which is no reason for a report
+        # the files have the tensors of the other stages too, which is not a reason for a report
         changes = {"__init__": build, "__module__": kind.__module__, "_keys_to_ignore_on_load_unexpected": [r"."]}
         staged: Any = type(kind.__name__, (kind,), changes)
         model, facts = staged.from_pretrained(

@@ -77,7 +77,7 @@ class AdapterStore(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         ...
 
     def check_name(self, name: str) -> None:

@@ -36,7 +36,7 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Plans the steps of one engine.
+    """Planner of the steps of one engine.
 
     Args:
         depth: number of steps that can be started and not finished.
@@ -140,7 +140,7 @@ class StepPlanner:
         return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes))
 
     def correct_cost(self, seconds: float, predicted: float) -> None:
-        """Let the next predictions follow the speed of the machine, e.g. while others use its cores."""
+        """Correct later predictions by the measured time of a step, e.g. while other processes use the cores."""
         if predicted > 0:
             least, most = _SCALE_RANGE
             ratio = min(max(seconds / predicted, least), most)

@@ -62,7 +62,7 @@ class StepInputs:
 
 
 class StepProgram:
-    """Replays the forward of a model.
+    """Program that replays the forward of a model.
 
     Args:
         record: runs the forward of a batch, whose packed products and attention report to the active recorder, and
@@ -382,7 +382,7 @@ class StepProgram:
 
 
 class _NativeRun:
-    """Adds operators to a native run, as far as their tensors lie at fixed addresses."""
+    """Native run under construction, of operators whose tensors lie at fixed addresses."""
 
     def __init__(self, program: StepProgram, native: Any) -> None:
         self._program, self._native = program, native
@@ -499,8 +499,8 @@ class _NativeRun:
         return True
 
     def _heads(self, ref: TensorRef) -> tuple[int, int] | None:
-        """Return address and elements from token to token of `[1, heads, tokens, features]`, if the heads of a token
-        lie one after the other."""
+        """Return the address and the stride between tokens (in elements) of `[1, heads, tokens, features]`, if the
+        heads of a token are contiguous."""
         address = self._address(ref)
         if address is None or len(ref.size) != 4 or ref.size[2] != (0, 1, 0):
             return None
@@ -510,7 +510,8 @@ class _NativeRun:
 
 
 def _count_elements(ref: TensorRef) -> Count | None:
-    """Return the elements of a contiguous tensor for each token and each row; None if they are no such sum."""
+    """Return the elements of a contiguous tensor for each token and each row of logits; None if its size has another
+    form."""
     inner, outer = 1, None
     for size, stride in zip(reversed(ref.size), reversed(ref.stride), strict=True):
         if size == (1, 0, 0):

@@ -52,7 +52,7 @@ class Operator:
         target: the aten operator; or the object with the state of a native call.
         inputs: arguments, with `TensorRef`s instead of tensors.
         named: keyword arguments.
-        outputs: results; None for a result that is no tensor.
+        outputs: results; None for a result that is not a tensor.
         mutates: writes into its first input.
     """
 
@@ -89,7 +89,7 @@ def get_recorder() -> OperatorRecorder | None:
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records every operator that runs inside of its context.
+    """Recorder of every operator that runs inside its context.
 
     Args:
         inputs: tensors that differ from step to step.
@@ -292,7 +292,7 @@ def _fit(values: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Affine:
     row_slope, row_rest = divmod(values[2] - values[0], r2 - r0)
     fitted = (values[0] - slope * t0 - row_slope * r0, slope, row_slope)
     if rest or row_rest or any(evaluate(fitted, *size) != value for value, size in zip(values, sizes, strict=True)):
-        raise NotRecordableError(f"a size is no affine function of the batch: {list(values)}")
+        raise NotRecordableError(f"a size is not an affine function of the batch: {list(values)}")
     return fitted
 
 

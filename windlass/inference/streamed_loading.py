@@ -190,7 +190,7 @@ def _find_directory(path: str | Path, options: EngineOptions) -> Path:
         return Path(options.weights_directory)
     if not Path(path).is_dir():
         raise ConfigError(
-            f"weights_tier is {options.weights_tier!r}, and {path} is no local directory in which the weight file "
+            f"weights_tier is {options.weights_tier!r}, and {path} is not a local directory in which the weight file "
             "could lie; give weights_directory, a directory on a fast disk"
         )
     return Path(path) / _FOLDER

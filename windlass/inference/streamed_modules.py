@@ -92,7 +92,7 @@ class MappedUnits:
         """Do nothing: the system reads ahead."""
 
     def without_values(self) -> AbstractContextManager[None]:
-        """Do nothing: the values cost no time."""
+        """Do nothing: mapped values need not be read."""
         return nullcontext()
 
     def close(self) -> None:

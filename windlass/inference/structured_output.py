@@ -14,7 +14,7 @@ from windlass.inference.sampling_params import StructuredOutputsParams
 
 
 class StructuredOutputCompiler:
-    """Compiles constraints for one tokenizer, with the library llguidance.
+    """Compiler of constraints for one tokenizer, with the library llguidance.
 
     Args:
         tokenizer: a fast tokenizer of transformers.

@@ -155,7 +155,7 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
 
 
 def _invert(weights: FloatArray, uniform: float) -> int:
-    """Return the place of the first cumulative weight above `uniform` of their sum."""
+    """Return the index of the first cumulative weight above `uniform` times the sum of all."""
     cumulative = weights.cumsum(dtype=np.float64)
     return _place(cumulative, weights, uniform * float(cumulative[-1]))
 

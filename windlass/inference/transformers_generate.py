@@ -42,7 +42,7 @@ def generate_by_engine(
 
     Raises:
         RequestError: a prompt is empty, or there is no room for an answer.
-        ModelError: the logits of the model are no numbers.
+        ModelError: the logits of the model are not finite.
     """
     config = _generation_config(module, settings)
     if config is None or input_ids is None or input_ids.dim() != 2:

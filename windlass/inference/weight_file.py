@@ -35,7 +35,7 @@ _WRITTEN_AT_ONCE = 64 << 20
 
 @dataclass(frozen=True)
 class StoredTensorPlace:
-    """Bytes of a tensor. `offset` counts from the begin of its unit."""
+    """Bytes of a tensor. `offset` counts from the start of its unit."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -223,7 +223,7 @@ class WeightStream:
         return staged
 
     def _find_room(self, nbytes: int) -> int | None:
-        """Return the offset of free bytes behind the last unit, or at the begin of the ring."""
+        """Return the offset of free bytes behind the last unit, or at the start of the ring."""
         if not self._staged:
             return 0 if nbytes <= self.buffer_bytes else None
         head = self._staged[0].first

@@ -48,7 +48,7 @@ class GroupCodes:
 
 
 class CodedWeightFormat:
-    """Codes with a scale for each group; a subclass says how a matrix is rounded.
+    """Codes with a scale for each group; a subclass defines the rounding of a matrix.
 
     Attributes:
         bits: number of bits of a code, as native code holds it.

@@ -149,8 +149,8 @@ class RangeWeightFormat(GroupedWeightFormat):
     def __init__(self, bits: int, group: int, dim: int = 1) -> None:
         if bits not in CODE_BITS or bits > 8 or dim not in (0, 1) or group < 1:
             raise WeightFormatError(
-                f"a range of {bits} bits in groups of {group} along dimension {dim} is no weight format; use 2, 3, 4, "
-                "6 or 8 bits, and dimension 0 or 1"
+                f"a range of {bits} bits in groups of {group} along dimension {dim} is not a weight format; use "
+                "2, 3, 4, 6 or 8 bits, and dimension 0 or 1"
             )
         self.bits, self.group, self.dim = bits, group, dim
         self.name = f"range{bits}_g{group}" + ("_outputs" if dim == 0 else "")
@@ -203,8 +203,8 @@ class MinifloatWeightFormat(GroupedWeightFormat):
         exponent = bits - 1 - mantissa
         if bits not in (4, 6, 8, 12) or mantissa < 1 or exponent < 1 or group < 1:
             raise WeightFormatError(
-                f"floats of {bits} bits with {mantissa} of mantissa in groups of {group} are no weight format; use 4, "
-                "6, 8 or 12 bits with at least one of mantissa and exponent"
+                f"floats of {bits} bits with {mantissa} of mantissa in groups of {group} are not a weight format; use "
+                "4, 6, 8 or 12 bits with at least one of mantissa and exponent"
             )
         self.bits, self.mantissa, self.group = bits, mantissa, group
         self.bias = 2 ** (exponent - 1) - 1

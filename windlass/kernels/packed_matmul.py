@@ -23,7 +23,7 @@ class Product(Protocol):
         ...
 
     def end_backward(self) -> None:
-        """Free what a backward has left of the packed weight."""
+        """Free memory of the packed weight that a backward has used. Called at its end."""
         ...
 
 

@@ -10,8 +10,8 @@ A block of one head is contiguous in both. Code outside of this file copies and 
 
 [Note: batch-invariant attention] Scores are sums in the order of the features, outputs are sums in the order of the
 keys, in tiles that begin at fixed positions of the sequence. A query's result has the same bits whatever other queries
-are in the call, for any split of its prompt into chunks, and for any number of threads. (The reference makes no such
-promise, nor do accelerators.)
+are in the call, for any split of its prompt into chunks, and for any number of threads. (The reference and accelerators
+do not guarantee this.)
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | N
     )
     if place is None or place.local_rank is None:
         return None
-    # A batch script of Slurm has the variables of a task, but belongs to no step and is no rank. In a step of one task
+    # A batch script of Slurm has the variables of a task, but it is in no step and is not a rank. In a step of one task
     # windlass starts the ranks itself.
     if place.source == SLURM and (place.world == 1 or not is_step(environ)):
         return None

@@ -145,7 +145,8 @@ class RankProcesses:
         self._processes.clear()
 
     def _survives(self, job: RankJob, status: int) -> bool:
-        """Return True if a run with parameter servers goes on without the listener's knowledge of this end."""
+        """Return True if the run continues after this rank's end by a signal: a parameter server is restarted, and a
+        worker is not needed while others run."""
         if not self._servers or status >= 0 or self._is_stopping:
             return False
         name = signal.Signals(-status).name
@@ -160,7 +161,7 @@ class RankProcesses:
         workers = [one for one in self._processes if one.job.rank >= self._servers]
         if all(one.status is not None and one.status < 0 for one in workers):
             return False
-        logger.warning("rank %d, a worker, was ended by %s: the run goes on without it", job.rank, name)
+        logger.warning("rank %d, a worker, was ended by %s: the run continues without it", job.rank, name)
         self._listener.on_ended(job.rank, 0)
         return True
 

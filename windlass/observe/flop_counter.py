@@ -3,7 +3,7 @@
 [Note: owner of an operation] Below autograd every operation passes through a dispatch mode, and none is changed. In the
 forward it belongs to the innermost module that runs. In the backward it belongs to the module that ran when its
 autograd node was created: nodes are numbered in the order of their creation in a thread, and the counter keeps the
-number at each begin and end of a module. An operation of a backward is recomputed if a module runs again, or if
+number at each start and end of a module. An operation of a backward is recomputed if a module runs again, or if
 gradients are enabled, as they are in checkpointed functions and not in formulas of gradients.
 """
 
@@ -68,7 +68,7 @@ class FlopCounter(TorchDispatchMode):
     compiled kernel hides its operations.
 
     Args:
-        device: device of the model, which is synchronized at the begin and end of every module.
+        device: device of the model, which is synchronized at the start and end of every module.
         ignored: types of modules whose operations are not counted.
 
     Attributes:

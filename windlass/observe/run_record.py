@@ -110,7 +110,7 @@ def read_record(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a record in order. An incomplete last line, as after a crash, is left out.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object with a kind.
+        DataError: the file cannot be read, or a line is not a JSON object with a kind.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")

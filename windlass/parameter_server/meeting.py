@@ -42,9 +42,10 @@ class ServerAddress:
 class ShardRecord:
     """Entry of a shard in the store.
 
-    [Note: who serves a shard] An entry is replaced as a whole, and only by a process that knows it. A replica takes a
-    shard over if the entry names it as complete, and its server removes it from the entry before it answers without it.
-    So at any time one process alone can make updates, although a process that does not answer may still run.
+    [Note: who serves a shard] An entry is replaced by compare-and-set, so only by a process that has read its current
+    value. A replica may take a shard over only while the entry lists it as complete. The server removes a replica from
+    the entry before it answers a request that the replica has not received. So only one process at a time can make
+    updates, even if an unresponsive process still runs.
 
     Attributes:
         address: the server; None: there was none yet.
@@ -56,7 +57,7 @@ class ShardRecord:
 
     @property
     def generation(self) -> int:
-        """That of the server; 0 if there was none yet."""
+        """Generation of the server; 0 before the first server."""
         return self.address.generation if self.address is not None else 0
 
     def to_text(self) -> str:
@@ -75,7 +76,7 @@ class ShardRecord:
 
 
 class Meeting:
-    """Connections of this process with the store, and with other processes by way of it.
+    """Connection of this process to the store, and through it to other processes.
 
     Args:
         address, port: those of the store.
@@ -97,7 +98,7 @@ class Meeting:
         return ShardRecord.from_text(server, self._store.get(key).decode())
 
     def _replace(self, server: int, before: ShardRecord, after: ShardRecord) -> bool:
-        """Replace the entry of a shard, unless another process has done so."""
+        """Replace the entry of a shard if it still equals `before`. Return False if another process has changed it."""
         text = after.to_text()
         return bool(self._store.compare_set(f"shard {server}", before.to_text(), text).decode() == text)
 
@@ -141,7 +142,8 @@ class Meeting:
             before = self.record(server)
 
     def find_server(self, server: int, after: int, seconds: float) -> ServerAddress | None:
-        """Return the newest server of a shard, of a later generation than `after`; None if none comes in time."""
+        """Return the newest server of a shard, of a later generation than `after`; None if none is registered in
+        time."""
         until = time.monotonic() + seconds
         while True:
             address = self.record(server).address
@@ -171,7 +173,7 @@ class Meeting:
         return PairLink(store, name, first=False, peer=str(address), connect=wait)
 
     def end(self, server: int) -> None:
-        """Note that the run has ended for a shard."""
+        """Record that the run has ended for a shard."""
         self._store.set(f"over {server}", "")
 
     def await_end(self, servers: int) -> None:
@@ -220,7 +222,7 @@ class Meeting:
         return str(self._store.get(key).decode())
 
     def leave(self, worker: int, *, retires: bool) -> None:
-        """Note that a worker has left: by `close` (`retires`), or because it was lost."""
+        """Record that a worker has left: by `close` (`retires`), or because it was lost."""
         if retires or not self.has_left(worker):
             self._store.set(f"left {worker}", "retired" if retires else "lost")
 

@@ -1,4 +1,4 @@
-"""Messages between workers and servers: a header of integers, and tensors whose sizes both sides can tell.
+"""Messages between workers and servers: a header of integers, and tensors whose sizes both sides know.
 
 A size or number from the other side is checked before memory is allocated for it or an index is used.
 """
@@ -46,7 +46,7 @@ class MessageKind(IntEnum):
 
 
 def refused(link: PairLink, found: str, expected: str) -> CommunicationError:
-    """Close a link whose other side sent what this side does not accept, and return the error to raise."""
+    """Close a link whose other side sent an invalid message, and return the error to raise."""
     link.close()
     return CommunicationError(
         f"{link.peer} sent {found}, and {expected} was expected: it is another program, or its memory is damaged; the "

@@ -1,4 +1,4 @@
-"""Cut of a model's parameters into one range of bytes for each server: arithmetic alone."""
+"""Partition of a model's parameters into one range of elements for each server. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CutParameter:
-    """Parameter as the cut sees it.
+    """Properties of a parameter that determine its partition.
 
     Args:
         name: name in the model.
         numel: number of elements.
-        row: elements of a row, which stays whole: those of an embedding's vector; 1 if gradients are not rows.
+        row: elements of a row, which is not divided: an embedding's vector; 1 if gradients are not rows.
         is_sparse: gradients are rows.
     """
 
@@ -40,7 +40,7 @@ class Fragment:
 def cut_parameters(parameters: Sequence[CutParameter], servers: int) -> list[list[Fragment]]:
     """Return each server's fragments, in the order of the parameters: equal ranges of their concatenation.
 
-    A boundary inside a row moves to the row's begin.
+    A boundary inside a row moves to the start of the row.
     """
     total = sum(parameter.numel for parameter in parameters)
     bounds = [total * server // servers for server in range(servers + 1)]

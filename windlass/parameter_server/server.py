@@ -137,7 +137,7 @@ class ParameterServer:
             self._changed.notify_all()
 
     def _refuse_to_wait(self) -> None:
-        """Raise CommunicationError for the processes that did not come in time."""
+        """Raise CommunicationError that names the processes that did not connect in time."""
         seconds, missing = self._settings.connect_seconds, self._awaited_replicas - len(self._replicas)
         if missing > 0:
             raise CommunicationError(
@@ -324,7 +324,7 @@ class ParameterServer:
             raise refused(link, f"message kind {kind}", "done")
 
     def _note_replicas(self) -> None:
-        """Enter the complete replicas in the store. The caller holds the lock.
+        """Record the complete replicas in the store. The caller holds the lock.
 
         Raises:
             LinkClosedError: a replica has taken the shard over; this process serves it no longer.
@@ -383,7 +383,7 @@ class ParameterServer:
         link.send([MessageKind.PUSHED, result.value, version])
 
     def _update(self) -> None:
-        """Make one update with the gradients that are here, on the replicas too. The caller holds the lock."""
+        """Make one update with the received gradients, on the replicas too. The caller holds the lock."""
         # In the order of workers, so that the sum does not depend on which one came first.
         gradient = mean_gradient([self._pending[number] for number in sorted(self._pending)])
         counted, lost = dict(self._clock.waiting), set()

@@ -149,7 +149,7 @@ class ServerShard:
             found = read_snapshot(path)
             same = self.has_fragments_of(found)
         except Exception as error:  # a damaged file raises many kinds
-            raise CheckpointError(f"{path} is no snapshot of a parameter server: {error}; remove it") from error
+            raise CheckpointError(f"{path} is not a snapshot of a parameter server: {error}; remove it") from error
         if not same:
             raise CheckpointError(
                 f"{path} is of another model or number of servers; start as many servers as before, or remove it"

@@ -41,7 +41,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     """Return what `write_snapshot` wrote.
 
     Raises:
-        CheckpointError: the file is no snapshot, of another version, or damaged.
+        CheckpointError: the file is not a snapshot, of another version, or damaged.
     """
     tensors, metadata = read_tensors(path)
     return decode_content(metadata[_DATA], tensors)

@@ -10,9 +10,9 @@ from windlass.parameter_server.settings import ParameterServerSettings
 
 
 class PushResult(Enum):
-    """Fate of a gradient."""
+    """Result of a push."""
 
-    WAITS = 0  # for those of the other workers
+    WAITS = 0  # the gradients of other workers are missing
     COMPLETES = 1  # an update can be made now
     DROPPED = 2  # its step was completed without it
     TOO_OLD = 3  # more updates than `max_age` since its pull

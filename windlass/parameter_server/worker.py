@@ -70,7 +70,7 @@ class ParameterServerWorker:
 
     @property
     def version(self) -> int:
-        """Number of updates in the parameters that were pulled last, by the server that is least advanced."""
+        """Number of updates in the parameters that were pulled last, on the server with the fewest updates."""
         return min(self._pulled.values())
 
     @property

@@ -88,7 +88,7 @@ class TriedRung:
 
 @dataclass(frozen=True)
 class Choice:
-    """Result of the walk.
+    """Result of `choose_config`.
 
     Attributes:
         tried: Rungs in the order of the ladder, up to the chosen one.

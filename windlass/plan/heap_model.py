@@ -3,9 +3,10 @@
 [Note: holes of the heap] Torch asks for memory at multiples of 64 bytes. glibc (before 2.38) then looks for a hole with
 96 bytes more than a block needs, and gives back what is left before and behind it. Small objects, such as nodes of
 autograd, take these remainders, so the hole that a block leaves is too small for the next block of its size: that one
-takes a larger hole, or the heap grows. A remainder is free again once its object is, here at the end of the forward or
-backward of a module. Those that were freed last stay apart even then: malloc keeps them for small objects, seven of
-each size. These times were chosen by the heaps of 27 runs (`bench/plan.py`) and differ from malloc's in detail.
+takes a larger hole, or the heap grows. A remainder is free again once its object is, in this model at the end of the
+forward or backward of a module. The remainders that were freed last are not merged even then: malloc caches seven of
+each size for small objects. These rules were fitted to measured heaps (`bench/plan.py`) and differ from malloc's in
+detail.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ _GRAIN = 16  # bytes: chunks are multiples of this
 _HEADER = 8
 _SMALLEST = 32
 _REMAINDER = 96  # bytes that glibc's search adds to a block: the alignment of 64, and the smallest chunk
-_CACHED = 21  # remainders that malloc keeps for small objects: seven of three sizes
+_CACHED = 21  # remainders that malloc caches for small objects: seven of each of three sizes
 
 BLOCK_ENDED = (0, 0)
 """Entry of a log of blocks: the forward or backward of a module has ended."""
 
 
 class HeapModel:
-    """Heap of malloc that returns no memory to the system, and first fits blocks into its smallest holes.
+    """Model of a heap that returns no memory to the system and places each block in the smallest hole that fits it.
 
     Attributes:
-        extent: Bytes from its begin to its highest end so far.
+        extent: Bytes from its start to its highest end so far.
     """
 
     def __init__(self) -> None:
         self.extent = 0
-        self._by_size: list[tuple[int, int]] = []  # bytes and begin of each hole
-        self._sizes: dict[int, int] = {}  # bytes of a hole by its begin
-        self._begins: dict[int, int] = {}  # begin of a hole by its end
-        self._blocks: dict[int, tuple[int, int]] = {}  # begin and bytes by the number of a block
-        self._taken: list[int] = []  # begins of remainders that small objects have
+        self._by_size: list[tuple[int, int]] = []  # bytes and start of each hole
+        self._sizes: dict[int, int] = {}  # bytes of a hole by its start
+        self._begins: dict[int, int] = {}  # start of a hole by its end
+        self._blocks: dict[int, tuple[int, int]] = {}  # start and bytes by the number of a block
+        self._taken: list[int] = []  # starts of remainders that small objects have
         self._cached: list[int] = []
 
     def run(self, log: Iterable[tuple[int, int]]) -> None:
@@ -60,7 +61,7 @@ class HeapModel:
         self._release()
 
     def allocate(self, number: int, nbytes: int) -> None:
-        """Place a block that stays."""
+        """Place a block, which stays until it is freed by its number."""
         chunk = max(_SMALLEST, -(-(nbytes + _HEADER) // _GRAIN) * _GRAIN)
         needed = chunk + _REMAINDER
         at = bisect_left(self._by_size, (needed, 0))
@@ -81,7 +82,7 @@ class HeapModel:
         self._give(*self._blocks.pop(number))
 
     def _release(self) -> None:
-        """Free the remainders that small objects have, but for those that malloc keeps."""
+        """Free the remainders that small objects occupy, except those that malloc caches."""
         remainders = [*self._cached, *self._taken]
         self._cached, self._taken = remainders[-_CACHED:], []
         for begin in remainders[:-_CACHED]:

@@ -291,7 +291,7 @@ def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:
 
 @dataclass(frozen=True)
 class _NoTransport:
-    """Stands for a transport where only its ranks are read."""
+    """Placeholder for a transport of which only the ranks are read."""
 
     group: RankGroup
 

@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 16,
     },
 }
-"""Sizes of Llama models by name, with a vocabulary of 32,000. 1t is no published model: the 405B's proportions."""
+"""Sizes of Llama models by name, with a vocabulary of 32,000. 1t is not a published model: the 405B's proportions."""
 
 
 def build_from_shape(shape: str) -> nn.Module:

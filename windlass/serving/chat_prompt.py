@@ -85,7 +85,7 @@ def _content_text(content: Any, place: str) -> str:
                 code="unsupported_content_part",
             )
         if not isinstance(text, str):
-            raise ApiError(400, f"{place}.{index}.text is no text", parameter=f"{place}.{index}.text")
+            raise ApiError(400, f"{place}.{index}.text is not text", parameter=f"{place}.{index}.text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -111,7 +111,7 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
     """Validate the tools of a request.
 
     Raises:
-        ApiError: a tool that is no function, or a name that is invalid or repeated.
+        ApiError: a tool that is not a function, or a name that is invalid or repeated.
     """
     if tools is None:
         return []
@@ -122,7 +122,7 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
         place = f"tools.{index}"
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise ApiError(400, f'{place} is no function; write {{"type": "function", ...}}', parameter=place)
+            raise ApiError(400, f'{place} is not a function; write {{"type": "function", ...}}', parameter=place)
         name = function.get("name")
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or name in [one.name for one in found]:
             shown = one_line(repr(name), 80)
@@ -136,7 +136,7 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
             parameters = {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise ApiError(
-                400, f"{place}.function.parameters is no JSON Schema", parameter=f"{place}.function.parameters"
+                400, f"{place}.function.parameters is not a JSON Schema", parameter=f"{place}.function.parameters"
             )
         found.append(ChatTool(name, parameters, tool))
     return found

@@ -222,7 +222,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
     """Return the tokens of a text.
 
     Raises:
-        ApiError: the model has no tokenizer, or the text is no valid Unicode.
+        ApiError: the model has no tokenizer, or the text is not valid Unicode.
     """
     tokenizer = context.engine.tokenizer
     if tokenizer is None:
@@ -233,7 +233,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
         )
     except (TypeError, UnicodeError) as error:
         # a lone surrogate that a template made, e.g. of an escape in an escape
-        raise ApiError(400, f"the text of the prompt is no valid Unicode: {error}", code="invalid_text") from error
+        raise ApiError(400, f"the text of the prompt is not valid Unicode: {error}", code="invalid_text") from error
 
 
 def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class LogprobFormat:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(self._bytes(token, text))}
 
     def _bytes(self, token: int, text: str) -> bytes:
-        """Return the bytes of a token, which are no valid UTF-8 where a character has several tokens."""
+        """Return the bytes of a token, which are not valid UTF-8 where a character has several tokens."""
         if "�" in text and self._tokenizer is not None:
             piece = self._tokenizer.convert_ids_to_tokens(token)
             found = _BYTE_TOKEN.fullmatch(piece or "")

@@ -1,4 +1,4 @@
-"""End of a process in words."""
+"""Description of the end of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def describe_exit(code: int) -> str:
-    """Return the end of a process in words; negative codes are signals."""
+    """Describe the exit code of a process; negative codes are signals."""
     if code >= 0:
         return f"with exit code {code}"
     try:

@@ -44,9 +44,6 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the body.
 
-    A body that is too large is read to its end, within limits and without being kept: a client that still sends when
-    the connection closes would see a broken connection instead of the answer.
-
     Raises:
         ApiError: the body has more than `max_bytes` bytes.
         ClientDisconnect: the client went away.

@@ -51,7 +51,7 @@ Model = TypeVar("Model", bound="RequestModel")
 
 
 class RequestModel(BaseModel):
-    """Fields of a request. Types are strict: `"1"` is no number, `true` no integer.
+    """Fields of a request. Types are strict: `"1"` is not a number, and `true` is not an integer.
 
     Attributes:
         harmless: fields without effect, each with its accepted values, which are other servers' defaults.

@@ -51,7 +51,7 @@ def load_cluster(source: str, world_size: int) -> Cluster:
     try:
         data = tomllib.loads(read_regular(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is no TOML: {error}") from None
+        raise ConfigError(f"{source} is not TOML: {error}") from None
     return parse_cluster(data, source, world_size)
 
 
@@ -105,52 +105,52 @@ class _Reader:
         return ConfigError(f"{self._source}: {key} = {value!r} {problem}")
 
     def check_keys(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
-        """Refuse keys that do not exist."""
+        """Raise ConfigError for a key that does not exist."""
         for key, value in table.items():
             if key not in known:
-                raise self.fail(f"{where}{key}", value, f"is no key; the keys are {', '.join(sorted(known))}")
+                raise self.fail(f"{where}{key}", value, f"is not a key; the keys are {', '.join(sorted(known))}")
 
     def table(self, data: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """Return a table; absent: an empty one."""
+        """Return the table under a key; an empty one if the key is absent."""
         found = data.get(key, {})
         if not isinstance(found, dict):
-            raise self.fail(key, found, f"is no table; write [{key}]")
+            raise self.fail(key, found, f"is not a table; write [{key}]")
         return found
 
     def text(self, table: Mapping[str, Any], key: str, default: str, *, choices: tuple[str, ...] = ()) -> str:
-        """Return a string."""
+        """Return the string under a key, which is one of `choices` if these are given."""
         found = table.get(key, default)
         if not isinstance(found, str) or (choices and found not in choices):
             raise self.fail(
-                key, found, f"does not exist; write one of {', '.join(choices)}" if choices else "is no text"
+                key, found, f"does not exist; write one of {', '.join(choices)}" if choices else "is not a string"
             )
         return found
 
     def number(
         self, table: Mapping[str, Any], key: str, default: float, *, where: str = "", most: float = 1e18
     ) -> float:
-        """Return a number of at least 0."""
+        """Return the number under a key, checked to be between 0 and `most`."""
         found = table.get(key, default)
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= most:
-            raise self.fail(f"{where}{key}", found, f"is no number from 0 to {most:g}")
+            raise self.fail(f"{where}{key}", found, f"is not a number from 0 to {most:g}")
         return float(found)
 
     def integer(self, table: Mapping[str, Any], key: str, default: int, *, where: str = "", most: int = 1 << 20) -> int:
-        """Return a positive integer."""
+        """Return the integer under a key, checked to be between 1 and `most`."""
         found = table.get(key, default)
         if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
-            raise self.fail(f"{where}{key}", found, f"is no whole number from 1 to {most}")
+            raise self.fail(f"{where}{key}", found, f"is not a whole number from 1 to {most}")
         return found
 
     def flag(self, table: Mapping[str, Any], key: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return the boolean under a key."""
         found = table.get(key, default)
         if not isinstance(found, bool):
             raise self.fail(key, found, "is neither true nor false")
         return found
 
     def rate(self, table: Mapping[str, Any], key: str, default: float | None, where: str) -> float:
-        """Return a rate."""
+        """Return the rate under a key, which is required if `default` is None."""
         if key not in table and default is not None:
             return default
         if key not in table:
@@ -160,7 +160,7 @@ class _Reader:
     def link(
         self, table: Mapping[str, Any], key: str, default: LinkPart | None, inside: str = "host."
     ) -> LinkPart | None:
-        """Return a link that is a rate, or a table of rate, latency and efficiency."""
+        """Return the link under a key: a rate, or a table of rate, latency and efficiency."""
         if key not in table:
             return default
         found, where = table[key], f"{inside}{key}."
@@ -171,7 +171,7 @@ class _Reader:
         return self.link_part(found, default, where)
 
     def link_part(self, table: Mapping[str, Any], default: LinkPart | None, where: str) -> LinkPart:
-        """Return rate, latency and efficiency of a link."""
+        """Return the link that a table describes by rate, latency and efficiency."""
         base = default or LinkPart(0.0)
         latency = table.get("latency", base.latency)
         return LinkPart(
@@ -181,18 +181,18 @@ class _Reader:
         )
 
     def share(self, table: Mapping[str, Any], key: str, default: float, where: str, *, least: float = 1e-6) -> float:
-        """Return a fraction."""
+        """Return the fraction under a key, checked to be at least `least` and at most 1."""
         found = self.number(table, key, default, where=where, most=1.0)
         if found < least:
             raise self.fail(f"{where}{key}", found, "must be above 0")
         return found
 
     def device(self, table: dict[str, Any], base: str | None) -> DevicePart:
-        """Return the device."""
+        """Return the device that a table describes, as changes of a known one."""
         self.check_keys(table, _DEVICE, "device.")
         name = table.get("part", base)
         if name is not None and name not in DEVICES:
-            raise self.fail("device.part", name, f"is no known device; write one of {', '.join(DEVICES)}")
+            raise self.fail("device.part", name, f"is not a known device; write one of {', '.join(DEVICES)}")
         if name is None:
             missing = [key for key in ("flops", "memory", "memory_rate") if key not in table]
             if missing:
@@ -203,10 +203,10 @@ class _Reader:
         part = DEVICES[name] if name is not None else DevicePart("device", {}, 1, 1.0)
         flops = table.get("flops", part.flops)
         if not isinstance(flops, dict) or not flops:
-            raise self.fail("device.flops", flops, 'is no table by dtype; write e.g. {bf16 = "989TFLOP/s"}')
+            raise self.fail("device.flops", flops, 'is not a table by dtype; write e.g. {bf16 = "989TFLOP/s"}')
         for key in flops:
             if key not in _DTYPES:
-                raise ConfigError(f"{self._source}: device.flops.{key} is no dtype; write {', '.join(_DTYPES)}")
+                raise ConfigError(f"{self._source}: device.flops.{key} is not a dtype; write {', '.join(_DTYPES)}")
         memory = part.memory
         if "memory" in table:
             memory = parse_bytes(str(table["memory"]), f"{self._source}: device.memory")
@@ -226,11 +226,11 @@ class _Reader:
         )
 
     def host(self, table: dict[str, Any], base: str | None) -> HostPart:
-        """Return the host."""
+        """Return the host that a table describes, as changes of a known one."""
         self.check_keys(table, _HOST, "host.")
         name = table.get("part", base)
         if name is not None and name not in HOSTS:
-            raise self.fail("host.part", name, f"is no known host; write one of {', '.join(HOSTS)}")
+            raise self.fail("host.part", name, f"is not a known host; write one of {', '.join(HOSTS)}")
         part = HOSTS[name] if name is not None else None
         device_link = self.link(table, "device_link", part.device_link if part else None)
         nic = self.link(table, "nic", part.nic if part else None)
@@ -262,12 +262,12 @@ class _Reader:
         """Return the links of single axes; what an entry leaves out is that of `device_link`."""
         found = table.get("axis_links", {})
         if not isinstance(found, dict):
-            raise self.fail("host.axis_links", found, "is no table; write [host.axis_links]")
+            raise self.fail("host.axis_links", found, "is not a table; write [host.axis_links]")
         self.check_keys(found, _LINKED_AXES, "host.axis_links.")
         return {axis: self.link(found, axis, device_link, "host.axis_links.") or device_link for axis in found}
 
     def network(self, table: dict[str, Any], base: str, links: tuple[ExplicitLink, ...]) -> Network:
-        """Return the network."""
+        """Return the network that a table describes."""
         self.check_keys(table, _NETWORK, "network.")
         topology = table.get("topology", "links" if links else base)
         if topology not in TOPOLOGIES:
@@ -278,7 +278,7 @@ class _Reader:
             )
         shape = table.get("shape", [])
         if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
-            raise self.fail("network.shape", shape, "is no list of sides; write e.g. [4, 4, 8]")
+            raise self.fail("network.shape", shape, "is not a list of sides; write e.g. [4, 4, 8]")
         plain = Network()
         oversubscription = self.number(table, "oversubscription", plain.oversubscription, where="network.", most=1e6)
         if oversubscription < _LEAST_OVERSUBSCRIPTION:
@@ -296,14 +296,14 @@ class _Reader:
         """Return the explicit links, whose ends are hosts or switches that exist."""
         switches = data.get("switches", [])
         if not isinstance(switches, list) or not all(isinstance(name, str) for name in switches):
-            raise self.fail("switches", switches, 'is no list of names; write e.g. switches = ["leaf 0"]')
+            raise self.fail("switches", switches, 'is not a list of names; write e.g. switches = ["leaf 0"]')
         found, rows, pairs = [], data.get("links", []), set[frozenset[str]]()
         if not isinstance(rows, list):
-            raise self.fail("links", rows, "is no list of tables; write [[links]]")
+            raise self.fail("links", rows, "is not a list of tables; write [[links]]")
         for number, row in enumerate(rows):
             where = f"links[{number}]."
             if not isinstance(row, dict):
-                raise self.fail(where[:-1], row, "is no table; write [[links]]")
+                raise self.fail(where[:-1], row, "is not a table; write [[links]]")
             self.check_keys(row, _EXPLICIT, where)
             ends = [self._end(row, key, where, hosts, switches) for key in ("from", "to")]
             if ends[0] == ends[1]:

@@ -31,7 +31,7 @@ class ComputeStyle:
         fused: Operations between products are fused, by torch.compile or by hand.
         linear_dtype: Dtype of the products of linear layers, `fp8` or the computation's.
         checkpointing: `none`, `full` (a layer's forward runs again before its backward) or `selective` (every second
-            product, and all that is no product, runs again).
+            product, and all that is not a product, runs again).
         causal: Attention is causal.
     """
 

@@ -60,7 +60,7 @@ class LinkPart:
     """Link. Rates are bytes a second in each direction.
 
     Attributes:
-        latency: Seconds from the begin of a small message until its arrival.
+        latency: Seconds from the start of a small message until its arrival.
         efficiency: Share of `rate` that a large message reaches.
     """
 
@@ -176,13 +176,13 @@ def parse_rate(value: object, key: str) -> float:
     """Parse a rate: `400Gbps`, `25GB/s`, `989TFLOP/s`, or a plain number of bytes (or operations) a second.
 
     Raises:
-        ConfigError: the value is no positive rate.
+        ConfigError: the value is not a positive rate.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
     found = _RATE.fullmatch(value) if isinstance(value, str) else None
     if found is None or not float(found[1]):
-        raise ConfigError(f"{key} = {value!r} is no rate; write e.g. 400Gbps, 25GB/s or 989TFLOP/s")
+        raise ConfigError(f"{key} = {value!r} is not a rate; write e.g. 400Gbps, 25GB/s or 989TFLOP/s")
     number = float(found[1]) * (_BINARY_SCALE if found[3] else _SCALE)[found[2]]
     return number / 8 if found[4] in ("bps", "bit/s") else number
 
@@ -191,11 +191,11 @@ def parse_seconds(value: object, key: str) -> float:
     """Parse a time: `5us`, `2ms`, or a plain number of seconds.
 
     Raises:
-        ConfigError: the value is no time.
+        ConfigError: the value is not a time.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf"):
         return float(value)
     found = _SECONDS.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        raise ConfigError(f"{key} = {value!r} is no time; write e.g. 5us or 2ms")
+        raise ConfigError(f"{key} = {value!r} is not a time; write e.g. 5us or 2ms")
     return float(found[1]) * _UNITS[found[2]]

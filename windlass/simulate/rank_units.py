@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from windlass.simulate.event_loop import SimulatedTask
 
 EMBEDDING, NORM, HEAD = "embedding", "norm", "head"
-"""Names of the blocks that are no layer."""
+"""Names of the blocks that are not layers."""
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ class Span:
         process: Group of lanes: a rank, or `links`.
         lane: Lane inside of it: a stream of the rank, or a link.
         name: Label.
-        start, stop: In seconds from the begin of the step.
+        start, stop: In seconds from the start of the step.
         nbytes: Bytes that the rank receives; 0 for computation.
     """
 

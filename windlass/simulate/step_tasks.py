@@ -250,7 +250,7 @@ class StageTasks:
 
 
 def _half(segment: Segment, *, products_only: bool = False) -> Segment:
-    """Return half of a backward's products, and everything else or nothing else."""
+    """Return one half of a split backward: half of the products, and the other operations unless `products_only`."""
     kept = [
         replace(one, flops=one.flops / 2, nbytes=one.nbytes / 2, launches=max(1, one.launches // 2))
         if one.kind == "product"

@@ -281,7 +281,8 @@ class ZeroLanes:
         lanes.flush()
 
     def _sum_copies(self, unit: SimulatedUnit, after: SimulatedTask | None) -> None:
-        """Sum a unit's reduced gradient over its replicas, ranks with other parts of it, and the other end."""
+        """Sum a unit's reduced gradient over its replicas: along dp_replicate, along tp for partial gradients, and on
+        the other end of the pipeline for a tied embedding."""
         grid = self._work.grid
         part = unit.padded // self.size(unit) * self._work.accumulation_bytes
         patterns = [RankPattern(("dp_replicate",))] if self._stage else []
@@ -333,7 +334,8 @@ class ZeroLanes:
     def _update_away(
         self, unit: SimulatedUnit, numel: float, touched: int, after: SimulatedTask | None
     ) -> SimulatedTask:
-        """Update states of the host or the disk. With a delayed update nothing of this step has to come first."""
+        """Add the update of states that lie in host memory or on disk. A delayed update does not wait for tasks of this
+        step."""
         work, lanes, host = self._work, self._lanes, self._cluster.host
         stored = numel * (work.master_bytes + work.state_bytes)
         ready = after

@@ -50,7 +50,7 @@ class ProcessDirectory:
     def release(self) -> None:
         """Remove the directory, whose files are already unlinked. Releasing again does nothing.
 
-        Another directory that has taken its place stays. It is no error if the device and the directory are gone.
+        Another directory that has taken its place stays. It is not an error if the device and the directory are gone.
         """
         if self._released:
             return

@@ -1,4 +1,4 @@
-"""Small safetensors files, written and read as a whole: for files of windlass that are no checkpoints."""
+"""Small safetensors files, written and read as a whole: for files of windlass that are not checkpoints."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def write_trace(run: RunProfile, path: Path) -> None:
 
 
 def chrome_trace(run: RunProfile) -> dict[str, Any]:
-    """Return the trace as plain data: one process for each rank; times in us from the begin of the first rank.
+    """Return the trace as plain data: one process for each rank; times in us from the start of the first rank.
 
     Ranks on the host of the first rank have its monotonic clock; those of other hosts are shifted by the wall clocks,
     which NTP aligns to about a millisecond.

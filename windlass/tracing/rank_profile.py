@@ -49,7 +49,7 @@ class RankProfile:
 
     Attributes:
         clock: a moment in us of the monotonic clock, and in s since 1970, for ranks of other hosts.
-        bounds: begin of the profile, then the end of each step.
+        bounds: start of the profile, then the end of each step.
         steps: division of each step.
         events: events in Chrome's format without their process.
         memory: samples of the memory.

@@ -37,7 +37,7 @@ _MOMENTS = ("init", "load", "forward", "backward", "step")
 
 @dataclass(frozen=True)
 class ForecastOrder:
-    """Order for a forecast.
+    """Request for a forecast.
 
     Attributes:
         candidates: Overrides of each candidate, by its name.
@@ -50,12 +50,12 @@ class ForecastOrder:
     plans_memory: bool = True
 
     def write(self, path: Path) -> None:
-        """Write the order."""
+        """Write the request."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: str) -> ForecastOrder:
-        """Read an order."""
+        """Read a request."""
         return cls(**json.loads(Path(path).read_text()))
 
 

@@ -95,7 +95,7 @@ class Candidate:
 
 
 def _word_of(key: str, *, is_switch: bool) -> str:
-    """Return the last word of a key; of a switch, with its section: names leave out switches that are off."""
+    """Return the word that stands for a key in names of trials: its last part; for a switch, its section as well."""
     section, _, word = key.rpartition(".")
     outer = section.rpartition(".")[2]
     if not is_switch or not outer:
@@ -160,7 +160,7 @@ class SearchSpace:
     refused: dict[str, str] = field(default_factory=dict)
 
     def complete(self, choice: Mapping[str, Any]) -> Candidate | None:
-        """Return the candidate of a value for each dimension, without keys that do not matter; None: no run has it."""
+        """Return the candidate with these values, without keys that have no effect; None if no run can have them."""
         values = {key: value for key, value in choice.items() if _matters(key, choice, self.base, self.world_size)}
         micro = values.get(MICRO)
         if micro is not None:

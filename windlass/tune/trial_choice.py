@@ -180,7 +180,7 @@ class TrialChoice:
         return _cumulative((math.log(limit) - mean) / deviation)
 
     def _guess_fits(self, ran: Sequence[TrialRecord]) -> Array:
-        """Return the probability to fit by the likeness to trials that did or did not."""
+        """Return the probability to fit, by similarity to trials that did or did not fit."""
         over = (TrialStatus.MEMORY, TrialStatus.OVER)
         signs = {
             self._place[one.candidate]: 1.0 if one.status in over else -1.0
@@ -221,7 +221,8 @@ def _peak(record: TrialRecord) -> int:
 
 
 def _log_estimates(ranked: Sequence[Candidate], estimates: Mapping[Candidate, float]) -> list[float]:
-    """Return logarithms of the estimates, the largest one if there is none; without any, the order stands for them."""
+    """Return the logarithms of the estimates. A candidate without one gets the largest; without any estimate, values
+    follow the order."""
     known = {one: math.log(value) for one, value in estimates.items() if 0 < value < math.inf}
     if not known:
         return [_SPREAD * number / max(1, len(ranked) - 1) for number in range(len(ranked))]

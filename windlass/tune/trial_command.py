@@ -57,7 +57,7 @@ class ProgramCommand:
             return False
         if word == self.config:
             return True
-        # The configuration may be base64, which is no path.
+        # The configuration may be base64, which is not a path.
         return os.path.exists(word) and os.path.exists(self.config) and os.path.samefile(word, self.config)
 
 

@@ -88,7 +88,7 @@ def run_trial(
     if result.is_file():
         return TrialEnd(code, "", False, left, seconds)
     output = _tail(folder / "stderr.log") + "\n" + _tail(folder / "stdout.log")
-    # At the time limit the launcher reports the signal that ended its ranks here, which is no error of theirs.
+    # At the time limit the launcher reports the signal that ended its ranks here, which is not an error of theirs.
     error = find_error(output, reads_launcher=code is not None)
     return TrialEnd(code, _explain(code, error, limit_s), bool(_OUT_OF_MEMORY.search(error)), left, seconds)
 

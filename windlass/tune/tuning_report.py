@@ -58,7 +58,7 @@ _BATCH = ((MICRO, "micro"), (ACCUMULATION, "accumulation"), (TRAIN, "train_batch
 
 
 def summary_lines(outcome: TuningOutcome) -> list[str]:
-    """Return what a reader of the table should know besides."""
+    """Return lines with facts that the table does not show."""
     lines = []
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     if discarded:

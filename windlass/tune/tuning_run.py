@@ -259,7 +259,8 @@ class TuningRun:
         )
 
     def _spend_rest(self) -> None:
-        """Search on with what the runs of the best left of the budget, and compare a new best one with the others."""
+        """Continue the search with the budget that repeated runs of the best left, and run a new best one again,
+        too."""
         before = self.state.best()
         if self._choice is None or before is None:
             return

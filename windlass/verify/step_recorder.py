@@ -33,7 +33,7 @@ class StepRecord:
         gradient_sums: for each parameter, in order of arrival, the sum of its gradients from autograd, each times the
             weight of its backward; float64, on the CPU.
         gradient_magnitudes: the same sum of the gradients' magnitudes, for parameters with several gradients.
-        outside_gradients: for each parameter, the part of its sum from terms of the loss that are no outputs of the
+        outside_gradients: for each parameter, the part of its sum from terms of the loss that are not outputs of the
             model.
         loss_gradients: for each `engine.backward`, the expected and the actual gradient of the loss.
         losses: arguments of `engine.backward`.

@@ -121,7 +121,7 @@ def test_rotation_removes_the_oldest_of_this_run(many: Path) -> None:
     write_latest(many, "global_step11")
     assert remove_old_checkpoints(many, 2, "global_step11", {"mine"}) == ["global_step9", "mine"]
     assert list_tags(many) == ["best", "global_step10", "global_step11", "global_stepx"]
-    assert (many / "global_step1" / "mp_rank_00_model_states.pt").exists(), "what is no checkpoint of ours stays"
+    assert (many / "global_step1" / "mp_rank_00_model_states.pt").exists(), "what is not a checkpoint of ours stays"
     assert not list(many.glob(".*")), "nothing is left of what was removed"
     assert remove_old_checkpoints(many, 2, "global_step11", {"mine"}) == []
 

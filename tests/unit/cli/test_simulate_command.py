@@ -48,7 +48,7 @@ def test_json_of_a_model_directory(tmp_path: Path) -> None:
 def test_wrong_options_name_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give MODEL or --shape"):
         run()
-    with pytest.raises(ConfigError, match="--world-size '8,x' is no list"):
+    with pytest.raises(ConfigError, match="--world-size '8,x' is not a list"):
         run("--shape", SHAPE, "--world-size", "8,x")
     with pytest.raises(ConfigError, match="--checkpointing 'some' does not exist; write one of none, full, selective"):
         run("--shape", SHAPE, "--checkpointing", "some")

@@ -26,7 +26,7 @@ def test_sizes() -> None:
     texts = ("4096", "64K", "1M", "2G", "1MB")
     assert [parse_size(text, "--size") for text in texts] == [4096, 65536, 1 << 20, 2 << 30, 1 << 20]
     for text in ("", "0", "-1", "M", "1X"):
-        with pytest.raises(StorageError, match=f"--size: '{text}' is no positive number"):
+        with pytest.raises(StorageError, match=f"--size: '{text}' is not a positive number"):
             parse_size(text, "--size")
 
 
@@ -92,7 +92,7 @@ def test_numbers_that_measure_nothing_name_their_option(
 def test_settings_of_benches_name_their_option() -> None:
     with pytest.raises(CommunicationError, match="--sizes 1K,0: a message of no bytes"):
         parse_collective_settings("all", "1K,0", "fp32", 1, 2)
-    with pytest.raises(StorageError, match="--threads: '0' is no positive number"):
+    with pytest.raises(StorageError, match="--threads: '0' is not a positive number"):
         parse_disk_settings("1M", "4", "0")
 
 

@@ -175,10 +175,10 @@ def test_a_plain_state_is_packed() -> None:
 
 def test_what_no_format_is_refused() -> None:
     for arguments in ((5, 16, 1), (4, 16, 2), (12, 16, 1), (4, 0, 1)):
-        with pytest.raises(WeightFormatError, match="is no weight format"):
+        with pytest.raises(WeightFormatError, match="is not a weight format"):
             RangeWeightFormat(*arguments)
     for arguments in ((8, 7, 16), (5, 2, 16), (8, 3, 0)):
-        with pytest.raises(WeightFormatError, match="are no weight format"):
+        with pytest.raises(WeightFormatError, match="are not a weight format"):
             MinifloatWeightFormat(*arguments)
     with pytest.raises(WeightFormatError, match="groups of 10 do not divide dimension 1"):
         RangeWeightFormat(4, 10).pack(weight())

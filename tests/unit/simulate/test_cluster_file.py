@@ -75,7 +75,7 @@ pp = "3GB/s"
     assert links["pp"] == LinkPart(3e9, plain.latency, plain.efficiency)
     for wrong, message in (
         ('dp = "1GB/s"', "host.axis_links.dp"),
-        ('tp = "fast"', "host.axis_links.tp = 'fast' is no rate"),
+        ('tp = "fast"', "host.axis_links.tp = 'fast' is not a rate"),
         ("tp = {speed = 1}", "host.axis_links.tp.speed"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -121,27 +121,27 @@ def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
             "links[2].to = 'host 1' is linked with 'leaf' already; write one link with the sum of the rates",
         ),
         (LINKS.replace('rate = "10Gbps"', ""), "links[2].rate is missing"),
-        (LINKS.replace("10Gbps", "fast"), "links[2].rate = 'fast' is no rate; write e.g. 400Gbps"),
-        (LINKS.replace("2us", "soon"), "links[0].latency = 'soon' is no time"),
-        (LINKS.replace("hosts = 3", "hosts = 0"), "hosts = 0 is no whole number from 1"),
-        ("[device]\npart = 'b9'", "device.part = 'b9' is no known device; write one of v100"),
+        (LINKS.replace("10Gbps", "fast"), "links[2].rate = 'fast' is not a rate; write e.g. 400Gbps"),
+        (LINKS.replace("2us", "soon"), "links[0].latency = 'soon' is not a time"),
+        (LINKS.replace("hosts = 3", "hosts = 0"), "hosts = 0 is not a whole number from 1"),
+        ("[device]\npart = 'b9'", "device.part = 'b9' is not a known device; write one of v100"),
         ("[device]\nflops = {bf16 = 1}", "device.memory is missing"),
-        ("cluster = 'dgx-h100'\nspeed = 3", "speed = 3 is no key; the keys are cluster"),
+        ("cluster = 'dgx-h100'\nspeed = 3", "speed = 3 is not a key; the keys are cluster"),
         ("cluster = 'dgx-h100'\n[network]\ntopology = 'star'", "network.topology = 'star' does not exist"),
         ("cluster = 'dgx-h100'\n[network]\ntopology = 'links'", "network.topology = 'links' needs [[links]]"),
         ("cluster = 'dgx-h100'\nhosts = 4\n[network]\ntopology = 'torus'\nshape = [3]", "sides whose product is 4"),
         ("cluster = 'dgx-h100'\n[host]\nmesh = 'web'", "host.mesh = 'web' does not exist; write one of switch"),
         (
             "cluster = 'dgx-h100'\n[device]\nmatmul_efficiency = 2",
-            "device.matmul_efficiency = 2 is no number from 0 to 1",
+            "device.matmul_efficiency = 2 is not a number from 0 to 1",
         ),
         ("cluster = 'dgx-h100'\n[device]\nmemory = '0'", "device.memory = '0' must be above 0"),
-        ("cluster = 'dgx-h100'\n[device]\nflops = {bfloat = 1}", "device.flops.bfloat is no dtype; write fp8, bf16"),
+        ("cluster = 'dgx-h100'\n[device]\nflops = {bfloat = 1}", "device.flops.bfloat is not a dtype; write fp8, bf16"),
         (
             "cluster = 'dgx-h100'\n[network]\noversubscription = 0",
             "network.oversubscription = 0.0 must be above 0",
         ),
-        ("[device", "is no TOML"),
+        ("[device", "is not TOML"),
     ],
 )
 def test_mistakes_name_the_key_its_value_and_the_fix(tmp_path: Path, text: str, message: str) -> None:
@@ -172,5 +172,5 @@ def test_unknown_clusters_and_units() -> None:
     assert parse_rate("989TFLOP/s", "x") == 989e12 and parse_rate(7, "x") == 7.0
     assert parse_seconds("3us", "x") == pytest.approx(3e-6) and parse_seconds("10ms", "x") == pytest.approx(0.01)
     for wrong in ("0GB/s", "", True, -1, None):
-        with pytest.raises(ConfigError, match="x = .* is no rate"):
+        with pytest.raises(ConfigError, match="x = .* is not a rate"):
             parse_rate(wrong, "x")

@@ -173,7 +173,7 @@ def test_model_flops_equal_those_of_the_traced_model() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
     work = describe_step(model, config(), 1, LENGTH)
     assert work.shape == from_transformers(own.to_dict())
-    # eager attention multiplies whole score matrices; the embedding is no product
+    # eager attention multiplies whole score matrices; the embedding is not a product
     assert global_model_flops(work, DEVICES["h100"]) / MICRO == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 

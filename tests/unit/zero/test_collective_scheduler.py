@@ -112,7 +112,7 @@ def scheduler_of(units: list[Any]) -> CollectiveScheduler:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_begin_of_a_phase_is_awaited_only_by_gathers(there: bool) -> None:
-    """Only a unit that has to be gathered waits for the begin of a phase; unsharded units are computed at once."""
+    """Only a unit that has to be gathered waits for the start of a phase; unsharded units are computed at once."""
     units, board = [Unit(number, ShardState.SHARDED) for number in range(3)], Board()
     order: Any = scheduler_of(units)
     order.use_board(board)

@@ -50,12 +50,12 @@ def parse_settings(operations: str, sizes: str, dtypes: str, trials: int, nproc:
         chosen = [name for name in OPERATIONS if nproc > 1 or name != "pt2pt"]
     if unknown := [name for name in chosen if name not in OPERATIONS]:
         raise CommunicationError(
-            f"--collectives: {unknown[0]!r} is no operation; write all, or some of {', '.join(OPERATIONS)}"
+            f"--collectives: {unknown[0]!r} is not an operation; write all, or some of {', '.join(OPERATIONS)}"
         )
     found = [parse_bytes(word, "--sizes") for word in sizes.split(",")]
     if min(found) < 1:
         raise CommunicationError(
-            f"--sizes {sizes}: a message of no bytes is no message; write positive sizes, as 1K,1M"
+            f"--sizes {sizes}: a message of no bytes is not a message; write positive sizes, as 1K,1M"
         )
     return CollectiveSettings(
         tuple(chosen), tuple(found), tuple(parse_dtype(word.strip()) for word in dtypes.split(",")), trials=trials

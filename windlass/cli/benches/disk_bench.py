@@ -21,7 +21,7 @@ def parse_settings(block_sizes: str, queue_depths: str, threads: str) -> list[Di
     """Return every combination of three lists with commas.
 
     Raises:
-        StorageError: a value is no positive number or size.
+        StorageError: a value is not a positive number or size.
     """
     given = {"--block-sizes": block_sizes, "--queue-depths": queue_depths, "--threads": threads}
     lists = [[parse_size(word, option) for word in text.split(",")] for option, text in given.items()]

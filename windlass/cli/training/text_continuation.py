@@ -54,7 +54,7 @@ def generate_continuation(
         try:
             ids = llm.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
         except (TypeError, UnicodeError) as error:
-            raise ConfigError(f"prompt (--prompt) is {prompt!r}, which is no valid UTF-8; write text") from error
+            raise ConfigError(f"prompt (--prompt) is {prompt!r}, which is not valid UTF-8; write text") from error
         if not ids:
             starts = (llm.tokenizer.eos_token_id, llm.tokenizer.bos_token_id, *sorted(llm.engine.eos_ids))
             ids = [token for token in starts if token is not None][:1]

@@ -149,7 +149,7 @@ void define(nb::module_& module, const char* name, const char* request_name) {
 }  // namespace windlass::disk
 
 NB_MODULE(_disk, module) {
-    nb::set_leak_warnings(false);  // objects in use at the end of the interpreter are no errors
+    nb::set_leak_warnings(false);  // objects in use at the end of the interpreter are not errors
     using namespace windlass::disk;
     module.doc() = "Direct I/O on many blocks at once; see windlass/storage.";
     define<Uring>(module, "Uring", "UringRequest");

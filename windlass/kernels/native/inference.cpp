@@ -606,7 +606,7 @@ class StepProgram {
 }  // namespace windlass
 
 NB_MODULE(_inference, module) {
-    nb::set_leak_warnings(false);  // objects in use at the end of the interpreter are no errors
+    nb::set_leak_warnings(false);  // objects in use at the end of the interpreter are not errors
     using namespace nb::literals;
     using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
     using windlass::StepProgram;

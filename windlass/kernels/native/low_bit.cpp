@@ -165,7 +165,7 @@ void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std:
 }  // namespace windlass
 
 NB_MODULE(_low_bit, module) {
-    nb::set_leak_warnings(false);  // objects in use at the end of the interpreter are no errors
+    nb::set_leak_warnings(false);  // objects in use at the end of the interpreter are not errors
     using namespace nb::literals;
     module.def("instruction_sets", windlass::instruction_sets);
     module.def("panel_bytes", windlass::panel_bytes, "codes"_a, "outputs"_a, "features"_a);

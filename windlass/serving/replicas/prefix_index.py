@@ -17,7 +17,7 @@ _RUNNING_CHARACTERS = 64
 
 
 def routing_text(data: Any) -> str:
-    """Return a text whose equal beginnings mean equal beginnings of prompts.
+    """Return a text for a request, such that prompts with a common prefix have texts with a common prefix.
 
     Args:
         data: JSON object of a request. Anything else gives an empty text: the replica then answers with the error.
@@ -48,7 +48,7 @@ def _message_text(message: Any) -> str:
 
 
 def block_hashes(text: str) -> list[int]:
-    """Return the hash of each beginning of `text` that is a whole number of blocks long, from short to long."""
+    """Return the hash of each prefix of `text` that consists of whole blocks, from short to long."""
     hashes: list[int] = []
     known = 0
     for start in range(0, min(len(text) // BLOCK_CHARACTERS, _MAX_BLOCKS) * BLOCK_CHARACTERS, BLOCK_CHARACTERS):
@@ -60,8 +60,7 @@ def block_hashes(text: str) -> list[int]:
 class ReplicaLoad:
     """Prefixes that one replica has computed, and its work.
 
-    A prefix is in the trie of the replica if its hash is in the set: the hash of a beginning depends on all blocks
-    before it, so that the set of hashes is the trie.
+    A set of hashes represents the trie of known prefixes, because the hash of a prefix depends on all of its blocks.
 
     Attributes:
         running: number of requests.
@@ -87,8 +86,8 @@ class ReplicaLoad:
         return len(hashes)
 
     def insert(self, hashes: Iterable[int]) -> None:
-        """Add the beginnings of a prompt. The entries that were not used for the longest time are dropped."""
-        # from long to short, so that short beginnings, without which the long ones are unreachable, are dropped last
+        """Add the prefixes of a prompt. The least recently used entries are dropped."""
+        # from long to short, so that short prefixes, without which the long ones are unreachable, are dropped last
         for known in reversed(list(hashes)):
             self._hashes[known] = None
             self._hashes.move_to_end(known)
@@ -96,7 +95,7 @@ class ReplicaLoad:
             self._hashes.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all prefixes: the replica was started anew."""
+        """Drop all prefixes, because the replica was restarted."""
         self._hashes.clear()
 
 

@@ -65,12 +65,12 @@ class CompressedPhase:
         return self._messages.group
 
     def add_key(self, key: str) -> None:
-        """Hold another per-rank state, which is saved too."""
+        """Add a per-rank state. It is saved from `begin` on."""
         self._keys = (*self._keys, key)
         self._held = self._keys if self._held else ()
 
     def begin(self) -> None:
-        """Hold all per-rank states from now on."""
+        """Begin to save all per-rank states in checkpoints."""
         self._held = self._keys
 
     def state(self, key: str, unit: Unit) -> torch.Tensor:
@@ -81,7 +81,7 @@ class CompressedPhase:
         return kept[unit.index]
 
     def forget(self, *keys: str) -> None:
-        """Return per-rank states to zeros."""
+        """Reset per-rank states to zero."""
         for key in keys:
             for flat in self._states.get(key, {}).values():
                 flat.zero_()

@@ -300,7 +300,7 @@ class MasterWeights:
         """
         slot = chunk.unit.shard_slot
         assert slot is not None and self._staging is not None
-        # With delayed updates it is no staging buffer (see `lowered_output`), so there is nothing to release.
+        # With delayed updates it is not a staging buffer (see `lowered_output`), so there is nothing to release.
         if lowered is not None and self._delayed:
             return slot.store(lowered, chunk.start)
         if lowered is None:

@@ -17,7 +17,7 @@ arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding 
 
 The frozen variance has the bias correction of its last step, and the momentum that of its own. Without bias correction
 the first steps are taken here too, since torch's AdamW has no such option. Elements whose frozen
-variance is 0 have never had a gradient, and are not updated: the sign of nothing would be divided by eps.
+variance is 0 have never had a gradient, and are not updated: the sign of a zero message would be divided by eps.
 
 [Note: bounded steps] A message gives all elements of a block one magnitude. Divided by the root of a variance that few
 gradients have measured, it moves some elements by many times the learning rate, which Adam never does, since there each

@@ -144,7 +144,7 @@ class Update(Protocol):
 
 
 class OrdinaryUpdate:
-    """Answers to `Update` of an update whose gradients and results the engine sends."""
+    """Defaults of `Update` for an update whose gradients and results the engine communicates."""
 
     @classmethod
     def separates_masters(cls, shards_states: bool) -> bool:

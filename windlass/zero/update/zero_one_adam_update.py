@@ -112,7 +112,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     @torch.no_grad()
     def _added(self, messages: Batch, steps: int) -> Batch:
-        """Add local gradients to their sums; if `steps` is not 0, the messages become the means of so many steps."""
+        """Add local gradients to their sums; if `steps` is not 0, the messages become the means of that many steps."""
         for message in messages:
             summed = self._phase.state(SUMMED, message.unit)
             for index in (index for index, chosen in enumerate(message.chosen) if chosen):
