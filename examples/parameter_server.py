@@ -26,7 +26,7 @@ CONTEXT, WIDTH = 16, 48
 
 
 class CharacterModel(nn.Module):
-    """Predicts the next byte from the `CONTEXT` bytes before it."""
+    """Model that predicts the next byte from the `CONTEXT` bytes before it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ def test_draining_finishes_running_requests() -> None:
 
 
 class FailingRunner:
-    """Raises for batches that contain a token, as a forward does that runs out of memory."""
+    """Runner that raises for batches that contain a token, like a forward that runs out of memory."""
 
     def __init__(self, runner: Any, token: int, *, always: bool = False) -> None:
         self.run_batch, self.token, self.always, self.failures = runner.run, token, always, 0

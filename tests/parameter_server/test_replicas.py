@@ -86,7 +86,7 @@ def test_a_push_whose_answer_was_lost_counts_once(mode: Any, monkeypatch: pytest
 
 
 def test_a_replica_that_was_lost_comes_back() -> None:
-    """The server goes on without it, and sends it everything when it comes back."""
+    """The server continues without it, and sends it everything when it reconnects."""
     job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
     wanted = plain(job.build_from(0), adamw, 1)
     job.start_processes(replicas=1)

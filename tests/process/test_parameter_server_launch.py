@@ -58,7 +58,7 @@ def test_a_killed_worker_leaves_and_a_killed_server_continues(servers: int, tmp_
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"[rank {servers}] worker 0 of {servers} servers at True"]
     assert f"rank {servers - 1}, a parameter server, was ended by SIGKILL: it is started again" in done.stderr
-    assert f"rank {servers + 1}, a worker, was ended by SIGKILL: the run goes on without it" in done.stderr
+    assert f"rank {servers + 1}, a worker, was ended by SIGKILL: the run continues without it" in done.stderr
 
 
 @pytest.mark.parametrize(

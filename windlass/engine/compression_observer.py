@@ -12,7 +12,7 @@ from windlass.engine.training_engine import Engine
 
 
 class CompressionObserver(EngineObserver):
-    """Updates of what follows gradients and curvature.
+    """Observer that updates masks that follow gradients, and bits that follow curvature.
 
     Args:
         group: ranks with other samples of the same model.

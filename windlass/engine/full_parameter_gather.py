@@ -37,7 +37,7 @@ class _Sender:
 
 
 class FullParameterGather:
-    """Gathers the full parameters of units on rank 0. Collective over all ranks, each with its own units.
+    """Gathering of the full parameters of units on rank 0. Collective over all ranks, each with its own units.
 
     Attributes:
         entries: announcements of all parameters, on every rank.

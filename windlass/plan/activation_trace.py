@@ -93,7 +93,7 @@ class ForwardArguments:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operators create, until they are freed.
+    """Dispatch mode that counts the bytes of all storages that operators create, until they are freed.
 
     Args:
         log: List to which the storages are added as they come and go.

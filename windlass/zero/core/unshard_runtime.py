@@ -47,7 +47,7 @@ class RuntimeCallbacks:
 
 
 class UnshardRuntime:
-    """Unshards units before use and reshards them afterwards, in forward and backward.
+    """Runtime that unshards units before use and reshards them afterwards, in forward and backward.
 
     [Note: when a unit is resharded] A unit is resharded after a forward, unless the forward runs inside a backward
     (recomputation). It is resharded after the backward of a call, i.e. when the gradient of one of the block's inputs
