@@ -236,7 +236,7 @@ class CompressionRun:
             print_escaped(f"{settings.out}: unquantized weights, in {self.progress.seconds:.0f} s")
             return tensor_bytes(ModelDirectory(settings.out))
         if not names:
-            raise ConfigError("the budget is met by the model as it is; nothing is compressed")
+            raise ConfigError("the model meets the budget without compression; lower the budget")
         self.progress.begin("rounding", "layers")
         if settings.is_trained:
             how, report, results = self._pack_trained(source, target)

@@ -222,7 +222,10 @@ def parse_adapters(entries: list[str], model_names: tuple[str, ...]) -> dict[str
         if name in found or name in model_names:
             raise ConfigError(f"--lora {entry!r}: the name {name!r} is used twice; choose another")
         if not (Path(directory) / "adapter_config.json").is_file():
-            raise ConfigError(f"--lora {entry!r}: {directory} is not an adapter of peft: it has no adapter_config.json")
+            raise ConfigError(
+                f"--lora {entry!r}: {directory} has no adapter_config.json; give a directory that peft's "
+                "save_pretrained wrote"
+            )
         found[name] = directory
     return found or None
 

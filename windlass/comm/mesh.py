@@ -200,7 +200,7 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     """
     world = dist.get_world_size()
     if grid.world != world:
-        raise ConfigError(f"the mesh {grid} has {grid.world} ranks, but the job has {world}")
+        raise ConfigError(f"the mesh {grid} has {grid.world} ranks, but the job has {world}; start {grid.world} ranks")
     maker = _GroupMaker(grid, timeout)
     everyone = maker.over(*AXES)
     dense = _data_mesh(maker, grid, DATA_AXES, regather)
@@ -217,7 +217,8 @@ def _data_mesh(maker: _GroupMaker, grid: MeshShape, axes: tuple[str, ...], regat
     near = None
     if regather is not None and (regather < 1 or data.size % regather):
         raise ConfigError(
-            f"zero_optimization.zero_hpz_partition_size = {regather} does not divide the {data.size} data ranks"
+            f"zero_optimization.zero_hpz_partition_size = {regather} does not divide the {data.size} data ranks; "
+            "write a divisor"
         )
     if regather is not None and 1 < regather < data.size:
         near = maker.of([part[i : i + regather] for part in grid.groups(*axes) for i in range(0, len(part), regather)])

@@ -326,12 +326,17 @@ def _module_name(model: nn.Module, name: str, whose: str) -> str:
     if name.lstrip("-").isdigit():
         blocks = block_names(model, whose)
         if not -len(blocks) <= int(name) < len(blocks):
-            raise ConfigError(f"distillation.layers has block {name} of the {whose}, which has {len(blocks)}")
+            raise ConfigError(
+                f"distillation.layers has block {name} of the {whose}; write a number from {-len(blocks)} to "
+                f"{len(blocks) - 1}"
+            )
         return blocks[int(name)]
     try:
         model.get_submodule(name)
     except AttributeError as error:
-        raise ConfigError(f"distillation.layers has {name!r}, which the {whose} lacks") from error
+        raise ConfigError(
+            f"distillation.layers has {name!r}, which the {whose} lacks; write a name of its named_modules()"
+        ) from error
     return name
 
 

@@ -69,7 +69,10 @@ def find_block_type(weight_format: WeightFormat, in_features: int) -> BlockType:
         )
     kind = BLOCK_TYPES[name]
     if in_features % kind.weights:
-        raise ModelError(f"{in_features} input features do not divide into blocks of {kind.weights} of GGUF's {name}")
+        raise ModelError(
+            f"{in_features} input features do not divide into blocks of {kind.weights} of GGUF's {name}; pack the "
+            "weights in another format"
+        )
     return kind
 
 

@@ -42,7 +42,9 @@ def read_packed_layer(
     names = {part: f"{layer}.{part}" for part in _PARTS if f"{layer}.{part}" in directory.places}
     missing = {"qweight", "qzeros", "scales"} - set(names)
     if missing:
-        raise ModelError(f"layer {layer!r} of {directory.path} lacks {', '.join(sorted(missing))}")
+        raise ModelError(
+            f"layer {layer!r} of {directory.path} lacks {', '.join(sorted(missing))}; copy its files again"
+        )
     tensors = {part: directory.read(name) for part, name in names.items()}
     bits, size = entry.get("bits", entry.get("w_bit")), entry.get("group_size", entry.get("q_group_size"))
     if bits not in (2, 3, 4, 8):

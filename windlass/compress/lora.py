@@ -102,7 +102,7 @@ def packed_lora_class() -> type[nn.Module]:
             )
 
         def unmerge(self) -> None:
-            raise ModelError("adapters of packed layers are never merged")
+            raise ModelError("adapters of packed layers are never merged, so that none can be unmerged")
 
         def _get_in_out_features(self, module: nn.Module) -> tuple[Any, Any]:
             return module.in_features, module.out_features

@@ -274,7 +274,10 @@ def fill_wide(
         tie()
     missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:
-        raise ModelError(f"{directory.path} lacks {len(missing)} tensors of the model: {', '.join(missing[:4])}")
+        raise ModelError(
+            f"{directory.path} lacks {len(missing)} tensors of the model: {', '.join(missing[:4])}; copy its "
+            "files again, or save the model again"
+        )
     unknown = [source for source in names.unknown if source not in used]
     if unknown:
         logger.warning("%s has %d tensors that the model does not use: %s", directory.path, len(unknown), unknown[:4])

@@ -68,7 +68,7 @@ def load_rounded_model(
     for name, module in chosen.items():
         weight = weights[name]
         if id(weight) not in sources:
-            raise ModelError(f"{path} lacks the tensor '{name}.weight' of the model")
+            raise ModelError(f"{path} lacks the tensor '{name}.weight' of the model; copy its files again")
         source = sources[id(weight)]
         packed = empty_packed(module, form, dtype or directory.places[source].dtype)
         if id(weight) in made:
@@ -84,7 +84,7 @@ def load_rounded_model(
         if isinstance(packed, PackedLinear) and packed.bias is not None:
             bias = names.source_of.get(f"{name}.bias")
             if bias is None:
-                raise ModelError(f"{path} lacks the tensor '{name}.bias' of the model")
+                raise ModelError(f"{path} lacks the tensor '{name}.bias' of the model; copy its files again")
             packed.bias = nn.Parameter(_cast(directory.read(bias), dtype), requires_grad=False)
             used.add(bias)
         model.set_submodule(name, packed)

@@ -201,7 +201,9 @@ def _experts(model: nn.Module, name: str, module: nn.Module) -> UnitGroup:
     if routers != 1:
         raise ModelError(f"the experts {name} have {routers} routers, not one; their number cannot change")
     if any(_number(one, ("n_group", "num_expert_group")) > 1 for one in parent.modules()):
-        raise ModelError(f"the router of {name} chooses among groups of experts, whose sizes cannot change")
+        raise ModelError(
+            f"the router of {name} chooses among groups of experts, whose sizes cannot change; prune other units"
+        )
     return UnitGroup(name, "experts", count, tuple(tensors), least=max(chosen, 1))
 
 

@@ -93,7 +93,8 @@ def load_full_state_dict(
     for name, shape in shapes.items():
         if tuple(state[name].shape) != shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {shape} here"
+                f"{name!r} has shape {tuple(state[name].shape)} in the state dictionary, {shape} here; "
+                "leave it out and pass strict=False to keep the present values"
             )
     for name, parameter in requested.items():
         set_full_param(parameter, state[name])

@@ -52,7 +52,7 @@ class SpeculativeOptions:
         if self.method not in ("ngram", "draft"):
             raise ConfigError(f'speculative.method is {self.method!r}; write "ngram" or "draft"')
         if (self.model is None) == (self.method == "draft"):
-            raise ConfigError('speculative.model is needed with the method "draft", and with it alone')
+            raise ConfigError('speculative.model belongs to the method "draft"; give both or neither')
         _check_positive("speculative.num_tokens", self.num_tokens)
         _check_positive("speculative.min_ngram", self.min_ngram)
         if self.max_ngram < self.min_ngram:

@@ -83,7 +83,7 @@ def load_model(
     if is_packed_directory(path):
         if pipeline is not None:
             raise ConfigError(
-                f"{path} has packed weights, which pp does not split; give the unquantized model, and weights"
+                f"{path} has packed weights, which pp does not split; give the unquantized model and the option weights"
             )
         model = load_packed_model(path, dtype=wanted, trust_remote_code=trust_remote_code)
     else:

@@ -146,7 +146,7 @@ class RequestFactory:
         if params.num_candidates > self._max_sequences:
             raise RequestError(
                 f"{params.num_candidates} answers are asked for, and the engine runs {self._max_sequences} "
-                "sequences at a time",
+                "sequences at a time; ask for fewer",
                 parameter="n",
             )
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):

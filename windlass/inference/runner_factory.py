@@ -77,8 +77,8 @@ def make_runner(
     if ranks is not None and shards:
         if (held := _packed_format(model)) is not None:
             raise ConfigError(
-                f"the model is packed as {held!r}, which tp, ep and pp do not shard; give the unquantized model, and "
-                "weights"
+                f"the model is packed as {held!r}, which tp, ep and pp do not shard; give the unquantized model "
+                "and the option weights"
             )
         if open_stage_link(model, pipeline) is None:
             ranks.broadcast_model(model)

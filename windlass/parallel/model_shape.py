@@ -182,5 +182,5 @@ def _from_key_values(text: str) -> ModelShape:
         found[name] = bool(int(value)) if isinstance(kinds[name].default, bool) else int(value)
     missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]
     if missing:
-        raise ConfigError(f"a model shape lacks {', '.join(missing)}: {text}")
+        raise ConfigError(f"the model shape {text!r} lacks {', '.join(missing)}; add them as NAME=NUMBER")
     return ModelShape(**found)

@@ -66,12 +66,12 @@ class RoutingRule:
         ):
             raise ConfigError(
                 f"{self.num_experts} experts can't form {self.num_expert_groups} equal groups of which "
-                f"{self.num_limited_groups} are kept"
+                f"{self.num_limited_groups} are kept; the number of groups must divide the number of experts"
             )
         if self.k > self.num_experts // self.num_expert_groups * self.num_limited_groups:
             raise ConfigError(
                 f"k = {self.k} experts of a token can't be chosen from {self.num_limited_groups} groups of "
-                f"{self.num_experts // self.num_expert_groups}"
+                f"{self.num_experts // self.num_expert_groups}; lower k, or raise num_limited_groups"
             )
 
     @property

@@ -27,7 +27,9 @@ def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
         ConfigError: there are fewer layers than stages.
     """
     if len(weights) < num_stages or num_stages < 1:
-        raise ConfigError(f"{len(weights)} layers can't be split into {num_stages} parts of at least one layer each")
+        raise ConfigError(
+            f"{len(weights)} layers can't be split into {num_stages} parts of at least one layer each; use fewer stages"
+        )
     ends = [0.0]
     for weight in weights:
         ends.append(ends[-1] + weight)
@@ -83,7 +85,8 @@ def compute_layer_weights(
     if not isinstance(partition_method, str):
         if len(partition_method) != len(class_names):
             raise ConfigError(
-                f"the partition gives {len(partition_method)} weights, and there are {len(class_names)} layers"
+                f"the partition gives {len(partition_method)} weights, and there are {len(class_names)} layers; "
+                "give one weight for each"
             )
         return [float(weight) for weight in partition_method]
     requested = partition_method.lower()

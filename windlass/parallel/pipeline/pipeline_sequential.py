@@ -145,7 +145,7 @@ class PipelineSequential(nn.Module):
         if len(names) < stages * virtual_stages:
             raise ConfigError(
                 f"{len(names)} layers can't be split into {stages * virtual_stages} stages ({stages} ranks, "
-                f"{virtual_stages} on each) of at least one layer"
+                f"{virtual_stages} on each) of at least one layer; use fewer stages"
             )
         sizes = count_layer_parameters(self._layer_specs)
         bounds = partition_layers(

@@ -170,7 +170,10 @@ def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_pac
         along = value.shape[-1:] if name == "position_ids" else value.shape[1:2]
         if name in SHARDED_KEYS or name == "position_ids":
             if along != (length,):
-                raise ModelError(f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens")
+                raise ModelError(
+                    f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens; give one value "
+                    "for each token"
+                )
         elif value.dim() >= 2 and value.shape[:2] == (samples, length):
             raise ModelError(
                 f"{name} has the shape {list(value.shape)} of one value per token, and sequence parallelism does not "

@@ -287,5 +287,7 @@ def install_tiled_loss(model: Any, tile_tokens: int | None = None) -> None:
     inner = unwrap_peft(model)
     head = inner.get_output_embeddings()
     if head is None:
-        raise ModelError(f"{type(model).__name__} has no layer that computes logits (get_output_embeddings)")
+        raise ModelError(
+            f"{type(model).__name__} has no layer that computes logits (get_output_embeddings); leave tiled_loss off"
+        )
     TiledLossHead(head, tile_tokens).install(model, list(inspect.signature(inner.forward).parameters))
