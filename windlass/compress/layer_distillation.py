@@ -1,9 +1,9 @@
 """Rounding that is learned block by block: each block is distilled from its unquantized weights (LKD).
 
-[Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distils one layer after the other, so that one
-layer is in memory with what distillation takes. What is learned here is the code of each weight, with the scales of the
-method before: a number between the neighbouring codes, rounded in the forward, that moves by the sign of its gradient
-(Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference of the block's output.
+[Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distills one layer after the other, so that
+memory holds one layer and the states of its distillation. Here the scales of the method before are kept and the code of
+each weight is learned: a number between the neighbouring codes, rounded in the forward, that moves by the sign of its
+gradient (Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference of the block's output.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 [Note: bits by curvature] With `eigenvalue`, each block has a schedule of its own. When its bits fall, its next period
 is twice as long, times `1 + floor(4 e)`, where `e` is the largest eigenvalue of its Hessian, divided by the largest of
-all blocks: what is curved keeps its bits longer.
+all blocks: a block with a larger curvature keeps its bits longer.
 """
 
 from __future__ import annotations
