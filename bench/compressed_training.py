@@ -188,7 +188,7 @@ def train(method: str, seed: int, steps: int) -> Run:
 
 
 def judged(runs: list[Run]) -> dict[str, Any]:
-    """Return by method the part by which its loss exceeds AdamW's with the same seeds, and a line for each missed
+    """Return the relative excess of each method's loss over AdamW's with the same seeds, and a line for each missed
     goal."""
     base = {run.seed: run.last for run in runs if run.method == BASE}
     above, missed = {}, []

@@ -117,7 +117,7 @@ class TierRequests:
         self.tier = DiskTier([folder], queue_depth=depth, block_size=block, threads=threads, engine=engine)
 
     def prepare(self, nbytes: int, memory: torch.Tensor) -> None:
-        """Allocate the space. `memory` is divided into the buffers of `_BUFFERS` requests."""
+        """Allocate the space. `memory` is divided into the buffers of `_REQUESTS_IN_FLIGHT` requests."""
         self._extent = self.tier.allocate(nbytes, "the benchmark")
         self._buffers = memory.chunk(_REQUESTS_IN_FLIGHT)
         self._offsets = range(0, nbytes, self._buffers[0].numel())

@@ -102,7 +102,7 @@ def run_clients(port: int, model: str, load: Load, clients: int) -> dict[str, fl
 
 
 def _ask(port: int, model: str, prompt: list[int], tokens: int) -> list[float]:
-    """Return when the request was sent and each of its events came."""
+    """Return the times at which the request was sent and at which each of its events arrived."""
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0}
     body |= {"ignore_eos": True}
     if model != "windlass":

@@ -205,7 +205,7 @@ def main(
 def _goals(
     rates: dict[str, float], shares: dict[str, float], outside: float, over_http: dict[str, dict[str, float]]
 ) -> list[tuple[str, float, float, bool]]:
-    """Return figures with their goals, and True where the goal is the most that is allowed."""
+    """Return figures with their goals, and True where the goal is an upper bound."""
     found: list[tuple[str, float, float, bool]] = []
 
     def ratio(name: str, ours: str, other: str, goal: float) -> None:

@@ -87,8 +87,8 @@ def main(
 
 
 def compare_with_published() -> list[dict[str, Any]]:
-    """Return one row for each published run: predicted from data sheets, and with a share of each device's rates that
-    one of its runs decides."""
+    """Return one row for each published run: predicted from data sheets, and with each device's rates calibrated on one
+    of its runs."""
     runs = published_runs()
     shares = {run.device: _calibrate(run) for run in runs if run.name in CALIBRATION}
     rows = []
@@ -120,7 +120,7 @@ def compare_with_published() -> list[dict[str, Any]]:
 
 
 def _predict(run: PublishedRun, share: float) -> StepPrediction:
-    """Predict a run on devices that reach `share` of what `parts` says."""
+    """Predict a run on devices that reach `share` of the rates in the table of devices."""
     place = cluster_of(run)
     device = replace(
         place.device,

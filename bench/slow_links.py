@@ -79,12 +79,12 @@ class Timing:
 
     @property
     def of_sum(self) -> float:
-        """Seconds of the bytes at the rate and of the step without limit together, over those of the step."""
+        """Transfer time at the link's rate plus the step without limit, relative to the measured step."""
         return (self.at_rate + self.free) / self.seconds
 
     @property
     def of_rate(self) -> float:
-        """Seconds of the bytes at the rate over those of the step."""
+        """Transfer time at the link's rate, relative to the measured step."""
         return self.at_rate / self.seconds
 
 

@@ -43,7 +43,8 @@ class GpuLayout:
 
     @property
     def workload(self) -> StepWorkload:
-        """Workload of a step: `EACH` tokens per GPU, in micro-batches of `TOKENS` on each rank along sp."""
+        """Workload of a step: `TOKENS_PER_GPU` tokens per GPU, in micro-batches of `TOKENS_PER_MICRO_BATCH` on each
+        rank along sp."""
         tokens = TOKENS_PER_MICRO_BATCH * self.grid.sp
         micros = TOKENS_PER_GPU * self.grid.world // (self.grid.data_loading_size * tokens)
         return StepWorkload(tokens, micros, self.zero_stage, ulysses_degree=1 if self.uses_ring_attention else 0)

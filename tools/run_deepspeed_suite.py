@@ -248,7 +248,7 @@ def _python_path() -> list[str]:
 
 
 def select_tests(collected: Sequence[dict[str, Any]], cases: int, patterns: Sequence[str]) -> list[str]:
-    """Choose tests of at most two ranks, outside `LEFT_OUT`.
+    """Choose tests of at most two ranks, outside `EXCLUDED_FILES`.
 
     Of each function it takes `cases` evenly spread ones, counted from the last: the first are often for fp16, which
     DeepSpeed refuses on CPU.

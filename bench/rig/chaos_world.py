@@ -94,7 +94,7 @@ def train(folder: Path, last: int, *, saves: bool = True) -> None:
 
 
 def obey(fate: Fate) -> None:
-    """Let this rank end the run at its time. Collective."""
+    """Install the kill that `fate` plans on its rank. Collective."""
     pids: list[Any] = [None] * RANKS
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() != fate.rank:

@@ -55,7 +55,7 @@ class CompressedForm:
 
     @property
     def is_trained(self) -> bool:
-        """True if seeds differ."""
+        """True if the form is trained, so that its loss depends on the seed."""
         return self.share > 0
 
 
@@ -115,7 +115,7 @@ def train_base(folder: Path, steps: int) -> Path:
 
 
 def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[str, Any]:
-    """Return the loss of a compressed form: bits per byte, and its part above the trained model's."""
+    """Return the loss of a compressed form: bits per byte, and its relative excess over the trained model's."""
     form, tokens = LANGUAGE_MODELS[row], open_tokens(base / "tokens.bin")
     held_out = HeldOutSet(tokens.held_out, tokens.header.eval_bytes, LENGTH)
     whole = _load(base)
@@ -137,7 +137,7 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
 
 
 def _shrink(whole: Any, form: CompressedForm, held_out: HeldOutSet, base: Path) -> Any:
-    """Return the model that is trained, or measured at once."""
+    """Return the pruned, sparse or whole model, which is trained or only rounded afterwards."""
     if form.layers:
         return _drop_layers(whole, form.layers, held_out)
     if form.sparsity is not None:

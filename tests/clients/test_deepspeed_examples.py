@@ -135,8 +135,8 @@ def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool,
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_hello_deepspeed_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, ranks: int) -> None:
-    """Law: a BERT in bf16 at stage 1 with its optimizer on the host. On two ranks it does not save: each names the
-    folder by the second of its own clock, and windlass refuses to save one checkpoint in two."""
+    """Law: a BERT in bf16 at stage 1 with its optimizer on the host. On two ranks it does not save: each rank names the
+    folder by its own clock, and windlass refuses to save one checkpoint in two folders."""
     roberta(tmp_path / "tokenizer")
     for place in ("ours", "plain"):
         wikitext(tmp_path / place / "wikitext")

@@ -89,7 +89,7 @@ def _rows(names: list[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def result_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
-    """Return the results of a case, which one run has with all cases that are as quick."""
+    """Return the results of a case. One run computes all quick cases, another one the others."""
     out = tmp_path_factory.mktemp("accelerate")
     results: dict[tuple[int, bool], Told] = {}
 

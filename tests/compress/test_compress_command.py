@@ -1,4 +1,4 @@
-"""Tests of `windlass compress`: a table of what was won and lost, and messages for input that it can't use."""
+"""Tests of `windlass compress`: a table of savings and losses, and messages for unusable input."""
 
 from __future__ import annotations
 

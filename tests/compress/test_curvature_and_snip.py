@@ -1,4 +1,4 @@
-"""Tests of what follows gradients and curvature: eigenvalues of blocks, bits (MoQ), and masks (snip_momentum)."""
+"""Tests of compression by gradients and curvature: eigenvalues of blocks, bits (MoQ), and masks (snip_momentum)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def bits_of(values: list[int], bits: int) -> list[int]:
 
 
 def gptq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, version: int) -> dict[str, Tensor]:
-    """Codes `[in, out]` and zero points `[groups, out]` in the layout of AutoGPTQ."""
+    """Return codes `[in, out]` and zero points `[groups, out]` in the layout of AutoGPTQ."""
     columns = [bits_of(column.tolist(), bits) for column in codes.t()]
     stored = (zeros - int(version == 1)) % 2**bits
     return {
@@ -49,7 +49,7 @@ def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
 def quantized_copy(
     source: Path, target: Path, entry: dict[str, Any], symmetric: bool, ordered: bool = True
 ) -> dict[str, Tensor]:
-    """Write a checkpoint with random codes. Return the weight of each layer that they stand for."""
+    """Write a checkpoint with random codes. Return the weight of each layer that they encode."""
     target.mkdir()
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))

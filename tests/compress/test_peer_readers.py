@@ -1,4 +1,4 @@
-"""Tests that the packages compressed-tensors and gguf see the numbers of files that windlass wrote."""
+"""Tests that the packages compressed-tensors and gguf read the same numbers from files that windlass wrote."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def allowed_quick(row: dict[str, Any]) -> bool:
 
 
 def _but_one(factor: str, number: int) -> list[Any]:
-    """Return the values of a factor without one, in turn."""
+    """Return all values of a factor but one; `number` chooses the omitted one."""
     values = FACTORS[factor]
     return [value for place, value in enumerate(values) if place != number % len(values)]
 

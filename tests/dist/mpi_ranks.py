@@ -1,4 +1,4 @@
-"""Ranks that an MPI connects: the warm workers of the harness, which join a job of MPICH's process manager.
+"""Ranks that MPI connects: the warm workers of the harness, which join a job of MPICH's process manager.
 
 `mpiexec -pmi-port` starts a shell for each rank, which prints its variables and waits. The workers, which have
 imported torch, take these variables and connect to the process manager in the shells' place: no rank imports torch.

@@ -1,4 +1,4 @@
-"""Tests of what scripts see of a sharded parameter: `ds_tensor`, gradient parts, shapes in strict mode, experts."""
+"""Tests of a sharded parameter's interface for scripts: `ds_tensor`, gradient parts, shapes in strict mode, experts."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def reference(
     params: tuple[tuple[str, Any], ...],
     tp: int,
 ) -> dict[str, Any]:
-    """Train in one process by an algorithm of above."""
+    """Train in one process by one of the algorithms above."""
     model = build(name, tied=tied).train()
     named = dict(model.named_parameters())
     first = {n: p.detach().clone() for n, p in named.items()}

@@ -226,7 +226,7 @@ def test_layers_and_matrices_in_parts_are_compressed_as_wholes(axis: str, zero: 
         torch.testing.assert_close(parts[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)
 
 
-# ------------------------------------------------------------------------------------ what follows gradients and curves
+# ------------------------------------------------------------------------------------ gradients and curvature
 
 FOLLOWING: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},

@@ -27,7 +27,7 @@ def files_of(stage: int, ranks: int, bf16: bool) -> set[str]:
 
 
 def own_files_taken_away(folder: Path, target: Path) -> None:
-    """Copy a checkpoint without windlass's own files, as another tool that knows DeepSpeed's format would see it."""
+    """Copy a checkpoint without windlass's own files, so that only DeepSpeed's remain."""
     shutil.copytree(folder, target)
     for path in (target / "global_step3").iterdir():
         if path.suffix != ".pt":

@@ -147,7 +147,7 @@ class DiLoCoSimulation(Simulation):
         self._step(name, mean)
 
     def _late(self, name: str) -> None:
-        """Take an outer step with changes of before, and mix the result with what the ranks have now."""
+        """Take an outer step with earlier changes, and mix the result with the present values of the ranks."""
         local = [self.x[name] - changes[name] for changes in self.changes]
         self._step(name, self.sent.pop(name))
         for changes, own in zip(self.changes, local, strict=True):
@@ -155,7 +155,7 @@ class DiLoCoSimulation(Simulation):
             changes[name] = self.x[name] - mixed
 
     def _mean(self, name: str) -> torch.Tensor:
-        """Return what all ranks receive of the changes."""
+        """Return the mean of the changes, as all ranks receive it."""
         ranks, mean = self.case.ranks, torch.zeros_like(self.x[name])
         for rank in range(ranks):
             sent = self.changes[rank][name] + self.worker[rank][name]

@@ -24,7 +24,7 @@ RATE = 0.02
 
 
 class Attention(nn.Module):
-    """One head, which returns its map too."""
+    """Attention with one head, which returns its weights too."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def row_of(found: dict[str, Any], transport: str) -> Row:
 
 
 def micro_batches_of(found: dict[str, Any]) -> float:
-    """Return the micro-batches of a step, which are most of the cost of a row."""
+    """Return the number of micro-batches of a step, on which most of the cost of a row depends."""
     return float(row_of(found, "gloo").micro_batches)
 
 

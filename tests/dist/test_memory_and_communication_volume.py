@@ -69,7 +69,7 @@ def test_payload_is_exact(row: dict[str, Any], every: bool) -> None:
     [*((stage, 1) for stage in range(4)), pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), (3, 2)],
 )
 def test_bytes_of_the_data_axis_equal_the_formulas(stage: int, replicas: int) -> None:
-    """`parallel.volumes` gives the received bytes; sent bytes include padding."""
+    """`parallel.comm_volumes` gives the received bytes; sent bytes include padding."""
     recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
     zero = FROZEN_KNOBS + ((("mics_shard_size", 4 // replicas),) if replicas > 1 else ())
     setting = Setting(stage=stage, transport="gloo", zero=zero)

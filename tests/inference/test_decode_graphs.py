@@ -35,7 +35,7 @@ class CalledAgain:
 
 
 class AsynchronousRunner(PagedModelRunner):
-    """Runner that says what that of a CUDA device says."""
+    """Runner that reports asynchronous steps, as that of a CUDA device does."""
 
     is_asynchronous = True  # type: ignore[assignment]
 

@@ -329,7 +329,8 @@ def test_a_server_that_is_lost_before_it_answers_a_worker_is_replaced(tmp_path: 
 
 
 def test_a_server_that_does_not_answer_a_call_in_time_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that stands still for a while: it is the same process, and no other one takes its place."""
+    """The server answers late, as on a machine that was suspended: it is the same process, and no other one replaces
+    it."""
     call, waits = Meeting.call_server, list[float]()
 
     def fail_twice(self: Meeting, address: Any, wait: Any = None) -> PairLink:

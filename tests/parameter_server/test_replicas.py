@@ -1,4 +1,4 @@
-"""Laws of replicas of parameter servers: whatever process of a shard is lost, nothing else is."""
+"""Laws of replicas of parameter servers: the loss of any process of a shard loses no update."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
 
 
 def test_a_process_serves_again_under_its_own_number() -> None:
-    """Else the first process of the shard would take it for its own earlier self."""
+    """Under the first process's number, that process would take the other's entry for its own earlier one."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     meeting = job.meeting()
     meeting.register_server(0, replica=1)

@@ -34,7 +34,7 @@ print("said by", os.environ["RANK"])
 print("whispered by", os.environ["RANK"], file=sys.stderr)
 Path(f"done.{os.environ['RANK']}").touch()
 if "fail" in sys.argv and os.environ["RANK"] == "1":
-    while not Path("done.0").exists():  # a failure would end it before it has said all
+    while not Path("done.0").exists():  # a failure would end it before it has printed everything
         time.sleep(0.01)
     sys.exit(9)
 """

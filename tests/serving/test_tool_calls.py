@@ -1,4 +1,4 @@
-"""Tests of tool calls: recognition in text that is split anywhere, and their place in answers."""
+"""Tests of tool calls: recognition in text that is split at any point, and their place in answers."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class BorrowedPanels(PackedPanels):
     def native_call(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return a function and its arguments that write the product of `native_arguments` into `out`."""
+        """Return a function and its arguments, which write the product into `out`."""
         module = self._path.module
         assert module is not None
         self._address = (0, 0, self.out_features, self.in_features, 0)

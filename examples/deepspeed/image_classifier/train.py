@@ -151,7 +151,7 @@ def get_ds_config(args):
 
 
 def test(model_engine, testset, local_device, target_dtype, batch_size=32):
-    """Accuracy over the whole test set, each rank having a part of it."""
+    """Return the accuracy over the whole test set, of which each rank has a part."""
     sampler = DistributedSampler(testset, shuffle=False)
     right = torch.zeros(len(CLASSES), device=local_device)
     total = torch.zeros(len(CLASSES), device=local_device)

@@ -1,4 +1,4 @@
-"""The configurations that the fine-tune gives to deepspeed.initialize: one to train with, one to evaluate with."""
+"""Configurations of the fine-tuning for deepspeed.initialize: one for training, one for evaluation."""
 
 GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZE = 4

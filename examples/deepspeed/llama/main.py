@@ -1,4 +1,4 @@
-"""A small LLaMA is fine-tuned on text, as step 1 of DeepSpeed-Chat and its kin teach it.
+"""Fine-tuning of a small LLaMA on text, as in step 1 of DeepSpeed-Chat.
 
 deepspeed main.py --zero_stage 3 --offload --dtype bf16 --gradient_checkpointing --output_dir output
 """
@@ -117,7 +117,7 @@ def to_device(batch, device):
 
 
 def evaluation(model, eval_dataloader, device):
-    """Perplexity and loss, over all ranks."""
+    """Return perplexity and loss over all ranks."""
     model.eval()
     losses = 0
     for batch in eval_dataloader:

@@ -69,14 +69,14 @@ class PromptDataset(Dataset):
 
 
 class StreamDataset(IterableDataset):
-    """A stream in an order of each epoch's own; a rank takes every `world_size`-th sample, and can begin further on."""
+    """Stream of samples, in another order in each epoch. A rank takes every `world_size`-th sample."""
 
     def __init__(self, samples, rank, world_size, seed):
         self.samples, self.rank, self.world_size, self.seed = samples, rank, world_size, seed
         self.epoch, self.skip = 0, 0
 
     def set_epoch(self, epoch, skip=0):
-        """Make the next iteration that of `epoch`, without the first `skip` samples of this rank."""
+        """Let the next iteration yield the samples of `epoch`, without the first `skip` of this rank."""
         self.epoch, self.skip = epoch, skip
 
     def __iter__(self):

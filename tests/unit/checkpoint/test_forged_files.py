@@ -302,7 +302,7 @@ STORAGE = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _te
 def test_pickle_sets_state_of_placeholders_only(tmp_path: Path) -> None:
     """Setting the state of any object but a stand-in is refused.
 
-    Once a BUILD opcode could set the attributes of a storage, which a forged file could exploit.
+    Otherwise the BUILD opcode of a forged file could set the attributes of a storage.
     """
     path = tmp_path / "a.pt"
     forged = b"}" + _text("path") + _text("/etc/passwd") + b"sb."

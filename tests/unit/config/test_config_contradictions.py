@@ -1,4 +1,4 @@
-"""Tests that each cross-section rule fires on the pair of keys it is about, and on no valid configuration."""
+"""Tests that each rule across sections refuses its pair of keys, and no valid configuration."""
 
 from __future__ import annotations
 

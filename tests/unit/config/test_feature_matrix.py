@@ -1,4 +1,5 @@
-"""Tests of the feature matrix: symmetric, complete, consistent with the schema's refusals, and checked by tests."""
+"""Tests of the feature matrix: it is symmetric, complete and consistent with the schema's refusals, and its cases cover
+every pair."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_special_values_in_quantized_blocks_equal_the_reference(rule: str, path:
     parameter, gradient = values(count, 1), values(count, 2)
     parameter.view(-1, SCALE_BLOCK)[: odd.numel(), 7] = odd
     gradient.view(-1, SCALE_BLOCK)[odd.numel() :, 200] = odd
-    # values below the smallest code; an earlier version decoded them to other values than 0
+    # values below the smallest code, which have to decode to 0
     gradient.view(-1, SCALE_BLOCK)[::3, 9:100] = 0
     ours = piece(RULES[rule](1), parameter, gradient, torch.uint8)
     theirs = copy_of(ours)

@@ -1,4 +1,4 @@
-"""Tests of what other users of the host can put in the way of a launch: links in /tmp, modules in the directory."""
+"""Tests of a launch beside hostile users of the host: their links in /tmp, their modules in the directory."""
 
 from __future__ import annotations
 

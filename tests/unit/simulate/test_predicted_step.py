@@ -270,7 +270,8 @@ TWO_MATRICES = {
 
 @pytest.mark.parametrize("kind", TWO_MATRICES)
 def test_feed_forward_networks_of_two_matrices_are_known(kind: str) -> None:
-    """Their activations do not show it, and three matrices would be a half more of most of a model's work."""
+    """The activation function does not determine the number of matrices; three instead of two would add half to the
+    feed-forward work."""
     ends = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     model = build_on_meta(lambda: model_of(kind, vocab_size=96, **ends, **TWO_MATRICES[kind]), kind)
     plain = from_transformers(model.config.to_dict())  # type: ignore[union-attr, operator]

@@ -1,4 +1,4 @@
-"""Tests of a search over programs that need no torch: they read the trial's order and write a made-up result."""
+"""Tests of a search over programs that need no torch: they read the trial's job and write a made-up result."""
 
 from __future__ import annotations
 
