@@ -21,7 +21,7 @@ using windlass::WriteJob;
 
 constexpr std::int64_t kMostPadded = kPartRows + 12;
 
-// kLanes elements of the cache, widened.
+// kLanes elements of the cache, as float32.
 template <CacheCode kCode>
 WINDLASS_INLINE F load_cached(const char* from) {
     if constexpr (kCode == CacheCode::fp32) {

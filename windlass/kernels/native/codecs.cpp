@@ -246,7 +246,7 @@ struct Message {
     float* scales;
     std::uint8_t* codes;
     float* errors;
-    float* decoded;  // of `decode`: where the values go
+    float* decoded;  // output of `decode`
 
     std::int64_t block() const { return kind == Kind::sign ? 2048 : kind == Kind::int8 ? 256 : 128; }
     std::uint8_t* codes_at(std::int64_t element) const {

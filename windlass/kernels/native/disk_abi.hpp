@@ -106,7 +106,7 @@ inline int control(int ring, unsigned what, void* argument, unsigned count) {
 struct Statx {
     uint32_t mask;
     uint8_t before_alignments[148];
-    uint32_t memory_alignment, offset_alignment;  // of direct I/O; 0: the file does not support it
+    uint32_t memory_alignment, offset_alignment;  // alignments of direct I/O; 0: the file does not support it
     uint8_t after_alignments[96];
 };
 static_assert(sizeof(Statx) == 256);

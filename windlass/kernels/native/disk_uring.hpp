@@ -296,7 +296,7 @@ class Uring {
     std::vector<int> free_places_;
 
     std::mutex regions_mutex_;
-    std::map<uint64_t, Region> regions_;  // by address
+    std::map<uint64_t, Region> regions_;  // regions by address
     std::vector<Region> posted_;
     bool ended_ = false;
     std::thread thread_;

@@ -23,14 +23,14 @@ namespace nb = nanobind;
 namespace windlass {
 namespace {
 
-constexpr std::int64_t kCacheBytes = 384 << 10;  // of weights that a core keeps in its second-level cache
-constexpr std::int64_t kRowsAtOnce = 1020;       // of a product, so that their packed input stays small; 85 blocks of 12
-constexpr std::int64_t kMostFeatures = 1024;     // of a head of a cache
+constexpr std::int64_t kCacheBytes = 384 << 10;  // bytes of weights that a core keeps in its second-level cache
+constexpr std::int64_t kRowsAtOnce = 1020;       // rows computed at once, so that their packed input is small
+constexpr std::int64_t kMostFeatures = 1024;     // features of a head of a cache
 // Work that one thread does in the time that a second one takes to start.
 constexpr std::int64_t kSerialProducts = 100'000;
 constexpr std::int64_t kSerialElements = 32'768;
-constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
-constexpr std::int64_t kAheadBytes = 256 << 10;  // of the next product, that a thread without work requests
+constexpr std::int64_t kPartsOfThread = 8;       // parts of a product: a delayed thread leaves its parts to the others
+constexpr std::int64_t kAheadBytes = 256 << 10;  // bytes of the next product that a thread without work requests
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 
 const std::vector<NamedSet<InferenceSet>>& supported_sets() {
@@ -428,7 +428,7 @@ class WeightsAhead {
     struct alignas(64) State {
         const GemmJob* job = nullptr;
         const char* first = nullptr;
-        std::int64_t panel_bytes = 0, offset = 0, last = 0;  // of each panel
+        std::int64_t panel_bytes = 0, offset = 0, last = 0;  // bytes: size of a panel, range to request in each
         int panels = 0;
     };
 
@@ -590,7 +590,7 @@ class StepProgram {
     using Call = std::function<void(const Sizes&)>;
 
     struct Product {
-        std::size_t place;  // among the calls
+        std::size_t place;  // index among the calls
         Count count;
         GemmJob job;  // without rows
     };

@@ -28,7 +28,7 @@ struct GemmJob {
     const char* panels;
     PanelCode code;
     std::int64_t rows, outputs, features;
-    const float* scales;  // of the outputs; nullptr: 1
+    const float* scales;  // scales of the outputs; nullptr: 1
     const float* bias;    // nullptr: 0
     const void* x;        // [rows, features], contiguous
     void* y;              // [rows, outputs], contiguous
@@ -44,7 +44,7 @@ struct GemmJob {
 // Rows that one micro-kernel computes together. `padded` >= `count` is a size that the instruction set has.
 struct RowBlock {
     std::int64_t first, count, padded;
-    std::int64_t offset;  // of its packed input, in bytes
+    std::int64_t offset;  // bytes before its packed input
 };
 
 enum class CacheCode : int { fp32 = 0, bf16 = 1, int8 = 2 };
@@ -89,7 +89,7 @@ struct AttentionPart {
     std::int64_t sequence, cache_head, first, count;
 };
 
-constexpr std::int64_t kPartRows = 48;  // of an AttentionPart, at most
+constexpr std::int64_t kPartRows = 48;  // most rows of an AttentionPart
 constexpr std::int64_t kTileKeys = 128;
 
 struct WriteJob {

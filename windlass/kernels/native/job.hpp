@@ -34,7 +34,7 @@ struct Job {
     Format parameter, gradient, state, lowered;
     unsigned flags;
     float divisor;      // gradients are divided by it; negative if the objective is maximized
-    std::uint32_t seed;  // of the stochastic rounding of narrow states
+    std::uint32_t seed;  // seed of the stochastic rounding of narrow states
     const double* numbers;
 };
 

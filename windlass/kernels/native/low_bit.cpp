@@ -19,9 +19,9 @@ namespace nb = nanobind;
 namespace windlass {
 namespace {
 
-constexpr std::int64_t kPanelsAtOnce = 8;        // of a part of many rows, whose sums stay in the second-level cache
-constexpr std::int64_t kRowsAtOnce = 1020;       // of a product, so that their packed input stays small
-constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
+constexpr std::int64_t kPanelsAtOnce = 8;        // panels of a part of many rows: the sums stay in the L2 cache
+constexpr std::int64_t kRowsAtOnce = 1020;       // rows computed at once, so that their packed input is small
+constexpr std::int64_t kPartsOfThread = 8;       // parts of a product: a delayed thread leaves its parts to the others
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 constexpr std::int64_t kSerialLines = 64 << 10;  // bytes of codes that one thread multiplies before a second one starts
 

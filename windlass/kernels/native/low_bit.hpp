@@ -191,7 +191,7 @@ template <int kPanels>
 struct FetchPanels {
     static constexpr std::int64_t kAhead = kLinesAhead / kPanels;  // lines of a panel
     std::int64_t panel_bytes, turn, scales;  // `turn`: units before the first request for the next panels
-    std::int64_t share = -1;                 // of a pair of blocks: units of this parity alone
+    std::int64_t share = -1;                 // in a pair of blocks: units of this parity alone
     std::int64_t ahead = 0;
     bool wanted = true;
 
@@ -521,7 +521,7 @@ void multiply_float_tile(const LowBitJob& job, const TilePlace<kPanels>& place, 
             const std::int64_t from = unit * kUnitBytes;
             fetch.begin(unit);
             fetch.template unit<windlass::lines_of(kCodes)>(place.lines, from);
-            constexpr int kBits = windlass::lines_of(kCodes), kSteps = kTable ? 8 / kBits : 1;  // of a line
+            constexpr int kBits = windlass::lines_of(kCodes), kSteps = kTable ? 8 / kBits : 1;  // steps of a line
 #pragma GCC unroll 8
             for (int step = 0; step < kUnitSteps; ++step) {
                 U bytes[kColumns];
@@ -830,7 +830,7 @@ void multiply_low_slices(const LowBitJob& job, const RowBlock* blocks, std::int6
 // True if rows are one block that expands codes in registers.
 bool is_narrow(const LowBitJob& job) { return job.rows <= (job.codes_inputs ? kNarrowRows : kNarrowFloatRows); }
 
-// The same of two.
+// True if rows are two blocks that expand codes in registers, one after the other.
 bool is_pair(const LowBitJob& job) { return job.codes_inputs && !is_narrow(job) && job.rows <= kPairRows; }
 
 constexpr int kSlicedPanels = panels_for(kMostRows, 2);

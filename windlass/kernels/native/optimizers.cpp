@@ -151,7 +151,7 @@ std::vector<Range> ranges_of(const Job& job, const std::vector<Piece>& pieces) {
 // Written memory must not overlap other memory, because parts of the work run in parallel and in any order.
 void refuse_overlaps(std::vector<Range> ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    const Range* furthest = nullptr;          // of the previous ranges, the one that ends last
+    const Range* furthest = nullptr;          // previous range that ends last
     const Range* furthest_written = nullptr;  // the same among written ranges
     const auto refuse = [](const Range& a, const Range& b) {
         throw std::invalid_argument(std::string("the ") + a.name + " of piece " + std::to_string(a.piece) + " and the " +

@@ -182,7 +182,7 @@ void run_parallel(int threads, int parts, const std::function<void(int)>& part) 
 
 void divide_guided(std::int64_t items, std::int64_t unit, int threads, std::int64_t most,
                    std::vector<std::int64_t>& bounds) {
-    constexpr std::int64_t kPartsOfThread = 8;  // at least: a thread that is held up leaves its parts to others
+    constexpr std::int64_t kPartsOfThread = 8;  // least parts: a delayed thread leaves its parts to the others
     const std::int64_t least = unit < 4 ? unit : unit / 4;
     const std::int64_t largest = std::clamp(items / (threads * kPartsOfThread), unit, std::max(most, unit));
     bounds.assign(1, 0);
