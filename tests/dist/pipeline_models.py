@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hf_models import checkpointed
+from tests.models.specimen import cross_entropy
 from windlass.comm.mesh import build_mesh
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import MeshShape
@@ -111,11 +112,6 @@ def unembed(embedding: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, embedding.weight)
 
 
-def lm_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the loss of next-token prediction."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
 def square(out: Tensor, y: Tensor) -> Tensor:
     """Return the mean squared error, ignoring rows of the target beyond those of the output."""
     return F.mse_loss(out.float(), y[:, : out.shape[1]].float())
@@ -134,7 +130,7 @@ ROWS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
     "several": (lambda: [*(LayerSpec(Several) for _ in range(DEPTH)), first], square),
     "named": (lambda: [*(LayerSpec(Named) for _ in range(DEPTH)), first], square),
     "in place": (lambda: [LayerSpec(InPlace) for _ in range(DEPTH)], square),
-    "tied": (lambda: [_embedding(), *(LayerSpec(Block) for _ in range(DEPTH)), _unembedding()], lm_loss),
+    "tied": (lambda: [_embedding(), *(LayerSpec(Block) for _ in range(DEPTH)), _unembedding()], cross_entropy),
     "thrice": (
         lambda: [
             _embedding(),
@@ -144,7 +140,7 @@ ROWS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
             *(LayerSpec(Block) for _ in range(DEPTH // 2)),
             _unembedding(),
         ],
-        lm_loss,
+        cross_entropy,
     ),
 }
 

@@ -113,15 +113,6 @@ def trained_beside(
     return Apart(loss, logits, gradients, parameters, moved)
 
 
-def recompute(model: Any, reentrant: bool) -> None:
-    """Enable activation checkpointing, by its newer name if transformers has it."""
-    newer = getattr(model, "activation_checkpointing_enable", None)
-    if newer is not None:
-        newer({"use_reentrant": reentrant})
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-
-
 def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxis) -> torch.Tensor:
     """Gather the full tensor on every rank of the axes. Collective.
 

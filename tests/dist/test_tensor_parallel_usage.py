@@ -15,10 +15,10 @@ from tests.dist.tensor_parallel_runs import (
     NORMS,
     added_up,
     pair,
-    recompute,
     tensor_axis,
     whole_gradients,
 )
+from tests.hf_models import checkpointed
 from tests.oracle import relative_error
 from windlass.parallel.tensor import (
     apply_tensor_parallel,
@@ -62,7 +62,7 @@ def recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> float:
     """Run forwards of different lengths before their backwards, as preference losses do."""
     plain, model, axis, _ = pair(name, {}, options)
     for item in (plain, model):
-        recompute(item, reentrant)
+        checkpointed(item, reentrant=reentrant)
         item.enable_input_require_grads()
         losses = [item(**language(seed, length=length)).loss for seed, length in ((0, 7), (1, 10), (2, 8))]
         (losses[0] + 2 * losses[1] + 3 * losses[2]).backward()
@@ -164,7 +164,7 @@ def dropped(options: dict[str, Any]) -> dict[str, Any]:
     loss.backward()
     plainly = {name: value.grad.clone() for name, value in model.named_parameters()}
     after = torch.get_rng_state()
-    recompute(model, reentrant=False)
+    checkpointed(model, reentrant=False)
     model.zero_grad()
     torch.set_rng_state(before)
     model(**batch).loss.backward()
@@ -205,7 +205,7 @@ def replicated_attention() -> tuple[torch.Tensor, bool, float]:
     masks: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda module, args, output: masks.append(output[1] == 0))
-    recompute(model, reentrant=False)
+    checkpointed(model, reentrant=False)
     model(**language(0, length=8)).loss.backward()
     assert len(masks) == 4 and not torch.equal(masks[0], masks[1])
     share = float(masks[0].float().mean())

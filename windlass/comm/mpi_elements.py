@@ -75,7 +75,7 @@ def bytes_to_receive(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> MpiEl
     return MpiElements(memory, finish)
 
 
-def elements_to_reduce(tensors: Sequence[torch.Tensor], op: Any, cuda_aware: bool) -> torch.Tensor:
+def elements_to_reduce(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
     """Return the elements of the tensors, one after the other, in a dtype of MPI: the tensor's own memory if possible.
 
     16-bit and 8-bit floats are reduced in float32, so the result is rounded once.

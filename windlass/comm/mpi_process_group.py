@@ -269,7 +269,7 @@ class MpiProcessGroup(_TorchProcessGroup):
 
     def _elements(self, tensors: Tensors, op: Any) -> tuple[torch.Tensor, Any]:
         operator = mpi_operator(self._mpi, op, tensors[0].dtype)
-        return elements_to_reduce(tensors, op, self._cuda_aware), operator
+        return elements_to_reduce(tensors, self._cuda_aware), operator
 
     def _scatter_sum(self, output: torch.Tensor, parts: Tensors, counts: list[int], op: Any) -> MpiWork:
         memory, operator = self._elements(parts, op)

@@ -57,7 +57,7 @@ def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_si
         for layer in find_linear_layers(block, name)
         if layer.name not in covered and _parent_name(layer.name) not in routing
     ]
-    entries = [entry for found in _trace_attention(layers, block, name) for entry in found]
+    entries = [entry for found in _trace_attention(layers, name) for entry in found]
     left = [layer for layer in layers if layer.name not in {entry.name for entry in entries}]
     entries += _trace_feed_forward(name, block, left, hidden_size)
     entries += [PlanEntry(inner, ShardStyle.EXPERTS) for inner in experts if inner not in covered]
@@ -72,7 +72,7 @@ def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) ->
     layers = list(find_linear_layers(block, name))
     found: list[list[PlanEntry]] = []
     with contextlib.suppress(ModelError):
-        found += _trace_attention(layers, block, name)
+        found += _trace_attention(layers, name)
     for holder in dict.fromkeys(_parent_name(layer.name) for layer in layers):
         own = [layer for layer in layers if _parent_name(layer.name) == holder]
         if {layer.leaf_name for layer in own} == _GATED_MLP_NAMES:
@@ -90,7 +90,7 @@ def _is_covered(entries: Sequence[PlanEntry], covered: Collection[str]) -> bool:
     return any(is_inside(one, holder) or one == holder or is_inside(holder, one) for one in covered)
 
 
-def _trace_attention(layers: Sequence[LinearLayer], block: nn.Module, name: str) -> Iterator[list[PlanEntry]]:
+def _trace_attention(layers: Sequence[LinearLayer], name: str) -> Iterator[list[PlanEntry]]:
     """Yield the entries of each attention module: columns, then the row."""
     for holder in dict.fromkeys(_parent_name(layer.name) for layer in layers):
         own = [layer for layer in layers if _parent_name(layer.name) == holder]
