@@ -21,7 +21,7 @@ from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
 from windlass.parameter_server.meeting import Meeting
 from windlass.parameter_server.messages import receive_gradient, receive_text
-from windlass.parameter_server.parameter_cut import CutParameter, cut_parameters
+from windlass.parameter_server.parameter_cut import PartitionedParameter, partition_parameters
 from windlass.parameter_server.server_shard import require_elementwise
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
@@ -440,9 +440,9 @@ def test_backup_workers_leave_one() -> None:
 
 
 def test_the_cut_is_by_bytes_and_keeps_rows_whole() -> None:
-    parameters = [CutParameter("a", 10), CutParameter("rows", 40, row=4), CutParameter("b", 11)]
+    parameters = [PartitionedParameter("a", 10), PartitionedParameter("rows", 40, row=4), PartitionedParameter("b", 11)]
     for servers in range(1, 70):
-        shards = cut_parameters(parameters, servers)
+        shards = partition_parameters(parameters, servers)
         covered = [(f.parameter, at) for shard in shards for f in shard for at in range(f.begin, f.end)]
         assert covered == [(i, at) for i, p in enumerate(parameters) for at in range(p.numel)]
         assert all(f.begin % 4 == f.end % 4 == 0 for shard in shards for f in shard if f.parameter == 1)
@@ -524,12 +524,12 @@ def test_the_size_of_a_text_is_checked() -> None:
 
 def test_rules_that_need_whole_parameters_are_refused() -> None:
     parameters = [nn.Parameter(torch.zeros(4))]
-    require_elementwise(Lamb(parameters), cuts=False)
+    require_elementwise(Lamb(parameters), splits_parameters=False)
     with pytest.raises(ConfigError, match="Lamb is scaled by the norm of a whole parameter.*start one server"):
-        require_elementwise(Lamb(parameters), cuts=True)
+        require_elementwise(Lamb(parameters), splits_parameters=True)
     with pytest.raises(ConfigError, match="LBFGS reads the shape"):
-        require_elementwise(torch.optim.LBFGS(parameters), cuts=False)
-    require_elementwise(torch.optim.AdamW(parameters), cuts=True)
+        require_elementwise(torch.optim.LBFGS(parameters), splits_parameters=False)
+    require_elementwise(torch.optim.AdamW(parameters), splits_parameters=True)
 
 
 def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
@@ -591,9 +591,9 @@ def test_narrow_embeddings_and_bags_push_rows() -> None:
 
 def test_sparse_adam_is_for_sparse_gradients() -> None:
     parameters = [nn.Parameter(torch.zeros(4, 2))]
-    require_elementwise(torch.optim.SparseAdam(parameters), cuts=True)
+    require_elementwise(torch.optim.SparseAdam(parameters), splits_parameters=True)
     with pytest.raises(ConfigError, match="SparseAdam takes sparse gradients only, and that of out.bias is dense"):
-        require_elementwise(torch.optim.SparseAdam(parameters), cuts=True, dense="out.bias")
+        require_elementwise(torch.optim.SparseAdam(parameters), splits_parameters=True, dense="out.bias")
 
 
 def test_other_settings_are_refused() -> None:

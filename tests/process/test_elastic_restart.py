@@ -18,7 +18,7 @@ import pytest
 from windlass.launch.elastic_restart import start_elastic
 from windlass.launch.start_ranks import LaunchError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is alive")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the processes in Linux's /proc")
 
 LOSES_ONE = """
 import os, signal, sys, time

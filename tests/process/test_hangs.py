@@ -13,7 +13,7 @@ import pytest
 from tests.process.hanging_runs import TIMEOUT_S
 from windlass.base.processes import WATCHDOG_EXIT_CODE
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is stopped")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the processes in Linux's /proc")
 
 LINE = r"tests/process/hanging_runs\.py:\d+ in \w+: "
 

@@ -14,7 +14,7 @@ import pytest
 from tests.process.wait_until import is_alive, until
 from windlass.launch import exec_rank
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's /proc who is alive")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the processes in Linux's /proc")
 
 SAVER = """
 import os, signal, sys, time

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
-from windlass.parameter_server.parameter_cut import CutParameter, Fragment, cut_parameters
+from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter, partition_parameters
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ModelLayout:
         fingerprint: equal on all processes with the same model.
     """
 
-    parameters: tuple[CutParameter, ...]
+    parameters: tuple[PartitionedParameter, ...]
     tensors: tuple[nn.Parameter, ...]
     fragments: tuple[tuple[Fragment, ...], ...]
     dtype: torch.dtype
@@ -46,8 +46,8 @@ class ModelLayout:
         return sum(one.numel for one in self.fragments[server] if not self.parameters[one.parameter].is_sparse)
 
     @property
-    def cuts(self) -> bool:
-        """True if some parameter is cut."""
+    def splits_parameters(self) -> bool:
+        """True if some parameter is split over several servers."""
         return any(
             fragment.numel < self.parameters[fragment.parameter].numel for own in self.fragments for fragment in own
         )
@@ -75,7 +75,9 @@ def layout_of(model: nn.Module, servers: int) -> ModelLayout:
         if not tensor.is_contiguous():
             raise ModelError(f"parameter server: parameter {name} is not contiguous; make it so before the start")
     parameters = tuple(
-        CutParameter(name, tensor.numel(), tensor.shape[-1] if id(tensor) in sparse else 1, id(tensor) in sparse)
+        PartitionedParameter(
+            name, tensor.numel(), tensor.shape[-1] if id(tensor) in sparse else 1, id(tensor) in sparse
+        )
         for name, tensor in named
     )
     wide = any(tensor.dtype is torch.float64 for _, tensor in named)
@@ -88,7 +90,7 @@ def layout_of(model: nn.Module, servers: int) -> ModelLayout:
     return ModelLayout(
         parameters,
         tuple(tensor for _, tensor in named),
-        tuple(tuple(part) for part in cut_parameters(parameters, servers)),
+        tuple(tuple(part) for part in partition_parameters(parameters, servers)),
         torch.float64 if wide else torch.float32,
         zlib.crc32(text.encode()),
     )

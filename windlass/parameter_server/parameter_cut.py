@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class CutParameter:
+class PartitionedParameter:
     """Properties of a parameter that determine its partition.
 
     Args:
@@ -37,7 +37,7 @@ class Fragment:
         return self.end - self.begin
 
 
-def cut_parameters(parameters: Sequence[CutParameter], servers: int) -> list[list[Fragment]]:
+def partition_parameters(parameters: Sequence[PartitionedParameter], servers: int) -> list[list[Fragment]]:
     """Return each server's fragments, in the order of the parameters: equal ranges of their concatenation.
 
     A boundary inside a row moves to the start of the row.

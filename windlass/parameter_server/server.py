@@ -163,7 +163,13 @@ class ParameterServer:
                 with_first = self._meeting.link_servers(self._server, first=False)
                 with_first.receive(own)
                 with_first.close()
-        shard = ServerShard(layout.parameters, layout.fragments[self._server], own, make_optimizer, cuts=layout.cuts)
+        shard = ServerShard(
+            layout.parameters,
+            layout.fragments[self._server],
+            own,
+            make_optimizer,
+            splits_parameters=layout.splits_parameters,
+        )
         if stored:
             assert path is not None
             shard.load(path, self._clock)

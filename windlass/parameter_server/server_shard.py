@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError, ConfigError
-from windlass.parameter_server.parameter_cut import CutParameter, Fragment
+from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter
 from windlass.parameter_server.snapshot import read_snapshot, write_snapshot
 from windlass.parameter_server.update_clock import UpdateClock
 
@@ -54,11 +54,11 @@ class ServerShard:
     """Fragments as flat parameters of an optimizer of the user's class, whose rule must be elementwise.
 
     Args:
-        parameters: all parameters of the model, for the cut.
+        parameters: all parameters of the model, for the bounds of the fragments.
         fragments: the fragments of this server.
         values: `[n]`, their elements.
         make_optimizer: builds the optimizer from a list of parameters.
-        cuts: some parameter of the model is cut, so that no server has all of it.
+        splits_parameters: a parameter is split over several servers, so that none has all of it.
 
     Raises:
         ConfigError: the rule of the optimizer is not elementwise.
@@ -66,25 +66,27 @@ class ServerShard:
 
     def __init__(
         self,
-        parameters: Sequence[CutParameter],
+        parameters: Sequence[PartitionedParameter],
         fragments: Sequence[Fragment],
         values: Tensor,
         make_optimizer: MakeOptimizer,
         *,
-        cuts: bool = False,
+        splits_parameters: bool = False,
     ) -> None:
         self.fragments = list(fragments)
-        cuts_of = [parameters[fragment.parameter] for fragment in fragments]
-        self._sparse = [parameter.is_sparse for parameter in cuts_of]
+        own_parameters = [parameters[fragment.parameter] for fragment in fragments]
+        self._sparse = [parameter.is_sparse for parameter in own_parameters]
         parts = values.split([fragment.numel for fragment in fragments]) if fragments else []
         self._parameters = [
             nn.Parameter(part.clone().view(-1, parameter.row) if parameter.is_sparse else part.clone())
-            for part, parameter in zip(parts, cuts_of, strict=True)
+            for part, parameter in zip(parts, own_parameters, strict=True)
         ]
         # An optimizer of torch refuses an empty list, which a server has if there are more servers than elements.
         self._optimizer = make_optimizer(self._parameters) if self._parameters else None
         if self._optimizer is not None:
-            require_elementwise(self._optimizer, cuts, next((one.name for one in cuts_of if not one.is_sparse), ""))
+            require_elementwise(
+                self._optimizer, splits_parameters, next((one.name for one in own_parameters if not one.is_sparse), "")
+            )
 
     def values(self) -> Tensor:
         """Return a copy of all elements, `[n]`."""
@@ -161,11 +163,11 @@ _WHOLE_NORMS = ("Lamb", "CPULamb", "OneBitLamb", "LARS")
 _WHOLE_SHAPES = ("Muon", "Adafactor", "LBFGS")
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer, cuts: bool, dense: str = "") -> None:
+def require_elementwise(optimizer: torch.optim.Optimizer, splits_parameters: bool, dense: str = "") -> None:
     """Check that the rule of an optimizer is the same on the flat fragments that a server has.
 
     Args:
-        cuts: some parameter is cut.
+        splits_parameters: some parameter is split over several servers.
         dense: name of a parameter with dense gradients; empty if there is none.
 
     Raises:
@@ -182,10 +184,10 @@ def require_elementwise(optimizer: torch.optim.Optimizer, cuts: bool, dense: str
             f"parameter server: {found} reads the shape of a parameter or calls the model again, and a server has flat "
             "fragments; write AdamW or SGD"
         )
-    if cuts and (found := next((name for name in names if name in _WHOLE_NORMS), "")):
+    if splits_parameters and (found := next((name for name in names if name in _WHOLE_NORMS), "")):
         raise ConfigError(
             f"parameter server: the step of {found} is scaled by the norm of a whole parameter, and a server has a "
-            "fragment of one that is cut; write AdamW, or start one server"
+            "fragment of one that is split; write AdamW, or start one server"
         )
 
 

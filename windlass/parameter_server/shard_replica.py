@@ -95,7 +95,11 @@ class ShardReplica:
             raise refused(link, f"message kind {kind}", "the content of the shard")
         content = receive_content(link, size, count, layout.numel(server))
         shard = ServerShard(
-            layout.parameters, layout.fragments[server], layout.values(server), self._make_optimizer, cuts=layout.cuts
+            layout.parameters,
+            layout.fragments[server],
+            layout.values(server),
+            self._make_optimizer,
+            splits_parameters=layout.splits_parameters,
         )
         if not shard.has_fragments_of(content):
             raise refused(link, "a shard of other fragments", "those of this one")
