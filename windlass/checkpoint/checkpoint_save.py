@@ -52,7 +52,7 @@ def save(
 
 
 class DerivedMetadata(Protocol):
-    """Plain data computed from the written bytes, and so known only after them.
+    """Plain data computed from the written bytes, and so known only after the write.
 
     Attributes:
         key: key under which it is stored.

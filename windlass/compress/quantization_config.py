@@ -100,8 +100,9 @@ def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
 
 
 def _group_of_layer(layer: str, groups: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the config group of compressed-tensors that targets a layer. A target equal to its name takes precedence
-    over a regular expression (`re:...`) that matches the beginning of its name, and that over its class.
+    """Return the config group of compressed-tensors that targets a layer. A target equal to the layer's name takes
+    precedence over a regular expression (`re:...`) that matches the beginning of the name; a target equal to the
+    layer's class comes last.
 
     Raises:
         ModelError: no target is the layer, or one is not a regular expression.

@@ -164,7 +164,7 @@ class PipelinedRunner(ModelRunner, Protocol):
     depth: int
 
     def start(self, batch: StepBatch) -> None:
-        """Start the forward of a batch, whose sequences are in no other step that is not finished."""
+        """Start the forward of a batch. None of its sequences may be in another unfinished step."""
         ...
 
     def finish(self) -> torch.Tensor:

@@ -136,7 +136,7 @@ class _StreamedLoad:
         return found, True
 
     def _make_file(self, model: nn.Module) -> WeightIndex:
-        """Write the weight file of a model with mapped parameters, and free or map these anew."""
+        """Write the weight file of a model with mapped parameters, and free the parameters or map them to that file."""
         logger.info("writing the weights of %s to %s, once", self._path, self._weights_path)
         self._index_path.unlink(missing_ok=True)
         parameters = dict(model.named_parameters())

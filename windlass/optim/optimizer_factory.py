@@ -123,7 +123,7 @@ def accepted_params(type: str, params: Mapping[str, Any] | None = None) -> dict[
     table = OPTIMIZER_PARAMETERS.get(section.type, {})
     extras = {name: None for name, parameter in table.items() if parameter.status is not KeyStatus.HONOURED}
     if section.type == "Adam":
-        extras["adam_w_mode"] = None  # has selected the class
+        extras["adam_w_mode"] = None  # the key has selected the class
     return {**extras, **own, **section.resolve().arguments}
 
 

@@ -1,4 +1,4 @@
-"""Replica of a shard: makes every update of its server, and takes its place ([Note: replicas of a shard])."""
+"""Replica of a shard: makes every update of its server, and replaces a lost server ([Note: replicas of a shard])."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
             raise ApiError(400, f"{place}.{name} is not supported; leave it out", parameter=f"{place}.{name}")
     # keep fields that a template reads, such as `name`; drop null ones, which clients send that echo an answer
     kept = {name: value for name, value in message.items() if value is not None}
-    # Templates know the older name of the role.
+    # Templates use the older name of the role.
     kept["role"] = "system" if role == "developer" else role
     kept["content"] = _content_text(message.get("content"), f"{place}.content")
     if message.get("content") is None and not message.get("tool_calls"):

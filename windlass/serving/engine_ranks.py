@@ -120,7 +120,7 @@ def needs_ranks(source: EngineSource, environ: Mapping[str, str]) -> bool:
 def _take_environment(environment: Mapping[str, str]) -> None:
     has_threads = "OMP_NUM_THREADS" in os.environ
     os.environ.update(environment)
-    if not has_threads and "torch" in sys.modules:  # it has read the variable already
+    if not has_threads and "torch" in sys.modules:  # torch has read the variable already
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

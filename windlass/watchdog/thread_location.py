@@ -35,7 +35,7 @@ _ENGINE_CALLS = {
 
 
 class CodeOrigin(Enum):
-    """Owner of a source file, or the kind of wait in it."""
+    """Owner of a source file, or the kind of wait that windlass's file implements."""
 
     USER = "the user's"
     STDLIB = "Python's"

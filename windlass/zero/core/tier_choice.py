@@ -363,7 +363,7 @@ def _disk(read: torch.Tensor, written: torch.Tensor, rates: TierRates) -> torch.
 
 
 def _group_ends(sizes: list[int], most: int) -> list[int]:
-    """Return the end of each group of neighbours: one unit each, or about equal bytes."""
+    """Return the end of each group of neighbouring units. A group is one unit, or about an equal share of the bytes."""
     if len(sizes) <= most:
         return list(range(1, len(sizes) + 1))
     total, so_far, ends = sum(sizes), 0, list[int]()
