@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.serving.harness import WAIT_SECONDS, ServerProcess, wait_until
+from windlass.serving.replicas.replica_supervisor import send_signal
 
 TEXT = "/v1/completions"
 
@@ -214,3 +217,12 @@ def test_a_broken_client_does_no_harm(tmp_path: Path) -> None:
         time.sleep(0.1)
         assert server.request("POST", TEXT, {"prompt": "abc", "max_tokens": 3})[0] == 200
         assert "Traceback" not in server.log()
+
+
+def test_a_signal_leaves_the_exit_status_of_an_ended_process() -> None:
+    """The status belongs to the event loop's watcher: whoever else collects it makes asyncio report 255."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import os; os._exit(7)"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    send_signal(cast(Any, SimpleNamespace(pid=child.pid, returncode=None)), signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == 7
+    child.wait()

@@ -131,8 +131,8 @@ class ReplicaSupervisor:
         """End the process at once."""
         if self._watching is not None:
             self._watching.cancel()
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._process is not None:
+            send_signal(self._process, signal.SIGKILL)
 
     async def stop(self) -> None:
         """End the process, at first by SIGTERM."""
@@ -142,12 +142,22 @@ class ReplicaSupervisor:
         if process is None:
             return
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            send_signal(process, signal.SIGTERM)
             try:
                 await asyncio.wait_for(process.wait(), _STOP_SECONDS)
             except TimeoutError:
-                process.kill()
+                send_signal(process, signal.SIGKILL)
                 await process.wait()
         if self._forwarding is not None:
             await self._forwarding
+
+
+def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal, unless the process has ended.
+
+    `process.send_signal` would collect the exit status of a process that has just ended. asyncio waits for it too, and
+    then reports 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
