@@ -20,6 +20,7 @@ from tests.models import Place
 from tests.oracle import Recipe
 
 SUB_GROUP = 8000
+GRAIN = 64 << 10  # bytes in which staging buffers are allocated
 MARGIN = 64 << 10  # counts, random states, messages between ranks
 
 
@@ -133,3 +134,23 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
             assert chunks <= 1, what
             assert peak <= (unit if what == "export" else chunk + unit + hashing) + MARGIN, what
         assert result["save"][1] == result["load"][1] == 1
+
+
+def staged_bytes(folder: str) -> tuple[int, int, int]:
+    """Train two steps with states on NVMe; return the bytes of the buffers, and of all records and the largest one."""
+    zero = offload_to("nvme", "none", folder)
+    subject = specimen("four_blocks")
+    engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2, zero=zero)))
+    for micro in range(2):
+        subject.train(engine, subject.batch(Place(micro, 0, dist.get_rank())), engine.backward)
+        engine.step()
+    records = [-(-record.nbytes // GRAIN) * GRAIN for record in engine._sharded.masters.state_offload._records.values()]
+    result = engine._sharded.tiers.staging._total, sum(records), max(records)
+    engine.destroy()
+    return result
+
+
+def test_buffers_of_records_without_states_are_freed(tmp_path: Any) -> None:
+    """The first step creates the states, so that later steps need larger buffers than it did."""
+    for held, records, largest in run_ranks(staged_bytes, 1, str(tmp_path), env=LATE):
+        assert 0 < held <= records + largest

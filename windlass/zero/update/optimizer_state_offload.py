@@ -222,6 +222,7 @@ class OptimizerStateOffload:
         """
         self._recover_failed_step()
         self._read_ahead_queue.clear()  # the loop below reads the remaining chunks
+        before = self._record_bytes(batches)
         ahead = 0  # number of batches whose transfer has started
         for number, batch in enumerate(batches):
             # The next batch is always read during the update of this one, later batches only if there is room.
@@ -236,6 +237,12 @@ class OptimizerStateOffload:
             for chunk in batch:
                 self._start_store(chunk)
         self._account([chunk for batch in batches for chunk in batch])
+        if self._staging is not None and self._record_bytes(batches) != before:
+            self._staging.free_returned()  # the first step creates states, and later ones need larger buffers
+
+    def _record_bytes(self, batches: list[list[UpdateChunk]]) -> int:
+        """Return the bytes of all records on NVMe."""
+        return sum(self._records[id(chunk)].nbytes for batch in batches for chunk in batch if chunk.tier is Tier.NVME)
 
     @contextmanager
     def resident(
