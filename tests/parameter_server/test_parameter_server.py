@@ -45,6 +45,18 @@ class Bag(nn.Module):
         return self.out(self.embedding(ids).mean(1))
 
 
+class Gated(nn.Module):
+    """Layers of which some batches use one, and none another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sometimes, self.never = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        return h + self.sometimes(h) if float(x[0, 0]) > 0 else h
+
+
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -104,7 +116,8 @@ def run_synchronous(job: Job, **kinds: Any) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("build", "make_optimizer", "servers", "workers"), [(mlp, sgd, 1, 2), (mlp, adamw, 3, 3), (Bag, sgd, 2, 2)]
+    ("build", "make_optimizer", "servers", "workers"),
+    [(mlp, sgd, 1, 2), (mlp, adamw, 3, 3), (Bag, sgd, 2, 2), (Gated, adamw, 2, 2)],
 )
 def test_synchronous_training_equals_data_parallel_training(
     build: Any, make_optimizer: Any, servers: int, workers: int
@@ -421,11 +434,17 @@ def test_another_model_is_refused() -> None:
     ("values", "message"),
     [
         ({"mode": "eager"}, "mode = 'eager' does not exist; use one of synchronous, asynchronous, bounded"),
-        ({"staleness": -1}, "staleness = -1 is negative"),
+        ({"staleness": -1}, "staleness = -1; use a whole number, 0 or more"),
+        ({"mode": "bounded", "staleness": "3"}, "staleness = '3'; use a whole number, 0 or more"),
+        ({"backup_workers": True}, "backup_workers = True; use a whole number, 0 or more"),
+        ({"mode": "asynchronous", "max_age": 1.5}, "max_age = 1.5; use a whole number, 0 or more"),
         ({"staleness": 2}, "staleness = 2 is for mode = 'bounded'"),
         ({"mode": "bounded", "backup_workers": 1}, "backup_workers = 1 is for mode = 'synchronous'"),
-        ({"max_age": 3}, "max_age = 3 needs to be 0 or more, and a mode other than synchronous"),
-        ({"snapshot_every": 0}, "snapshot_every = 0; use 1 or more"),
+        ({"max_age": 3}, "max_age = 3 needs a mode other than synchronous"),
+        ({"snapshot_every": 0}, "snapshot_every = 0; use a whole number, 1 or more"),
+        ({"snapshot": 3}, "snapshot = 3; use the path of a folder, or None"),
+        ({"connect_seconds": 0}, "connect_seconds = 0; use a number of seconds above 0"),
+        ({"reconnect_seconds": float("nan")}, "reconnect_seconds = nan; use a number of seconds above 0"),
     ],
 )
 def test_settings_are_checked(values: dict[str, Any], message: str) -> None:
@@ -497,22 +516,25 @@ class WrittenLink:
 @pytest.mark.parametrize(
     ("counts", "indices", "text"),
     [
-        ([1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and 0 to 4"),
-        ([-1], [], r"-1 rows"),
-        ([2], [1, 4], r"rows 1 to 4, and 0 to 3"),
-        ([2], [-7, 1], r"rows -7 to 1"),
+        ([1, 1, 1 << 60], [], r"worker 3 sent 1152921504606846976 rows of a fragment, and 0 to 4"),
+        ([1, 1, -1], [], r"-1 rows"),
+        ([1, 1, 2], [1, 4], r"rows 1 to 4, and 0 to 3"),
+        ([1, 1, 2], [-7, 1], r"rows -7 to 1"),
+        ([1 << 60, 1, 2], [0, 1], r"\[1152921504606846976, 1\] for the fragments that have a gradient"),
     ],
 )
 def test_sizes_and_rows_from_the_wire_are_checked(counts: list[int], indices: list[int], text: str) -> None:
-    link: Any = WrittenLink(torch.zeros(3), torch.tensor(counts), torch.tensor(indices), torch.zeros(2, 2))
+    link: Any = WrittenLink(torch.tensor(counts), torch.zeros(3), torch.tensor(indices), torch.zeros(2, 2))
     with pytest.raises(CommunicationError, match=text):
-        receive_gradient(link, 3, [(4, 2)], torch.float32)
+        receive_gradient(link, [2, 1], [(4, 2)], torch.float32)
     assert link.is_closed
 
 
 def test_a_gradient_of_all_rows_is_received() -> None:
-    link: Any = WrittenLink(torch.ones(3), torch.tensor([2]), torch.tensor([0, 3]), torch.full((2, 2), 7.0))
-    gradient = receive_gradient(link, 3, [(4, 2)], torch.float32)
+    sent = torch.tensor([1, 0, 2]), torch.ones(3), torch.tensor([0, 3]), torch.full((2, 2), 7.0)
+    link: Any = WrittenLink(*sent)
+    gradient = receive_gradient(link, [3, 5], [(4, 2)], torch.float32)
+    assert gradient.dense[0] is not None and gradient.dense[0].tolist() == [1.0] * 3 and gradient.dense[1] is None
     assert gradient.rows[0][0].tolist() == [0, 3] and float(gradient.rows[0][1].sum()) == 28.0
 
 

@@ -20,7 +20,7 @@ from windlass.parameter_server.server_shard import ShardGradient
 from windlass.parameter_server.snapshot import decode_content, encode_content
 from windlass.storage.safetensors_header import CODES, DTYPES
 
-SPARSE_COUNTS = torch.int64
+COUNTS = torch.int64
 MOST_WORKERS = 1 << 20
 _MOST_TEXT = 1 << 16  # bytes of a problem
 _MOST_CONTENT = 1 << 26  # bytes of the text of a content, without its tensors
@@ -134,29 +134,37 @@ def send_push(link: PairLink, pulled: int, number: int, gradient: ShardGradient)
 
 
 def _send_gradient(link: PairLink, header: Sequence[int], gradient: ShardGradient, *after: Tensor) -> None:
-    """Send a message with a gradient: rows of sparse fragments, all elements of the others."""
-    counts = torch.tensor([indices.numel() for indices, _ in gradient.rows], dtype=SPARSE_COUNTS)
+    """Send a message with a gradient: rows of sparse fragments, all elements of the others that have a gradient."""
+    present = [fragment for fragment in gradient.dense if fragment is not None]
+    numbers = [int(fragment is not None) for fragment in gradient.dense]
+    numbers += [indices.numel() for indices, _ in gradient.rows]
     rows = [tensor.contiguous() for pair in gradient.rows for tensor in pair]
-    link.send(header, gradient.dense.contiguous(), counts, *rows, *after)
+    dense = [torch.cat(present)] if present else []
+    link.send(header, torch.tensor(numbers, dtype=COUNTS), *dense, *rows, *after)
 
 
 def receive_gradient(
-    link: PairLink, dense: int, sparse: Sequence[tuple[int, int]], dtype: torch.dtype
+    link: PairLink, dense: Sequence[int], sparse: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> ShardGradient:
     """Receive a gradient.
 
     Args:
-        dense: elements of the dense fragments.
+        dense: elements of each dense fragment.
         sparse: rows and elements of a row, of each sparse fragment.
 
     Raises:
         CommunicationError: a number of rows or an index is not one of the fragment.
     """
-    values = link.receive(torch.empty(dense, dtype=dtype))
-    counts = link.receive(torch.empty(len(sparse), dtype=SPARSE_COUNTS)).tolist()
+    numbers = link.receive(torch.empty(len(dense) + len(sparse), dtype=COUNTS)).tolist()
+    present, counts = numbers[: len(dense)], numbers[len(dense) :]
+    if any(flag not in (0, 1) for flag in present):
+        raise refused(link, f"{present} for the fragments that have a gradient", "0 or 1 for each")
     for count, (most, _) in zip(counts, sparse, strict=True):
         if not 0 <= count <= most:
             raise refused(link, f"{count} rows of a fragment", f"0 to {most}")
+    sizes = [numel for numel, flag in zip(dense, present, strict=True) if flag]
+    fragments = iter(link.receive(torch.empty(sum(sizes), dtype=dtype)).split(sizes))
+    values = [next(fragments) if flag else None for flag in present]
     rows: list[tuple[Tensor, Tensor]] = []
     for count, (most, row) in zip(counts, sparse, strict=True):
         indices = link.receive(torch.empty(count, dtype=torch.int64))

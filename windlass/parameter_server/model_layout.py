@@ -41,9 +41,9 @@ class ModelLayout:
         """Return the number of elements of a server's shard."""
         return sum(fragment.numel for fragment in self.fragments[server])
 
-    def dense_numel(self, server: int) -> int:
-        """Return the number of elements of a server's dense fragments."""
-        return sum(one.numel for one in self.fragments[server] if not self.parameters[one.parameter].is_sparse)
+    def dense_sizes(self, server: int) -> list[int]:
+        """Return the elements of each dense fragment of a server."""
+        return [one.numel for one in self.fragments[server] if not self.parameters[one.parameter].is_sparse]
 
     @property
     def splits_parameters(self) -> bool:

@@ -374,7 +374,7 @@ class ParameterServer:
         layout, server = self._layout, self._server
         if pulled < 0 or number < 1:
             raise refused(link, f"push {number} of version {pulled}", "a push from 1, of version 0 or more")
-        gradient = receive_gradient(link, layout.dense_numel(server), layout.sparse_shapes(server), layout.dtype)
+        gradient = receive_gradient(link, layout.dense_sizes(server), layout.sparse_shapes(server), layout.dtype)
         with self._changed:
             self._require_place()
             result = self._clock.push(worker, pulled, number)

@@ -25,29 +25,37 @@ class ShardGradient:
     """Gradient of one shard.
 
     Attributes:
-        dense: `[n]`, the elements of all dense fragments, one after the other.
+        dense: for each dense fragment its elements `[n]`; None if its parameter has no gradient.
         rows: for each sparse fragment, the indices of its rows `[k]` and their gradients `[k, row]`.
     """
 
-    dense: Tensor
+    dense: list[Tensor | None]
     rows: list[tuple[Tensor, Tensor]]
 
 
 def mean_gradient(gradients: Sequence[ShardGradient]) -> ShardGradient:
-    """Return the mean of gradients of one shard, added in the given order."""
+    """Return the mean of gradients of one shard, added in the given order.
+
+    As in DDP, a parameter without a gradient counts as zeros, unless none of the gradients has one.
+    """
     count = len(gradients)
     if count == 1:
         return gradients[0]
-    total = gradients[0].dense.clone()
-    for gradient in gradients[1:]:
-        total.add_(gradient.dense)
+    dense: list[Tensor | None] = []
+    for fragments in zip(*(gradient.dense for gradient in gradients), strict=True):
+        found = [fragment for fragment in fragments if fragment is not None]
+        total = found[0].clone() if found else None
+        for fragment in found[1:]:
+            assert total is not None
+            total.add_(fragment)
+        dense.append(None if total is None else total.div_(count))
     rows = []
     for parts in zip(*(gradient.rows for gradient in gradients), strict=True):
         indices, places = torch.unique(torch.cat([numbers for numbers, _ in parts]), return_inverse=True)
         values = torch.cat([values for _, values in parts])
         summed = values.new_zeros(indices.numel(), values.shape[1]).index_add_(0, places, values)
         rows.append((indices, summed.div_(count)))
-    return ShardGradient(total.div_(count), rows)
+    return ShardGradient(dense, rows)
 
 
 class ServerShard:
@@ -95,10 +103,10 @@ class ServerShard:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
 
     def update(self, gradient: ShardGradient) -> None:
-        """Make one update."""
+        """Make one update. A parameter without a gradient is left as it is, with its states."""
         if self._optimizer is None:
             return
-        begin, rows = 0, iter(gradient.rows)
+        dense, rows = iter(gradient.dense), iter(gradient.rows)
         for parameter, is_sparse in zip(self._parameters, self._sparse, strict=True):
             if is_sparse:
                 indices, values = next(rows)
@@ -106,8 +114,7 @@ class ServerShard:
                     found = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=True)
                     parameter.grad = found.coalesce()
             else:
-                parameter.grad = gradient.dense[begin : begin + parameter.numel()]
-                begin += parameter.numel()
+                parameter.grad = next(dense)  # None: the optimizer leaves the parameter as it is
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ class ParameterServerSettings:
     staleness: int = 0
     backup_workers: int = 0
     max_age: int | None = None
-    snapshot: Path | None = None
+    snapshot: str | Path | None = None
     snapshot_every: int = 100
     connect_seconds: float = 300.0
     reconnect_seconds: float = 60.0
@@ -48,9 +50,7 @@ class ParameterServerSettings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"parameter server: mode = {self.mode!r} does not exist; use one of {', '.join(MODES)}")
-        for name in ("staleness", "backup_workers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"parameter server: {name} = {getattr(self, name)} is negative; use 0 or more")
+        self._check_numbers()
         if self.staleness and self.mode != "bounded":
             raise ConfigError(
                 f"parameter server: staleness = {self.staleness} is for mode = 'bounded', and the mode is {self.mode!r}"
@@ -60,13 +60,26 @@ class ParameterServerSettings:
                 f"parameter server: backup_workers = {self.backup_workers} is for mode = 'synchronous', and the mode "
                 f"is {self.mode!r}"
             )
-        if self.max_age is not None and (self.max_age < 0 or self.mode == "synchronous"):
+        if self.max_age is not None and self.mode == "synchronous":
             raise ConfigError(
-                f"parameter server: max_age = {self.max_age} needs to be 0 or more, and a mode other than synchronous, "
-                "which drops late gradients itself"
+                f"parameter server: max_age = {self.max_age} needs a mode other than synchronous, which drops late "
+                "gradients itself"
             )
-        if self.snapshot_every < 1:
-            raise ConfigError(f"parameter server: snapshot_every = {self.snapshot_every}; use 1 or more")
+
+    def _check_numbers(self) -> None:
+        """Raise ConfigError for a value of a wrong type or out of range."""
+        for name, least in (("staleness", 0), ("backup_workers", 0), ("max_age", 0), ("snapshot_every", 1)):
+            value = getattr(self, name)
+            if value is None and name == "max_age":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"parameter server: {name} = {value!r}; use a whole number, {least} or more")
+        for name in ("connect_seconds", "reconnect_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
+                raise ConfigError(f"parameter server: {name} = {value!r}; use a number of seconds above 0")
+        if self.snapshot is not None and not isinstance(self.snapshot, str | os.PathLike):
+            raise ConfigError(f"parameter server: snapshot = {self.snapshot!r}; use the path of a folder, or None")
 
     @property
     def fingerprint(self) -> int:

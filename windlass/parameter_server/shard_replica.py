@@ -112,7 +112,7 @@ class ShardReplica:
         kind, version, count, *_ = link.receive_header()
         if kind != MessageKind.UPDATE or version != self._clock.version:
             raise refused(link, f"message {kind} at version {version}", f"an update of version {self._clock.version}")
-        gradient = receive_gradient(link, layout.dense_numel(server), layout.sparse_shapes(server), layout.dtype)
+        gradient = receive_gradient(link, layout.dense_sizes(server), layout.sparse_shapes(server), layout.dtype)
         counted = receive_counted(link, count)
         shard.update(gradient)
         self._clock.complete(counted)

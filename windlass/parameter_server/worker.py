@@ -245,18 +245,19 @@ class ParameterServerWorker:
 
     def _gradient_of(self, server: int) -> ShardGradient:
         layout = self._layout
-        dense, rows = [], []
+        dense: list[torch.Tensor | None] = []
+        rows = []
         for fragment in layout.fragments[server]:
             parameter, tensor = layout.parameters[fragment.parameter], layout.tensors[fragment.parameter]
             grad = tensor.grad
             if parameter.is_sparse:
                 rows.append(self._rows_of(grad, fragment.begin // parameter.row, fragment.end // parameter.row, tensor))
             elif grad is None:
-                dense.append(torch.zeros(fragment.numel, dtype=layout.dtype))
+                dense.append(None)
             else:
                 part = grad.detach().to_dense().reshape(-1)[fragment.begin : fragment.end]
                 dense.append(part.to("cpu", layout.dtype))
-        return ShardGradient(torch.cat(dense) if dense else torch.empty(0, dtype=layout.dtype), rows)
+        return ShardGradient(dense, rows)
 
     def _rows_of(
         self, grad: torch.Tensor | None, begin: int, end: int, tensor: torch.Tensor
