@@ -367,3 +367,38 @@ def diaries(setting: Setting) -> float:
 
 def test_non_tensor_states_are_saved_and_loaded(stage: int) -> None:
     assert run_ranks(diaries, 2, Setting(stage=stage)) == [0.0, 0.0]
+
+
+def overflowing_norms() -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Return parameters of plain PyTorch and of engines after a gradient whose squares overflow."""
+    found = []
+    for stage in (0, 1, 3):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        plain = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        zero = {"stage": stage}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": zero,
+        }
+        engine: Any = windlass.initialize(model=model, config=config)[0]
+        for factor in (1.0, 1e25, 1.0):
+            (plain(torch.ones(2, 4)).square().mean() * factor).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(engine(torch.ones(2, 4)).square().mean() * factor)
+            engine.step()
+        found.append(({n: p.detach() for n, p in plain.named_parameters()}, whole_params(engine.module)))
+        engine.destroy()
+    return found
+
+
+def test_a_norm_that_overflows_clips_the_gradient_to_zero_as_in_torch() -> None:
+    for by_stage in run_ranks(overflowing_norms, 2):
+        for wanted, found in by_stage:
+            error, where = relative_error(found, wanted)
+            assert error <= 1e-6, f"{where} is off by {error:.2e}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -497,7 +498,8 @@ class ShardedModel:
         # A parameter is updated if it has a gradient on any rank.
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, status.used, strict=True)}
         try:
-            batches = _stepped(self.update.run(used, scale / clip))
+            # The coefficient is 0 if the squares of a finite gradient overflow; torch multiplies the gradient by it.
+            batches = _stepped(self.update.run(used, scale / clip if clip else math.inf))
         except Exception as error:
             # A hook of the optimizer raised. The other ranks update and wait for this one, so raise after the exchange.
             batches = _raised(error)
