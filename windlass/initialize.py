@@ -31,6 +31,7 @@ from windlass.compress.quantize_training import prepare_quantize_training
 from windlass.compress.weight_quantization import is_requested, quantize_weights
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
+from windlass.config.optimizer_section import late_start_warning
 from windlass.engine.compression_observer import observe_compression
 from windlass.engine.engine_reporter import startup_lines
 from windlass.engine.out_of_memory import FailedRun, note_out_of_memory
@@ -405,12 +406,10 @@ def _check_checkpoint_format(optimizer: torch.optim.Optimizer | None, config: Co
 def _warn_of_late_freeze(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
     """Log a warning if the schedule ends before a 1-bit optimizer compresses anything."""
     steps = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
-    freeze = max((group.get("freeze_step", 0) for group in optimizer.param_groups), default=0) if optimizer else 0
-    if isinstance(steps, int) and freeze >= steps > 0:
-        logger.warning(
-            f"optimizer.params.freeze_step is {freeze}, and scheduler.params.total_num_steps is {steps}: nothing will "
-            f"be compressed in this run; write about 15 % of all steps, {max(1, steps * 15 // 100)}"
-        )
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if warning := late_start_warning(group, steps):
+            logger.warning(warning)
+            return
 
 
 def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage: bool) -> None:

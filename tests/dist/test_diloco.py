@@ -246,8 +246,8 @@ def refused(stage: int, more: dict[str, Any]) -> None:
     ("stage", "more", "text"),
     [
         (1, {}, r"DiLoCo.* at zero_optimization.stage 1.*write stage 0"),
-        (0, {"fragments": 5}, r"fragments is 5"),
-        (0, {"overlap_steps": 4}, r"overlap_steps is 4, inner_steps is 4"),
+        (0, {"fragments": 5}, r"fragments: 5 is more than inner_steps 4"),
+        (0, {"overlap_steps": 4}, r"overlap_steps: 4 is not less than inner_steps 4"),
         (0, {"start_step": -1}, r"start_step: -1 does not fit"),
     ],
 )

@@ -446,20 +446,24 @@ def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: st
         run_ranks(refused, 1, stage, more)
 
 
-def warnings_of(total: int) -> list[str]:
+def warnings_of(total: int, case: Case) -> list[str]:
     """Return the warnings of `initialize` for a schedule of `total` steps."""
-    config = Case().config()
+    config = case.config()
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 1}}
     texts: list[str] = []
     with patch.object(logging.getLogger("windlass"), "warning", texts.append):
         start(specimen("mlp"), config).destroy()
-    return [text for text in texts if "freeze_step" in text]
+    return [text for text in texts if "nothing will be compressed" in text]
 
 
-def test_a_freeze_after_the_end_of_the_schedule_is_a_warning() -> None:
-    (late,) = run_ranks(warnings_of, 1, FREEZE)
-    assert len(late) == 1 and f"freeze_step is {FREEZE}, and scheduler.params.total_num_steps is {FREEZE}" in late[0]
-    assert run_ranks(warnings_of, 1, 100) == [[]]
+@pytest.mark.parametrize(
+    ("optimizer", "key"), [("OneBitAdam", "freeze_step"), ("ZeroOneAdam", "var_freeze_step"), ("DiLoCo", "start_step")]
+)
+def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(optimizer: str, key: str) -> None:
+    case = Case(optimizer=optimizer, params=((key, FREEZE),))
+    (late,) = run_ranks(warnings_of, 1, FREEZE, case)
+    assert len(late) == 1 and f"{key} is {FREEZE}, and scheduler.params.total_num_steps is {FREEZE}" in late[0]
+    assert run_ranks(warnings_of, 1, 100, case) == [[]]
 
 
 def received(stages: list[int]) -> list[float]:

@@ -20,6 +20,7 @@ from windlass.config.config_problems import MAX_LISTED, ProblemKind, format_valu
 from windlass.config.config_section import ConfigSection
 from windlass.config.key_status import KeyStatus
 from windlass.config.key_table import TRAINING_CONFIG, find_key
+from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS, OPTIMIZER_PARAMETERS, late_start_warning
 from windlass.config.root_config import Config
 
 
@@ -42,7 +43,7 @@ def check(
     autos = classify_auto_keys(found.config, client or guess_client(auto_keys_of(found.config)))
     wrong = report_problems(console, found, autos)
     report_autos(console, autos, guessed=client is None)
-    warnings = report_strictness(console, found, autos.client)
+    warnings = report_strictness(console, found, autos.client) + report_late_start(console, found.config)
     wrong += report_resolved(console, found.config, world, source, autos)
     wrong += report_disks(console, found.config)
     report_accepted(console, found)
@@ -99,6 +100,17 @@ def report_strictness(console: Console, found: ValidationResult, client: Client)
         style="bold",
     )
     return 1
+
+
+def report_late_start(console: Console, config: Config) -> int:
+    """Print a warning if a compressed optimizer compresses nothing before its schedule ends. Return their number."""
+    if config.optimizer is None or config.scheduler is None or config.optimizer.type not in COMPRESSED_OPTIMIZERS:
+        return 0
+    defaults = {name: spec.default for name, spec in OPTIMIZER_PARAMETERS[config.optimizer.type].items()}
+    text = late_start_warning({**defaults, **config.optimizer.params}, config.scheduler.params.get("total_num_steps"))
+    if text:
+        console.print(f"warning: {text}", style="bold")
+    return int(bool(text))
 
 
 def report_accepted(console: Console, found: ValidationResult) -> None:

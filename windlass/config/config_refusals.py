@@ -28,7 +28,9 @@ def find_refusals(config: Config) -> list[ConfigRefusal]:
             found.append(ConfigRefusal(key, "auto", "no program filled it in; write true or false"))
     for pair in feature_matrix.unsupported_pairs(feature_matrix.describe_features(config)):
         axes, values = zip(pair.first, pair.second, strict=True)
-        found.append(ConfigRefusal(" with ".join(axes), " with ".join(values), pair.reason))
+        keys = [feature_matrix.AXIS_KEYS.get(axis, axis) for axis in axes]
+        fix = f"{pair.reason}; change one of the two"
+        found.append(ConfigRefusal(" with ".join(keys), " with ".join(values), fix))
     return found
 
 

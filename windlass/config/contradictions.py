@@ -261,6 +261,16 @@ def _deepspeed_checkpoint_format(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _deepspeed_format_of_compressed_optimizers(config: Config) -> Iterator[tuple[str, str]]:
+    name = config.optimizer.type if config.optimizer is not None else ""
+    if config.checkpoint.format == "deepspeed" and name in COMPRESSED_OPTIMIZERS:
+        yield (
+            "checkpoint.format",
+            f'"deepspeed", whose files have no place for the states of single ranks that {name} keeps; write '
+            '"windlass"',
+        )
+
+
 def _sequence_parallel_norms(config: Config) -> Iterator[tuple[str, str]]:
     if config.parallel.tp_sequence_norms and config.tp_overlap_chunks > 1:
         yield (
@@ -390,6 +400,7 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _sequence_parallel_norms,
     _activation_tier,
     _deepspeed_checkpoint_format,
+    _deepspeed_format_of_compressed_optimizers,
     _pipeline_schedule,
     _gradient_norm,
     _learning_rate,

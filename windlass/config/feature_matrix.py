@@ -126,6 +126,17 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
     },
 }
 
+AXIS_KEYS = {
+    "stage": "zero_optimization.stage",
+    "param_tier": "zero_optimization.offload_param",
+    "state_tier": "zero_optimization.offload_optimizer",
+    "optimizer": "optimizer.type",
+    **{axis: f"parallel.{axis}" for axis in ("pp", "tp", "sp", "ep")},
+    "transport": "comm.transport",
+    "update": "zero_optimization.offload_optimizer.delayed_update",
+}
+"""Configuration key that chooses the value of an axis, where it is one key."""
+
 _ONE_DATA_AXIS = "messages are exchanged by one group of data-parallel ranks"
 INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
     frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 shards nothing, so there is nothing to shard in groups",

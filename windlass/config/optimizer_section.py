@@ -154,6 +154,8 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
 
 COMPRESSED_OPTIMIZERS = {"OneBitAdam": 2, "ZeroOneAdam": 2, "OneBitLamb": 2, "DiLoCo": 0, "PowerSGD": 0}
 """Optimizers that send compressed messages by themselves, with the highest ZeRO stage of each."""
+FIRST_COMPRESSED_STEP = ("freeze_step", "var_freeze_step", "start_step")
+"""Parameters of them with the number of steps before messages are compressed, or before local steps."""
 UNSUPPORTED_OPTIMIZERS = {
     "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
@@ -247,8 +249,45 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
     least, most = value("min_coeff"), value("max_coeff")
     if kind in ("Lamb", "OneBitLamb") and None not in (least, most) and least > most:
         yield "min_coeff", f"{least} is more than max_coeff {most}; exchange them"
+    if kind == "PowerSGD" and value("nesterov") and momentum == 0:
+        yield "nesterov", "true needs a momentum above 0; write one, such as 0.9, or false"
+    smallest, largest = value("factor_min"), value("factor_max")
+    if None not in (smallest, largest) and smallest > largest:
+        yield "factor_min", f"{smallest} is more than factor_max {largest}; exchange them"
+    inner, fragments, overlap = value("inner_steps"), value("fragments"), value("overlap_steps")
+    if None not in (inner, fragments) and fragments > inner:
+        yield (
+            "fragments",
+            f"{fragments} is more than inner_steps {inner}, and at most one part of the model is sent after each; "
+            f"write at most {inner}",
+        )
+    if None not in (inner, overlap) and overlap >= inner:
+        yield (
+            "overlap_steps",
+            f"{overlap} is not less than inner_steps {inner}, and a message has to arrive before the next one is sent; "
+            f"write at most {inner - 1}",
+        )
     if kind in _FROM_TORCH and value("fused") and value("foreach"):
         yield "foreach", "true, and so is fused: they are two implementations of one step; write one true"
+
+
+def late_start_warning(params: Mapping[str, Any], total_steps: Any) -> str:
+    """Return a warning if a schedule ends before a compressed optimizer compresses anything; empty if it does not.
+
+    Args:
+        params: parameters of the optimizer, with their defaults.
+        total_steps: `scheduler.params.total_num_steps`; None if the schedule has none.
+    """
+    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps <= 0:
+        return ""
+    for key in FIRST_COMPRESSED_STEP:
+        first = params.get(key)
+        if isinstance(first, int) and first >= total_steps:
+            return (
+                f"optimizer.params.{key} is {first}, and scheduler.params.total_num_steps is {total_steps}: nothing "
+                f"will be compressed in this run; write about 15 % of all steps, {max(1, total_steps * 15 // 100)}"
+            )
+    return ""
 
 
 def build_trial_optimizer(kind: str, params: Mapping[str, Any]) -> Any:

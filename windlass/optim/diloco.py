@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from windlass.base.errors import ConfigError
-from windlass.optim.one_bit_adam import keep_options
+from windlass.optim.one_bit_adam import check_equal_in_groups, keep_options
 
 CODECS = ("identity", "bf16", "fp8", "int8", "int4", "sign")
 
@@ -90,6 +90,7 @@ class DiLoCo(torch.optim.AdamW):
             "applied_steps": 0,
         }
         keep_options(self, kept)
+        check_equal_in_groups(self, ("inner_steps", "fragments", "codec", "overlap_steps", "start_step"))
 
 
 def fragment_due(step: int, unit: int, group: dict[str, Any]) -> bool:

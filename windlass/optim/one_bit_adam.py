@@ -141,3 +141,16 @@ def is_frozen(optimizer: torch.optim.Optimizer, key: str = "freeze_step") -> boo
     """Return True if the next step is one of the compressed phase. One phase for all groups: the last to freeze."""
     last: Any = max((group[key] for group in optimizer.param_groups), default=0)
     return applied_steps(optimizer) >= int(last)
+
+
+def check_equal_in_groups(optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> None:
+    """Raise ConfigError if groups differ in an option that all parameters have in common, as the steps of messages."""
+    first = optimizer.param_groups[0]
+    for number, group in enumerate(optimizer.param_groups):
+        for name in names:
+            if group[name] != first[name]:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: {name} is {group[name]} in group {number} of the parameters and "
+                    f"{first[name]} in group 0, and all parameters take part in the same messages; delete it from the "
+                    "groups, and write it in optimizer.params"
+                )

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from windlass.base.errors import ConfigError
 from windlass.optim.one_bit_adam import (
     FREEZE_STEP,
+    check_equal_in_groups,
     check_max_update,
     check_one_bit_options,
     keep_options,
@@ -89,6 +90,7 @@ class ZeroOneAdam(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         kept = {"var_freeze_step": var_freeze_step, **policies, "bias_correction": bias_correction}
         keep_options(self, {**kept, "max_update": max_update, "applied_steps": 0})
+        check_equal_in_groups(self, ("var_freeze_step", *policies))
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of AdamW.

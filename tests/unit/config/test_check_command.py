@@ -199,3 +199,24 @@ def test_comments_are_removed_with_a_note(tmp_path: Path, caplog: pytest.LogCapt
         *("_comment", "//", "comment", "$schema", "zero_optimization._why", "optimizer.params._note"),
     )
     assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}
+
+
+@pytest.mark.parametrize(("total", "warns"), [(50, True), (500, False)])
+def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(tmp_path: Path, total: int, warns: bool) -> None:
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 100}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": total}},
+    }
+    code, text = run(write(tmp_path, json.dumps(config)))
+    assert code == 0 and ("fine (1 warning)" in text) == warns
+    assert ("var_freeze_step is 100, and scheduler.params.total_num_steps is 50: nothing will be" in text) == warns
+
+
+def test_features_that_exclude_each_other_are_named_by_their_keys(tmp_path: Path) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    config = {"train_batch_size": 4, "optimizer": {"type": "OneBitAdam"}, "zero_optimization": zero}
+    code, text = run(write(tmp_path, json.dumps(config)))
+    assert code == 1
+    assert "optimizer.type with zero_optimization.offload_optimizer.delayed_update = " in text
+    assert "the update communicates; change one of the two" in text

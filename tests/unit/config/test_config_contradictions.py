@@ -87,6 +87,14 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("parallel.activation_tier", {"train_batch_size": 8, "parallel": {"activation_tier": "cpu"}}),
     ("parallel.tiled_mlp", {"train_batch_size": 8, "parallel": {"tp_sequence_norms": True, "tiled_mlp": True}}),
     ("checkpoint.format", {"train_batch_size": 8, "parallel": {"tp": 2}, "checkpoint": {"format": "deepspeed"}}),
+    ("checkpoint.format", {"optimizer": {"type": "PowerSGD"}, "checkpoint": {"format": "deepspeed"}}),
+    ("optimizer.params.fragments", {"optimizer": {"type": "DiLoCo", "params": {"inner_steps": 4, "fragments": 5}}}),
+    ("optimizer.params.overlap_steps", {"optimizer": {"type": "DiLoCo", "params": {"overlap_steps": 32}}}),
+    ("optimizer.params.factor_min", {"optimizer": {"type": "OneBitLamb", "params": {"factor_min": 5.0}}}),
+    (
+        "optimizer.params.nesterov",
+        {"optimizer": {"type": "PowerSGD", "params": {"nesterov": True, "momentum": 0.0}}},
+    ),
     ("parallel.tp_sequence_norms", {"parallel": {"tp_sequence_norms": True, "tp_overlap_chunks": 2}}),
     (
         "parallel.tp_sequence_norms",

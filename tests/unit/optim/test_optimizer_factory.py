@@ -214,3 +214,16 @@ def test_documented_table_equals_the_code() -> None:
             assert set(results) == set(inspect.signature(type(optimizer)).parameters) - {"params"}
         assert is_elementwise(optimizer) == (spans == "yes"), name
         assert enable_fused_step(optimizer) == (fused == "yes"), name
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("ZeroOneAdam", "var_freeze_step", 7), ("ZeroOneAdam", "local_step_clipper", 2), ("DiLoCo", "inner_steps", 8)],
+)
+def test_groups_share_the_steps_of_messages(name: str, key: str, value: int) -> None:
+    def groups() -> list[dict[str, Any]]:
+        return [{"params": parameters()[:1]}, {"params": parameters()[:1], key: value, "lr": 0.5}]
+
+    with pytest.raises(ConfigError, match=f"{name}: {key} is {value} in group 1 of the parameters and .* in group 0"):
+        optimizer_factory.build_optimizer(name, {}, groups())
+    optimizer_factory.build_optimizer(name, {key: value}, groups())
