@@ -427,6 +427,35 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
 
 
+def first_step_alone(case: Case, folder: str, at: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the loaded state with its errors on one rank, and momenta and errors after a step."""
+    engine = start(specimen(case.model), case.config())
+    engine.load_checkpoint(folder)
+    loaded = {**snapshot(engine), "errors": errors_of(engine)}
+    train(engine, case, at, at + 1)
+    found = {**snapshot(engine)["m"], **errors_of(engine)}
+    engine.destroy()
+    return loaded, found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_rank_adds_the_errors_of_several_once(stage: int, tmp_path: Path) -> None:
+    case = Case(stage)
+    run_ranks(save, 2, case, str(tmp_path), FREEZE + 2)
+    ((loaded, found),) = run_ranks(first_step_alone, 1, replace(case, ranks=1), str(tmp_path), FREEZE + 2)
+    simulation = Simulation(replace(case, ranks=1), loaded)
+    with torch.no_grad():
+        for name, parameter in simulation.named:
+            parameter.copy_(loaded["params"][name])
+    gradients, owed = simulation._local(FREEZE + 2, 0), loaded["errors"]
+    assert any(bool(value.any()) for value in owed.values())
+    for name, gradient in gradients.items():
+        wanted = BETA1 * simulation.m[name] + (1 - BETA1) * gradient
+        wanted += sum(value for key, value in owed.items() if key.startswith(f"{name}/"))
+        torch.testing.assert_close(found[name].reshape(-1), wanted, rtol=1e-5, atol=1e-8)
+    assert not any(bool(found[key].any()) for key in owed), "an error stays, and would be added again on more ranks"
+
+
 def refused(stage: int, more: dict[str, Any]) -> None:
     config = Case(stage).config()
     config["optimizer"]["params"].update(more)

@@ -81,6 +81,8 @@ class CompressedMessages:
     def start_average(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start to replace this rank's own fragments of each message by their mean over ranks. Collective.
 
+        One rank sends nothing, so that nothing is left out: errors of a checkpoint from several ranks are added once.
+
         Args:
             errors: for each message the error feedback of this rank, `[padded]` in float32.
 
@@ -88,6 +90,7 @@ class CompressedMessages:
             A function that waits for the result.
         """
         if self.group.size == 1 or not messages:
+            add_errors(messages, errors)
             return _done
         size = self.group.size
         parts = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
@@ -110,6 +113,8 @@ class CompressedMessages:
             A function that waits for the result.
         """
         if self.group.size == 1 or not messages:
+            if errors is not None:
+                add_errors(messages, errors)
             return _done
         size, index = self.group.size, self.group.index
         outs = [[view for one in messages for view in one.views(one.flat, rank, size)] for rank in range(size)]
@@ -133,6 +138,14 @@ def in_flight(started: Iterable[tuple[Batch, Callable[[], None]]]) -> Iterator[B
     if previous is not None:
         previous[1]()
         yield previous[0]
+
+
+def add_errors(messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> None:
+    """Add the errors of the chosen parameters to messages, and return them to zeros."""
+    for message, error in zip(messages, errors, strict=True):
+        for values, owed in zip(message.views(message.flat, 0, 1), message.views(error, 0, 1), strict=True):
+            values.add_(owed)
+            owed.zero_()
 
 
 def _done() -> None:

@@ -23,7 +23,7 @@ import torch
 
 from windlass.optim.one_bit_adam import count_step, is_frozen
 from windlass.optim.power_sgd import thin_columns
-from windlass.zero.update.compressed_messages import UnitMessage
+from windlass.zero.update.compressed_messages import UnitMessage, add_errors
 from windlass.zero.update.compressed_phase import WORKER_ERROR, CompressedPhase
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.rank_state import RankState
@@ -91,6 +91,8 @@ class PowerSGDUpdate(ElementwiseUpdate):
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)
+            else:  # of a checkpoint from several ranks
+                add_errors(messages, [self._phase.state(WORKER_ERROR, one.unit) for one in messages])
         yield from batches  # the update reads the approximations in the gradient slots
 
     @torch.no_grad()
