@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,32 @@ def test_a_change_after_finish_update_reaches_the_master_weights(case: Case) -> 
         for name, value in before.items():
             # no synchronization follows within the step
             torch.testing.assert_close(after[name], value + 100.0, rtol=0, atol=1e-4)
+
+
+def weights_after_loads(case: Case, folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Return for each way to load weights alone the loaded ones, and those of the next training forward."""
+    subject, found = specimen(case.model), []
+    engine = start(subject, case.config())
+    loaded = whole_params(engine.module)
+    engine.save_checkpoint(folder)
+    for load in (
+        lambda: engine.load_checkpoint(folder, load_module_only=True),
+        lambda: engine.load_module_state_dict({**engine.module.state_dict(), **loaded}),
+    ):
+        train(engine, case, 0, BETWEEN)
+        load()
+        engine(**subject.batch(Place(0, 0, dist.get_rank())))
+        assert not any(bool(value.any()) for key, value in errors_of(engine).items() if key.endswith("_error"))
+        found.append((loaded, replicas(engine)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("case", [DILOCO, ZERO_ONE, ONE_BIT], ids=lambda case: case.optimizer)
+def test_loaded_weights_have_no_local_changes_of_others(case: Case, tmp_path: Path) -> None:
+    for by_load in run_ranks(weights_after_loads, 2, case, str(tmp_path)):
+        for loaded, used in by_load:
+            require_equal(used, loaded)
 
 
 def evaluations(case: Case) -> dict[str, Any]:

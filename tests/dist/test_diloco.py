@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ class DiLoCoSimulation(Simulation):
         self.outer = {name: torch.zeros_like(value) for name, value in self.x.items()}
         self.pieces = fragments(found["layouts"], case.ranks)
         self.sent: dict[str, torch.Tensor] = {}
+        self.steps: list[dict[str, int]] = [{} for _ in range(case.ranks)]
 
     def run(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -112,7 +114,7 @@ class DiLoCoSimulation(Simulation):
                 self._averaged(step)
             overlap = self.group.get("overlap_steps", 0)
             for name in self.x:
-                if overlap and step + 1 > overlap and fragment_due(step + 1 - overlap, self.unit[name], self.group):
+                if name in self.sent and fragment_due(step + 1 - overlap, self.unit[name], self.group):
                     self._late(name)
                 if fragment_due(step + 1, self.unit[name], self.group):
                     if overlap:
@@ -134,6 +136,7 @@ class DiLoCoSimulation(Simulation):
                 changes[name] = torch.zeros_like(gradient)
 
     def _inner(self, rank: int, name: str, step: int, gradient: torch.Tensor) -> None:
+        step = self.steps[rank][name] = self.steps[rank].get(name, 0) + 1  # those in which it had a gradient
         m = self.moments[rank][name] = BETA1 * self.moments[rank][name] + (1 - BETA1) * gradient
         v = self.variances[rank][name] = BETA2 * self.variances[rank][name] + (1 - BETA2) * gradient * gradient
         move = LR * (m / (1 - BETA1**step)) / ((v / (1 - BETA2**step)).sqrt() + EPS)
@@ -221,6 +224,31 @@ def test_inner_and_outer_steps_equal_their_simulation(ranks: int) -> None:
                 if not simulation.group.get("overlap_steps"):
                     averaged = step < simulation.group["start_step"]
                     assert bool(moved) == (due or averaged), (case, step, moved)
+
+
+def run_in_small_units(cases: list[Case]) -> list[dict[str, Any]]:
+    with patch("windlass.zero.core.unit_partition._PERSISTENT_BUCKET", 1):
+        return run_all(cases)
+
+
+IDLE = [  # two units have no gradient in some of the steps after which their outer steps are due
+    with_params(replace(CASE, model="unused_by_step", steps=6), codec="identity", **more)
+    for more in ({"inner_steps": 3}, {"inner_steps": 2, "overlap_steps": 1, "mixing": 0.5})
+]
+
+
+def test_a_unit_without_a_gradient_takes_its_outer_steps() -> None:
+    by_rank = run_ranks(run_in_small_units, 2, IDLE, timeout=120.0)
+    for number, case in enumerate(IDLE):
+        assert len(set(by_rank[0][number]["unit"].values())) > 2
+        simulation = DiLoCoSimulation(case, by_rank[0][number])
+        simulation.run(0, case.steps)
+        for rank, found in enumerate(results[number] for results in by_rank):
+            own = {n: (x - simulation.changes[rank][n]).view_as(found["params"][n]) for n, x in simulation.x.items()}
+            masters = {n: x.view_as(found["params"][n]) for n, x in simulation.x.items()}
+            for values, wanted in ((found["params"], masters), (found["replicas"], own)):
+                error, where = relative_error(values, wanted)
+                assert error <= 1e-6, f"{case} rank {rank}: {where} is off by {error:.2e}"
 
 
 OVERLAPPED = with_params(CASE, overlap_steps=3, fragments=2, mixing=0.25)

@@ -70,6 +70,7 @@ class CheckpointMethods(EngineParts):
             state_dict = state_dict["module"]
         if custom_load_fn is not None:
             load_with_function(self._sharded, state_dict, custom_load_fn)
+            self._sharded.forget_unsent()
             return [], []
         return load_full_state_dict(self._sharded, state_dict, strict=strict)
 

@@ -365,8 +365,10 @@ def load_engine(
         assert engine.optimizer is not None
         load_hyperparameters(engine.optimizer, matched, plain["groups"])
         model.choose_gradient_mode()
-    elif options.load_optimizer_states and plain["groups"]:
-        logger.info("optimizer states were not loaded: this engine has no optimizer")
+    else:
+        model.forget_unsent()
+        if options.load_optimizer_states and plain["groups"]:
+            logger.info("optimizer states were not loaded: this engine has no optimizer")
     if options.load_progress:
         model.drop_gradients()
         engine.progress.load_state_dict(

@@ -98,6 +98,7 @@ def load_full_state_dict(
             )
     for name, parameter in requested.items():
         set_full_param(parameter, state[name])
+    model.forget_unsent()
     with torch.no_grad():
         for name, buffer in buffers.items():
             if name in state:

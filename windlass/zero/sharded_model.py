@@ -547,6 +547,11 @@ class ShardedModel:
             self.mesh.world.all_reduce(failed)
         self._finish_result(trouble, failed.item())
 
+    def forget_unsent(self) -> None:
+        """Drop what ranks have not sent yet of steps with other weights, after weights alone were loaded."""
+        if self.update is not None:
+            self.update.forget_unsent()
+
     def choose_gradient_mode(self) -> None:
         """Let gradients be reduced or stay local as the next step needs them. Between steps, and after a load."""
         if self.update is not None and self.update.takes_local_gradients != self.reducer.keeps_local_gradients:

@@ -24,7 +24,8 @@ from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
 CODEC = "sign"
-WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE = "worker_error", "server_error", "local_change"
+WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE, SUMMED = "worker_error", "server_error", "local_change", "summed"
+_UNSENT = (WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE, SUMMED)
 
 Options = dict[int, dict[str, Any]]
 """Hyper-parameters by id of the parameter."""
@@ -85,6 +86,10 @@ class CompressedPhase:
         for key in keys:
             for flat in self._states.get(key, {}).values():
                 flat.zero_()
+
+    def forget_unsent(self) -> None:
+        """Return error feedback, local changes and sums to zeros."""
+        self.forget(*_UNSENT)
 
     def options(self) -> Options:
         """Run the pre-step hooks of the optimizer, and return the hyper-parameters."""

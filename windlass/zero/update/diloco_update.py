@@ -15,7 +15,7 @@ save completes the transfer and keeps the mean as a state, so that a resumed run
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,26 +106,47 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def _run_compressed(
         self, used: dict[int, list[bool]], divisor: float, options: Options
     ) -> Iterator[list[UpdateChunk]]:
-        step, group = applied_steps(self.optimizer) + 1, self.optimizer.param_groups[0]
+        step = applied_steps(self.optimizer) + 1
         local = self._phase.local_messages(used, divisor, options, weighted=False)
         moved = (self._moved(messages, options) for messages in local)
+        outer: dict[int, torch.Tensor] = {}  # by unit: the mean change of an outer step
         if self._overlap:
             for _ in moved:
                 pass
-            self._move_transfers(step, options)
+            outer = self._move_transfers(step, options)
         else:
-            due = (
-                [
-                    self._changed(one.unit, one.flat, options)
-                    for one in messages
-                    if outer_step_due(step, one.unit, group)
-                ]
-                for messages in moved
-            )
-            for messages in self._phase.exchange(due):
+            for messages in self._phase.exchange(self._due_messages(moved, step, options)):
+                outer |= {message.unit.index: message.flat for message in messages}
                 for segment, mean in self._chosen(messages):
                     self._outer_step(segment, mean, options)
-        yield from self.state_offload.iterate_batches(self._batches)
+        for batch in self.state_offload.iterate_batches(self._batches):
+            for chunk in batch:  # an outer step changes a unit without a gradient in this step too
+                if chunk.gradient is None and chunk.unit.index in outer:
+                    chunk.gradient = outer[chunk.unit.index][chunk.start : chunk.stop]
+            yield batch
+
+    def _due_messages(self, moved: Iterable[Batch], step: int, options: Options) -> Iterator[Batch]:
+        """Yield the changes to send after a step, of all units whose outer step is due.
+
+        Args:
+            moved: the messages with local gradients, whose memory is used again.
+        """
+        rest = {unit.index: unit for unit in self._due_units(step)}
+        for messages in moved:
+            yield [
+                self._changed(one.unit, one.flat, options)
+                for one in messages
+                if rest.pop(one.unit.index, None) is not None
+            ]
+        for batch in batches_of(in_kinds(list(rest.values()))):
+            flats = [torch.zeros(unit.layout.padded, dtype=torch.float32, device=unit.full.device) for unit in batch]
+            yield [self._changed(unit, flat, options) for unit, flat in zip(batch, flats, strict=True)]
+
+    def _due_units(self, step: int) -> list[Unit]:
+        """Return the units that take an outer step after step `step`, in the order of messages."""
+        group, by_index = self.optimizer.param_groups[0], {chunk.unit.index: chunk.unit for chunk in self.chunks}
+        units = [by_index[index] for index in sorted(by_index, reverse=True)]
+        return [unit for unit in units if outer_step_due(step, unit, group)]
 
     def _moved(self, messages: Batch, options: Options) -> Batch:
         """Take an inner step with each gradient."""
@@ -156,16 +177,17 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     # Overlapped outer steps.
 
-    def _move_transfers(self, step: int, options: Options) -> None:
+    def _move_transfers(self, step: int, options: Options) -> dict[int, torch.Tensor]:
         """Take the outer steps that are due, continue the transfers half way, and start new ones. Collective.
 
         All ranks do the same in the same step, so that transfers between two ranks keep their order.
+
+        Returns:
+            By unit that took an outer step: the mean change of all ranks.
         """
-        group, overlap = self.optimizer.param_groups[0], self._overlap
-        by_index = {chunk.unit.index: chunk.unit for chunk in self.chunks}
-        units = [by_index[index] for index in sorted(by_index, reverse=True)]
-        due = [unit for unit in units if outer_step_due(step - overlap, unit, group)]
-        if step > overlap and due:
+        overlap = self._overlap
+        due = self._due_units(step - overlap) if step > overlap else []
+        if due:
             if pending := self._pending.pop(step - overlap, None):
                 pending.finish()
             for unit in due:
@@ -173,12 +195,12 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                     self._late_outer_step(segment, options)
         if pending := self._pending.get(step - overlap // 2) if overlap > 1 else None:
             pending.answer()
-        sent = [unit for unit in units if outer_step_due(step, unit, group)]
-        if sent:
+        if sent := self._due_units(step):
             self._pending[step] = self._phase.start_exchange(
                 [self._changed(unit, self._phase.state(IN_FLIGHT, unit), options) for unit in batch]
                 for batch in batches_of(in_kinds(sent))
             )
+        return {unit.index: self._phase.state(IN_FLIGHT, unit) for unit in due}
 
     def _late_outer_step(self, segment: ParameterSegment, options: Options) -> None:
         """Take an outer step with the mean of changes that arrived, and mix the result with the local weights."""
@@ -197,6 +219,13 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         for step in sorted(self._pending):
             self._pending[step].finish()
         self._pending = {}
+
+    def forget_unsent(self) -> None:
+        """See `Update.forget_unsent`."""
+        super().forget_unsent()
+        for state in self._inner.state.values():
+            if SENT in state:
+                state[SENT].zero_()
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""

@@ -114,6 +114,10 @@ class OneBitLambUpdate(WholeParameterUpdate):
         """See `Update.rank_states`. None before the first compressed step."""
         return self._phase.rank_states()
 
+    def forget_unsent(self) -> None:
+        """See `Update.forget_unsent`."""
+        self._phase.forget_unsent()
+
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
         return self._phase.open_rank_states(saved)

@@ -103,6 +103,10 @@ class Update(Protocol):
         """Wait for messages that travel between steps, so that states are complete. Collective."""
         ...
 
+    def forget_unsent(self) -> None:
+        """Drop what ranks have not sent yet: local changes and errors, which belong to weights that were replaced."""
+        ...
+
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Step these chunks too, after parameters were unfrozen. `masters.chunks` contains them already."""
         ...
@@ -172,6 +176,9 @@ class OrdinaryUpdate:
 
     def finish_transfers(self) -> None:
         """See `Update.finish_transfers`. There are none."""
+
+    def forget_unsent(self) -> None:
+        """See `Update.forget_unsent`. There is nothing."""
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""

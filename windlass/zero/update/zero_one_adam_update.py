@@ -26,12 +26,12 @@ from windlass.optim.one_bit_adam import applied_steps, corrects_bias
 from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
-from windlass.zero.update.compressed_phase import LOCAL_CHANGE, SERVER_ERROR, WORKER_ERROR, Options
+from windlass.zero.update.compressed_phase import LOCAL_CHANGE, SERVER_ERROR, SUMMED, WORKER_ERROR, Options
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.update_chunk import UpdateChunk
 
-SUMMED, LOCAL_MOMENTUM, RATES = "summed", "local_momentum", "summed_rates"
+LOCAL_MOMENTUM, RATES = "local_momentum", "summed_rates"
 _GATHERED = (StepKind.LOCAL, StepKind.SYNC)
 
 
@@ -186,6 +186,13 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         if rates:  # if all learning rates were 0, momenta cannot be computed from the changes
             state["exp_avg"].copy_(mean / rates)
         state[RATES].zero_()
+
+    def forget_unsent(self) -> None:
+        """See `Update.forget_unsent`."""
+        super().forget_unsent()
+        for state in self._inner.state.values():
+            if RATES in state:  # 0: the next local step begins with the common momentum
+                state[RATES].zero_()
 
     @torch.no_grad()
     def publish(self, units: list[Unit]) -> None:
