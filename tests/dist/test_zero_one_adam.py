@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.dist.equivalence_runs import specimen, start
 from tests.dist.harness import run_ranks
 from tests.dist.test_one_bit_adam import (
     BETA1,
@@ -19,11 +22,14 @@ from tests.dist.test_one_bit_adam import (
     Case,
     Simulation,
     both,
+    errors_of,
     one_thread,  # noqa: F401 - a fixture
     passed,
     resume,
     run_cases,
     save,
+    snapshot,
+    train,
 )
 from tests.oracle import relative_error
 from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
@@ -246,3 +252,36 @@ def test_a_run_resumed_between_synchronizations_is_exact(stage: int, tmp_path: P
         for what in ("params", "errors"):
             assert here[what].keys() == there[what].keys()
             assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
+
+
+def continued(case: Case, folder: str, at: int, into: str = "") -> dict[str, Any]:
+    """Continue a checkpoint at another stage: return warnings, the loaded state, and errors after a step."""
+    engine, texts = start(specimen(case.model), case.config()), list[str]()
+    with patch.object(logging.getLogger("windlass"), "warning", lambda text, *more: texts.append(str(text))):
+        engine.load_checkpoint(folder)
+    if into:
+        engine.save_checkpoint(into)
+    found = {**snapshot(engine), "warnings": texts}
+    train(engine, case, at, at + 1)
+    found["errors"] = errors_of(engine)
+    engine.destroy()
+    return found
+
+
+def test_changes_that_another_stage_does_not_keep_are_named_and_their_rates_too(tmp_path: Path) -> None:
+    """From stage 0 between two synchronizations to stage 1 and back: local steps begin with the common momentum."""
+    case = replace(CASE, params=(*CASE.params[:3], ("local_step_clipper", 4)))
+    run_ranks(save, 2, case, str(tmp_path / "0"), 9)
+    straight = run_ranks(continued, 2, case, str(tmp_path / "0"), 9)
+    sharded = run_ranks(continued, 2, replace(case, stage=1), str(tmp_path / "0"), 9, str(tmp_path / "1"))
+    back = run_ranks(continued, 2, case, str(tmp_path / "1"), 9)
+    assert not straight[0]["warnings"] and not back[0]["warnings"]
+    assert "at stage 1 are dropped: local_change, local_momentum, server_error" in sharded[0]["warnings"][0]
+    simulation = Simulation(case, back[0])
+    with torch.no_grad():
+        for name, parameter in simulation.named:
+            parameter.copy_(back[0]["params"][name])
+    for rank, found in enumerate(back):
+        for name, gradient in simulation._local(9, rank).items():
+            wanted = BETA1 * simulation.m[name] + (1 - BETA1) * gradient
+            torch.testing.assert_close(found["errors"][f"{name}/local_momentum"], wanted, rtol=1e-5, atol=1e-8)

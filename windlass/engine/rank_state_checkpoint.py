@@ -55,6 +55,12 @@ class RankStateLoader:
         self.dropped = tuple(
             name for name in saved if name.startswith(RANK_STATE_PREFIX) and name.rpartition("/")[2] in needless
         )
+        if self.dropped:
+            logger.warning(
+                f"states of single ranks that {type(model.update).__name__} does not keep at stage "
+                f"{model.policy.stage} are dropped: {', '.join(sorted(keys & needless))}; continue at the stage of the "
+                "checkpoint to keep them"
+            )
         for state in _rank_states(model):
             row = _row(model, state)
             stored = saved.get(row.name)

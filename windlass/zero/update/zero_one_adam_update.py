@@ -18,7 +18,7 @@ of the rank: a resumed run continues from the same values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -41,6 +41,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     States beside those of `OneBitAdam`: for each rank at stage 0 `local_change` and `local_momentum`, else `summed`;
     and at stage 0 `summed_rates`, the sum of the learning rates since the last synchronization.
     """
+
+    _lacks_changes = False
 
     @classmethod
     def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
@@ -87,6 +89,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
             return self._counted(self._run_compressed(used, divisor, options))
         if applied_steps(self.optimizer) == self.optimizer.param_groups[0]["var_freeze_step"]:
             self._phase.forget(WORKER_ERROR, SERVER_ERROR)  # they are in units of gradients, not of changes
+        if self._lacks_changes and not self._shards:
+            self._begin_changes()
         return self._counted((self._run_summed if self._shards else self._run_local)(used, divisor, options))
 
     def _run_compressed(
@@ -190,8 +194,18 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     def forget_unsent(self) -> None:
         """See `Update.forget_unsent`."""
         super().forget_unsent()
+        self._begin_changes()
+
+    def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
+        """See `Update.open_rank_states`."""
+        self._lacks_changes = LOCAL_CHANGE not in saved  # rates that are loaded belong to changes of another stage
+        return super().open_rank_states(saved)
+
+    def _begin_changes(self) -> None:
+        """Let the next local step begin with the common momentum."""
+        self._lacks_changes = False
         for state in self._inner.state.values():
-            if RATES in state:  # 0: the next local step begins with the common momentum
+            if RATES in state:
                 state[RATES].zero_()
 
     @torch.no_grad()
