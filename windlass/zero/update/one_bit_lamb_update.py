@@ -106,8 +106,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
 
     def _place(self, owned: OwnedParameter, flat: torch.Tensor) -> torch.Tensor:
         """Return the view of a parameter in a flat tensor of its unit."""
-        unit = owned.chunk.unit
-        start, shape = unit.layout.offsets[owned.index], unit.shapes[owned.index]
+        start, shape = owned.chunk.unit.layout.offsets[owned.index], owned.stepped_shape
         return flat[start : start + shape.numel()].view(shape)
 
     def rank_states(self) -> Iterator[RankState]:

@@ -63,6 +63,14 @@ class OwnedParameter:
         return self.chunk.unit.parameters[self.index]
 
     @property
+    def stepped_shape(self) -> torch.Size:
+        """Shape in which the parameter is stepped: its own, but `[1]` instead of no dimension.
+
+        A state with one value per element would otherwise look like a count, which elementwise updates keep apart.
+        """
+        return self.chunk.unit.shapes[self.index] or torch.Size([1])
+
+    @property
     def group(self) -> RankGroup:
         """Ranks that have fragments of the parameter."""
         return self.chunk.unit.dp_group.group
@@ -133,8 +141,8 @@ class WholeParameterUpdate(OrdinaryUpdate):
         for owned in self.owned:
             of = owned.chunk.unit
             if owned.is_local and (unit is None or unit is of):
-                numel, shape = of.layout.numels[owned.index], of.shapes[owned.index]
-                yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
+                numel = of.layout.numels[owned.index]
+                yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, owned.stepped_shape)
 
     def rank_states(self) -> Iterator[RankState]:
         """Yield none: ranks keep equal states, or shards of them."""
@@ -159,7 +167,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
             tensors: dict[int, list[nn.Parameter]] = defaultdict(list)
             for owned in todo:
                 if id(owned) in values:
-                    shape = owned.chunk.unit.shapes[owned.index]
+                    shape = owned.stepped_shape
                     owned.tensor.data = self._assemble(owned, values[id(owned)].view(shape))
                     owned.tensor.grad = self._assemble(owned, gradients[id(owned)].view(shape)).div_(divisor)
                     self._join_states(owned)
@@ -363,6 +371,7 @@ def _moved(state: dict[str, Any], owned: OwnedParameter, optimizer: torch.optim.
         if not isinstance(value, torch.Tensor) or key in SCALAR_STATES:
             continue
         if value.shape == owned.parameter.shape:
+            value = value.view(owned.stepped_shape)
             moved[key] = value.to(owned.chunk.device, state_dtype(optimizer, value.dtype, owned.chunk))
         elif value.dim() > 0:
             moved[key] = value.to(owned.chunk.device)
