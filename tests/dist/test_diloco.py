@@ -22,6 +22,7 @@ from tests.dist.test_one_bit_adam import (
     LR,
     Case,
     Simulation,
+    errors_of,
     fragments,
     one_thread,  # noqa: F401 - a fixture
     resume,
@@ -264,6 +265,33 @@ def test_a_run_resumed_between_outer_steps_is_exact(case: Case, tmp_path: Path) 
         for what in ("params", "errors"):
             assert here[what].keys() == there[what].keys()
             assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
+
+
+def after_adamw(case: Case, folder: str, at: int) -> list[dict[str, torch.Tensor]]:
+    """Return parameters and errors of a run, and of one that continues a checkpoint of AdamW after `at` steps."""
+    found = []
+    for first in (case, replace(case, optimizer="Adam", params=())):
+        engine = start(specimen(case.model), first.config())
+        train(engine, first, 0, at)
+        if first is not case:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = start(specimen(case.model), case.config())
+            engine.load_checkpoint(folder)
+            engine.save_checkpoint(f"{folder}/again")
+            engine.load_checkpoint(f"{folder}/again")
+        train(engine, case, at, at + 5)
+        found.append({**errors_of(engine), **whole_params(engine.module)})
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("start_step", [3, 5])
+def test_a_checkpoint_of_adamw_is_continued(start_step: int, tmp_path: Path) -> None:
+    case = with_params(CASE, codec="identity", inner_steps=2, start_step=start_step)
+    for straight, continued in run_ranks(after_adamw, 2, case, str(tmp_path), 3):
+        error, where = relative_error(continued, straight)
+        assert error <= 1e-6, f"{where} is off by {error:.2e}"
 
 
 def refused(stage: int, more: dict[str, Any]) -> None:

@@ -427,6 +427,30 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
 
 
+def after_adamw(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Save a checkpoint of AdamW at the freeze, and continue it with the case's optimizer."""
+    first = replace(case, optimizer="Adam", params=())
+    engine = start(specimen(case.model), first.config())
+    train(engine, first, 0, FREEZE)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = start(specimen(case.model), case.config())
+    engine.load_checkpoint(folder)
+    train(engine, case, FREEZE, case.steps)
+    found = {**errors_of(engine), **whole_params(engine.module)}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_checkpoint_of_adamw_is_continued_without_another_warm_up(stage: int, tmp_path: Path) -> None:
+    case = Case(stage)
+    straight = run_ranks(run_case, 2, case, str(tmp_path))
+    for here, there in zip(straight, run_ranks(after_adamw, 2, case, str(tmp_path)), strict=True):
+        for name, value in {**here["errors"], **here["params"]}.items():
+            assert torch.equal(there[name], value), name
+
+
 def first_step_alone(case: Case, folder: str, at: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the loaded state with its errors on one rank, and momenta and errors after a step."""
     engine = start(specimen(case.model), case.config())

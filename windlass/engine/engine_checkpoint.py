@@ -363,7 +363,9 @@ def load_engine(
     set_extra_states(engine.sharded.model, loaded_state.plain.get("extra", {}))
     if groups_too:
         assert engine.optimizer is not None
-        load_hyperparameters(engine.optimizer, matched, plain["groups"])
+        done = plain["engine"]
+        applied_steps = int(done["global_steps"]) - int(done["skipped_steps"])
+        load_hyperparameters(engine.optimizer, matched, plain["groups"], applied_steps)
         model.choose_gradient_mode()
     else:
         model.forget_unsent()

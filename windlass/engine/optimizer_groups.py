@@ -16,6 +16,7 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint.checkpoint_load import count_and_names
+from windlass.optim.one_bit_adam import count_earlier_steps
 from windlass.parallel.placement import get_global_name
 
 GroupMetadata = list[dict[str, Any]]
@@ -92,14 +93,23 @@ def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: Gro
     )
 
 
-def load_hyperparameters(optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata) -> None:
-    """Load the saved hyper-parameters, and log what was matched."""
+def load_hyperparameters(
+    optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata, applied_steps: int
+) -> None:
+    """Load the saved hyper-parameters, and log what was matched.
+
+    Args:
+        applied_steps: optimizer steps before the save, for an optimizer whose phases count those of another one.
+    """
     for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:
             continue
         # states are converted to this run's dtype
         values = {k: v for k, v in saved[number]["values"].items() if k != "state_dtype"}
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    if not any("applied_steps" in group["values"] for group in saved) and count_earlier_steps(optimizer, applied_steps):
+        counted = plural(applied_steps, "step")
+        logger.info(f"the states are those of another optimizer; its {counted} count in the phases of this one")
     own = [str(number) for number, source in enumerate(match.source) if source is None]
     logger.info(
         f"optimizer: {plural(match.matched, 'parameter')} matched, {count_and_names('missing', match.missing)}, "

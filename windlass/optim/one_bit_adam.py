@@ -137,6 +137,19 @@ def count_step(optimizer: torch.optim.Optimizer) -> None:
         group["applied_steps"] = steps
 
 
+def count_earlier_steps(optimizer: torch.optim.Optimizer, steps: int) -> bool:
+    """Count the steps of another optimizer whose states were loaded, so that no warm-up begins again.
+
+    Returns:
+        False if the optimizer counts no steps, or measures more in its first ones than another optimizer keeps: the
+        average trust ratios of `OneBitLamb`.
+    """
+    counts = all("applied_steps" in group and "coeff_beta" not in group for group in optimizer.param_groups)
+    for group in optimizer.param_groups if counts else ():
+        group["applied_steps"] = steps
+    return counts
+
+
 def is_frozen(optimizer: torch.optim.Optimizer, key: str = "freeze_step") -> bool:
     """Return True if the next step is one of the compressed phase. One phase for all groups: the last to freeze."""
     last: Any = max((group[key] for group in optimizer.param_groups), default=0)

@@ -47,8 +47,6 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
         if self._overlap:
             self._phase.add_key(IN_FLIGHT)
-        if not self.takes_local_gradients:  # steps with averaged gradients use the states of local ones, equal on all
-            self._phase.begin()
 
     @property
     def _overlap(self) -> int:
@@ -90,6 +88,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective in steps with outer steps."""
+        self._phase.begin()  # in averaged steps too: they use the states of local ones
         run = self._run_compressed if self.takes_local_gradients else self._run_reduced
         return self._counted(run(used, divisor, self._phase.options()))
 
@@ -158,11 +157,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """Take a step of AdamW with this rank's gradient and states."""
         given, state = options[id(segment.parameter)], self._inner.state[segment.tensor]
         (beta1, beta2), lr = given["betas"], float(given["lr"])
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state[OUTER] = torch.zeros_like(self._master(segment), dtype=segment.chunk.state_dtype)
-            if self._overlap:
-                state[SENT] = torch.zeros((), dtype=torch.float32)
+        if OUTER not in state:
+            self._create_states(segment, state)
         state["step"] += 1
         steps = float(state["step"])
         own = (self._own(key, segment) for key in (MOMENT, VARIANCE, LOCAL_CHANGE))
@@ -174,6 +170,16 @@ class DiLoCoUpdate(OneBitAdamUpdate):
             if given["weight_decay"]:  # lr decay (master - change), which is the local weight
                 change.lerp_(master.to(change.dtype), lr * given["weight_decay"])
             change.addcdiv_(moment, root, value=lr / (1 - beta1**steps))
+
+    def _create_states(self, segment: ParameterSegment, state: dict[str, torch.Tensor]) -> None:
+        """Create the states of a fragment. Moments begin with those of a checkpoint of AdamW, if one was loaded."""
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        state[OUTER] = torch.zeros_like(self._master(segment), dtype=segment.chunk.state_dtype)
+        if self._overlap:
+            state[SENT] = torch.zeros((), dtype=torch.float32)
+        for common, own in (("exp_avg", MOMENT), ("exp_avg_sq", VARIANCE)):
+            if common in state:
+                self._own(own, segment).copy_(state.pop(common))
 
     # Overlapped outer steps.
 
@@ -240,8 +246,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """
         chosen = [False] * len(unit.parameters)
         for segment in self._segments_of(unit):
-            state = self._inner.state.get(segment.tensor)
-            if id(segment.parameter) in options and state:
+            state = self._inner.state[segment.tensor]
+            if id(segment.parameter) in options and OUTER in state:
                 chosen[segment.piece.index] = True
                 change = self._own(LOCAL_CHANGE, segment)
                 self._view(flat, segment).copy_(change)
