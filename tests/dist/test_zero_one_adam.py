@@ -276,7 +276,7 @@ def test_changes_that_another_stage_does_not_keep_are_named_and_their_rates_too(
     sharded = run_ranks(continued, 2, replace(case, stage=1), str(tmp_path / "0"), 9, str(tmp_path / "1"))
     back = run_ranks(continued, 2, case, str(tmp_path / "1"), 9)
     assert not straight[0]["warnings"] and not back[0]["warnings"]
-    assert "at stage 1 are dropped: local_change, local_momentum, server_error" in sharded[0]["warnings"][0]
+    assert "at stage 1 on 2 ranks are dropped: local_change, local_momentum, server_error" in sharded[0]["warnings"][0]
     simulation = Simulation(case, back[0])
     with torch.no_grad():
         for name, parameter in simulation.named:

@@ -58,8 +58,8 @@ class RankStateLoader:
         if self.dropped:
             logger.warning(
                 f"states of single ranks that {type(model.update).__name__} does not keep at stage "
-                f"{model.policy.stage} are dropped: {', '.join(sorted(keys & needless))}; continue at the stage of the "
-                "checkpoint to keep them"
+                f"{model.policy.stage} on {plural(ranks, 'rank')} are dropped: {', '.join(sorted(keys & needless))}; "
+                "continue at the stage and on the ranks of the checkpoint to keep them"
             )
         for state in _rank_states(model):
             row = _row(model, state)
