@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,17 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import ModelDirectory, build_empty
 
 ReadTensor = Callable[[str], Tensor]
+BlockArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a block's call after the hidden states, by position and by name."""
 _COLUMNS = 256  # width of a column block of a symmetric product
 
 
 class _Stopped(Exception):  # noqa: N818  ends a forward, and is not an error
     """Raised to end a forward early."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
 
 
 @dataclass
@@ -97,25 +104,34 @@ class CalibratedBlock:
     """Block with its weights in memory, and the calibration text's hidden states at its input.
 
     Attributes:
+        hidden: hidden states of each batch.
+        calls: other arguments of the block for each batch, by position and by name.
         places: for each tensor of the files that is one of the block, its name in the model.
+        shared: names in the model of parameters that other modules have too.
     """
 
     prefix: str
     module: nn.Module
     hidden: Sequence[Tensor]
-    arguments: dict[str, Any]
-    positional: tuple[Any, ...]
+    calls: Sequence[BlockArguments]
     group: RankGroup | None = None
     places: Mapping[str, str] = field(default_factory=dict)
+    shared: Collection[str] = ()
+
+    def is_shared(self, module: nn.Module) -> bool:
+        """Return True if other modules have a parameter of a module of the block too."""
+        name = next(name for name, one in self.module.named_modules() if one is module)
+        return any(f"{self.prefix}.{name}.{leaf}" in self.shared for leaf, _ in module.named_parameters(recurse=False))
 
     def layer(self, name: str) -> str:
         """Return the name that a layer of the block has in the files."""
         whole = f"{self.prefix}.{name}"
         return next((s.removesuffix(".weight") for s, one in self.places.items() if one == f"{whole}.weight"), whole)
 
-    def run(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states after the block."""
-        out = self.module(hidden, *self.positional, **self.arguments)
+    def run(self, batch: int) -> Tensor:
+        """Return the hidden states of a batch after the block."""
+        positional, arguments = self.calls[batch]
+        out = self.module(self.hidden[batch], *positional, **arguments)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
@@ -137,7 +153,7 @@ class CalibratedBlock:
             if isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children()):
                 handles.append(module.register_forward_hook(made(name)))
         try:
-            self.run(self.hidden[0])
+            self.run(0)
         finally:
             for handle in handles:
                 handle.remove()
@@ -175,9 +191,9 @@ class CalibratedBlock:
 
         handles = [self.linear(name).register_forward_pre_hook(called(name)) for name in names]
         try:
-            for hidden in self.hidden[:count]:
+            for batch in range(count):
                 with contextlib.suppress(_Stopped):
-                    self.run(hidden)
+                    self.run(batch)
         finally:
             for handle in handles:
                 handle.remove()
@@ -210,8 +226,9 @@ class BlockCalibration:
     model: nn.Module = field(init=False)
     prefix: str = field(init=False)
     _hidden: list[Tensor] = field(init=False, default_factory=list)
-    _log: _CallLog = field(init=False)
+    _calls: list[list[BlockArguments]] = field(init=False, default_factory=list)  # of each batch and block
     _names: CheckpointNames = field(init=False)
+    _tied: dict[str, list[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.batches or any(batch.shape != self.batches[0].shape for batch in self.batches):
@@ -219,7 +236,10 @@ class BlockCalibration:
         self.model = build_empty(self.directory, trust_remote_code=self.trust_remote_code).eval()
         self.prefix = find_blocks(self.model)
         self._names = CheckpointNames(self.model, self.directory.places)
-        self._log = _CallLog()
+        users: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            users.setdefault(id(parameter), []).append(name)
+        self._tied = {name: names for names in users.values() if len(names) > 1 for name in names}
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -230,30 +250,33 @@ class BlockCalibration:
     def start(self) -> None:
         """Compute the hidden states before the first block, and the other arguments of each block."""
         with torch.no_grad():
-            names = self._names.source_of
-            outside = {name for name in names if not name.startswith(f"{self.prefix}.")}
-            head = self._head_names()
-            for name in sorted(outside - head):
-                if _has_parameter(self.model, name):
-                    _set(self.model, name, self.directory.read(names[name]).float())
+            names, head = self._names.source_of, self._head_names()
+            loaded: list[str] = []
+            for name in sorted(names):
+                users = [one for one in self._users(name) if not one.startswith(f"{self.prefix}.")]
+                if set(users) <= head or not _has_parameter(self.model, name):
+                    continue
+                value = self.directory.read(names[name]).float()
+                for one in users:
+                    _set(self.model, one, value)
+                loaded += users
             self._load_block(0, self.directory.read)
             self._record_calls()
-            for name in outside:  # not needed again
-                if _has_parameter(self.model, name):
-                    _free(self.model, name)
+            for name in loaded:  # not needed again
+                _free(self.model, name)
 
     def block(self, number: int, read: ReadTensor) -> CalibratedBlock:
         """Load a block. `read` returns a weight, given its name in the files."""
         self._load_block(number, read)
-        positional, arguments = self._log.calls[number]
+        calls = [of_batch[number] for of_batch in self._calls]
         prefix = f"{self.prefix}.{number}"
         places = {source: name for source, name in self._names.renamed.items() if name.startswith(f"{prefix}.")}
-        return CalibratedBlock(prefix, self.blocks[number], self._hidden, arguments, positional, self.group, places)
+        return CalibratedBlock(prefix, self.blocks[number], self._hidden, calls, self.group, places, self._tied)
 
     def advance(self, block: CalibratedBlock) -> None:
         """Replace the hidden states by those after the block, and free its weights."""
         with torch.no_grad():
-            self._hidden = [block.run(hidden) for hidden in self._hidden]
+            self._hidden = [block.run(batch) for batch in range(len(self._hidden))]
         for name, _ in list(block.module.named_parameters()):
             _free(block.module, name)
 
@@ -265,41 +288,84 @@ class BlockCalibration:
             found |= set(entry.sources) if name.startswith(prefix) else set()
         return [source for source in self.directory.places if source in found]
 
+    @property
+    def _head(self) -> nn.Module | None:
+        found: nn.Module | None = getattr(self.model, "get_output_embeddings", lambda: None)()
+        return found
+
     def _head_names(self) -> set[str]:
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        names = {name for name, module in self.model.named_modules() if module is head and head is not None}
+        names = {name for name, module in self.model.named_modules() if module is self._head}
         return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
     def _load_block(self, number: int, read: ReadTensor) -> None:
         prefix = f"{self.prefix}.{number}."
         for source, name in self._names.renamed.items():
             if name.startswith(prefix):
-                _set(self.model, name, read(source).float())
+                value = read(source).float()
+                for one in self._users(name):
+                    _set(self.model, one, value)
         for first, entry in self._names.converted.items():
             if first.startswith(prefix):
                 for name, value in self._names.convert(entry, read).items():
                     _set(self.model, name, value.float())
+        lacking = [name for name, value in self.blocks[number].named_parameters() if value.is_meta]
+        if lacking:
+            raise self._not_a_chain(f"block {number} has no {lacking[0]!r} of its own in the files")
+
+    def _users(self, name: str) -> list[str]:
+        """Return the names of all parameters that are one with a parameter of the empty model."""
+        return self._tied.get(name, [name])
+
+    def _not_a_chain(self, reason: str) -> ModelError:
+        return ModelError(
+            f"{self.directory.path} does not run its blocks {self.prefix!r} one after the other on hidden states "
+            f"alone: {reason}; use method rtn or hqq, without smoothing"
+        )
 
     def _record_calls(self) -> None:
-        """Record the hidden states before the first block for all batches, and the arguments of all blocks for the
-        first batch."""
+        """Run the embeddings and stand-ins of all blocks.
+
+        Arguments may depend on the tokens of a batch, as embeddings for each layer do, and a block may leave keys and
+        values for later ones in a dict; most are the same in all batches, and are held once.
+        """
         blocks = list(self.blocks)
+        rest: tuple[Any, ...] | None = None
         for number, batch in enumerate(self.batches):
-            log = self._log if number == 0 else _CallLog(last=0)
-            log.last = len(blocks) - 1 if number == 0 else 0
+            log = _CallLog(len(blocks), self._not_a_chain, runs_first=number == 0, rest=rest)
             for place, block in enumerate(blocks):
                 self.blocks[place] = _BlockRecorder(block, log)
+            stop = None if self._head is None else self._head.register_forward_pre_hook(_stop)
             try:
                 self.model(batch, use_cache=False)
             except _Stopped:
                 pass
             finally:
+                if stop is not None:
+                    stop.remove()
                 for place, block in enumerate(blocks):
                     self.blocks[place] = block
-            if len(log.calls) != log.last + 1:
-                raise ModelError(f"{self.directory.path} does not run its blocks {self.prefix!r} one after the other")
+            if len(log.calls) != len(blocks):
+                raise self._not_a_chain(f"{len(log.calls)} of {len(blocks)} were called")
             assert log.first is not None
+            rest = log.rest
             self._hidden.append(log.first)
+            first = self._calls[0] if self._calls else log.calls
+            self._calls.append([_share_call(call, other) for call, other in zip(log.calls, first, strict=True)])
+
+
+def _share_call(call: BlockArguments, other: BlockArguments) -> BlockArguments:
+    named = {name: _share_equal(value, other[1].get(name)) for name, value in call[1].items()}
+    return _share_equal(call[0], other[0]), named
+
+
+def _share_equal(value: Any, other: Any) -> Any:
+    """Return a value with those of its tensors that equal the ones of another value replaced by these."""
+    if isinstance(value, Tensor):
+        equal = isinstance(other, Tensor) and value.shape == other.shape and value.dtype == other.dtype
+        return other if equal and torch.equal(value, other) else value
+    if type(value) is tuple and type(other) is tuple and len(value) == len(other):
+        return tuple(_share_equal(one, two) for one, two in zip(value, other, strict=True))
+    return value
 
 
 @dataclass
@@ -307,15 +373,20 @@ class _CallLog:
     """Calls of the blocks of a model in one forward.
 
     Attributes:
-        last: number of the call that ends the forward.
+        count: number of blocks.
+        error: makes the error of a model that is no chain of blocks.
+        runs_first: run the first block, to learn what it returns, and the model on to its head, to see that no block
+            runs again.
+        rest: what the first block returns after the hidden states; None: it returns a tensor.
         first: hidden states before the first block.
-        returns_tuple: the first block returns a tuple that begins with the hidden states.
     """
 
-    last: int = 0
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    count: int
+    error: Callable[[str], ModelError]
+    runs_first: bool
+    rest: tuple[Any, ...] | None
+    calls: list[BlockArguments] = field(default_factory=list)
     first: Tensor | None = None
-    returns_tuple: bool = False
 
 
 class _BlockRecorder(nn.Module):
@@ -329,17 +400,38 @@ class _BlockRecorder(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)  # e.g. the kind of its attention
 
-    def forward(self, hidden: Tensor, *positional: Any, **arguments: Any) -> Any:
+    def forward(self, *positional: Any, **arguments: Any) -> Any:
         log: _CallLog = self.__dict__["_log"]
-        if not log.calls:
+        block = self.__dict__["_block"]
+        first = next(iter(inspect.signature(block.forward).parameters))
+        hidden = positional[0] if positional else arguments.pop(first, None)
+        if not isinstance(hidden, Tensor) or "prev_attn_output" in (first, *arguments):  # reversible layers have two
+            raise log.error("a block takes other arguments")
+        call = positional[1:], arguments
+        if log.first is None:
             log.first = hidden.detach()
-            if log.last:  # the first block has its weights
-                out = self.__dict__["_block"](hidden, *positional, **arguments)
-                log.returns_tuple = isinstance(out, tuple)
-        log.calls.append((positional, arguments))
-        if len(log.calls) > log.last:
+            if log.runs_first:  # the first block has its weights
+                out = block(hidden, *call[0], **call[1])
+                log.rest = out[1:] if isinstance(out, tuple) else None
+        elif len(log.calls) == log.count:
+            raise log.error("blocks run more than once")
+        elif not torch.equal(hidden, log.first):
+            raise log.error("hidden states change between two blocks")
+        passed = [value for value in log.rest or () if isinstance(value, Tensor)]
+        if any(value is one for value in _tensors(call) for one in passed):
+            raise log.error("a block passes more to the next one")
+        log.calls.append(call)
+        if len(log.calls) == log.count and not log.runs_first:
             raise _Stopped
-        return (hidden,) if log.returns_tuple else hidden
+        return hidden if log.rest is None else (hidden, *log.rest)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
 
 
 def find_blocks(model: nn.Module) -> str:

@@ -93,7 +93,7 @@ class LayerDistillation(PostTraining):
         chosen = [name for name, _ in block.module.named_modules() if _is_chosen(block, name, layers)]
         wide = {name: block.linear(name).weight.detach() for name in chosen}
         with torch.no_grad():
-            targets = [block.run(hidden) for hidden in block.hidden]
+            targets = [block.run(batch) for batch in range(len(block.hidden))]
         packed = super()._round_block(block, layers)
         learned = [_start(block, name, weight, packed, layers) for name, weight in wide.items()]
         if learned and self.distillation.steps:
@@ -114,7 +114,7 @@ class LayerDistillation(PostTraining):
         for step in range(options.steps):
             batch = int(torch.randint(len(targets), (1,), generator=generator))
             with torch.enable_grad():
-                loss = _loss(block, block.hidden[batch], targets[batch], learned)
+                loss = _loss(block, batch, targets[batch], learned)
                 gradients = torch.autograd.grad(loss, [one.learned for one in learned])
             for one, gradient in zip(learned, gradients, strict=True):
                 one.move(gradient, rate * (1 - step / options.steps))
@@ -203,14 +203,15 @@ def _start(
     return _LearnedCodes(name, grid, place, (codes + inside).requires_grad_())
 
 
-def _loss(block: CalibratedBlock, hidden: Tensor, target: Tensor, learned: Sequence[_LearnedCodes]) -> Tensor:
+def _loss(block: CalibratedBlock, batch: int, target: Tensor, learned: Sequence[_LearnedCodes]) -> Tensor:
     weights = {f"{one.name}.weight": one.weight() for one in learned}
-    out = torch.func.functional_call(block.module, weights, (hidden, *block.positional), block.arguments)
+    positional, arguments = block.calls[batch]
+    out = torch.func.functional_call(block.module, weights, (block.hidden[batch], *positional), arguments)
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return (found - target).square().mean() / target.square().mean().clamp(min=1e-30)
 
 
 def _mean_loss(block: CalibratedBlock, targets: Sequence[Tensor], learned: Sequence[_LearnedCodes]) -> float:
     with torch.no_grad():
-        losses = [_loss(block, hidden, target, learned) for hidden, target in zip(block.hidden, targets, strict=True)]
+        losses = [_loss(block, batch, target, learned) for batch, target in enumerate(targets)]
     return float(torch.stack(losses).mean())

@@ -240,6 +240,8 @@ class PostTraining:
             forms = [get_weight_format(layers[layer]) for layer in map(block.layer, group.names) if layer in layers]
             if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
+            if any(map(block.is_shared, [producer, *consumers])):
+                continue  # scales would change the function of another module
             statistics = measured[group.names[0]]
             weights = [consumer.weight.detach() for consumer in consumers]
             if smooth:
@@ -248,7 +250,7 @@ class PostTraining:
                 scales, before, after = activation_aware_scales(statistics.mean, weights, forms, statistics.hessian)
                 if after >= before:
                     continue
-            output = block.run(block.hidden[0]) if output is None else output
+            output = block.run(0) if output is None else output
             _fold_if_preserved(block, producer, consumers, scales, output, self.group)
 
     def _read_back(self, partial: WrittenTensors, layers: Mapping[str, str], name: str) -> Tensor:
@@ -306,7 +308,7 @@ def _fold_if_preserved(
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
-    change = (block.run(block.hidden[0]) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    change = (block.run(0) - before).abs().max() / before.abs().max().clamp(min=1e-12)
     if group is not None:
         group.all_reduce(change, dist.ReduceOp.MAX)
     if bool(change <= _PRESERVED):

@@ -1,0 +1,67 @@
+"""Tests that a calibration sees the hidden states of the whole model, or says why it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_causal_configs import VOCABULARY, make_tiny_model
+from windlass.base.errors import ModelError
+from windlass.compress.block_calibration import BlockCalibration
+from windlass.compress.model_directory import ModelDirectory
+
+
+def batches() -> list[Tensor]:
+    ids = torch.randint(5, VOCABULARY, (2, 2, 12), generator=torch.Generator().manual_seed(0))
+    return list(ids)
+
+
+def calibration(name: str, path: Path) -> tuple[BlockCalibration, torch.nn.Module]:
+    model = make_tiny_model(name)
+    model.save_pretrained(path)
+    return BlockCalibration(ModelDirectory(path), batches()), model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3n_text",  # embeddings of the tokens for each block, keys and values of an earlier one
+        "gemma4_text",
+        "zamba2",  # a block's weights that other blocks use, and the first hidden states in each
+        "cpmant",  # blocks that return more than hidden states, which nobody reads
+        "prophetnet",  # an embedding whose tensor has the name of the head
+    ],
+)
+def test_every_batch_has_the_hidden_states_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    found, model = calibration(name, tmp_path)
+    wanted: list[Tensor] = []
+    last = model.get_submodule(found.prefix)[-1]  # type: ignore[index]
+    last.register_forward_hook(lambda module, given, out: wanted.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        found.start()
+        for number in range(len(found.blocks)):
+            block = found.block(number, found.directory.read)
+            seen = [block.run(batch) for batch in range(2)]
+            found.advance(block)
+        for batch in batches():
+            model(batch, use_cache=False)
+    for one, other in zip(seen, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hy_v4", "a block passes more to the next one"),
+        ("blt", "hidden states change between two blocks"),
+        ("hrm_text", "blocks run more than once"),
+        ("reformer", "a block takes other arguments"),
+    ],
+)
+def test_models_that_are_no_chain_of_blocks_are_refused(name: str, said: str, tmp_path: Path) -> None:
+    found, _ = calibration(name, tmp_path)
+    with pytest.raises(ModelError, match=f"{said}; use method rtn or hqq"):
+        found.start()
