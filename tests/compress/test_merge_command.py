@@ -101,8 +101,38 @@ def test_models_that_do_not_fit_are_refused(
     other.save_pretrained(tmp_path / "other")
     message = refused(folder / "one", tmp_path / "other", out)
     assert "mlp.down_proj.weight' is of shape" in message and "one architecture" in message
+    build("llama", vocab_size=45).save_pretrained(tmp_path / "larger")
+    message = refused(folder / "one", tmp_path / "larger", out)
+    assert "'lm_head.weight' is of shape (45, 32)" in message and "and of shape (41, 32) in" in message
+    assert "weights are [nan, 1.0] for 2 models" in refused(folder / "one", folder / "two", out, "--weights", "nan,1")
+    build("llama", head_dim=4, num_attention_heads=8, num_key_value_heads=4).save_pretrained(tmp_path / "heads")
+    message = refused(folder / "one", tmp_path / "heads", out)
+    assert "has head_dim 4 and" in message and "do not mean the same" in message
     models["two"].save_pretrained(tmp_path / "words")
     train_tokenizer([line.upper() for line in LINES], 300, tmp_path / "words")
     assert "have different tokenizers: " in refused(folder / "one", tmp_path / "words", out)
     assert command(folder / "one", folder / "two", folder / "base") == 1
     assert "base exists; choose another directory" in capsys.readouterr().err and not out.exists()
+
+
+def test_values_that_are_no_numbers_are_named(
+    models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    broken: Any = build("llama", rms_norm_eps=1e-3)
+    with torch.no_grad():
+        broken.model.norm.weight[3] = float("nan")
+    broken.save_pretrained(tmp_path / "broken")
+    assert command(models["folder"] / "one", tmp_path / "broken", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert "tensor 'model.norm.weight' of model 2 has values that are no numbers" in error
+    assert not (tmp_path / "out").exists()
+    assert "differ in rms_norm_eps of config.json; the merged model has those of the latter" in caplog.text
+    large: Any = build("llama").half()
+    with torch.no_grad():
+        large.model.norm.weight.fill_(6e4)
+    large.save_pretrained(tmp_path / "large")
+    options = ("--method", "ties", "--base", models["folder"] / "base", "--density", 1, "--weights", "2,2")
+    assert command(tmp_path / "large", tmp_path / "large", tmp_path / "out", "--method", "dare", *options[2:]) == 1
+    assert "'model.norm.weight' has values outside of the range of torch.float16" in capsys.readouterr().err
+    assert command(tmp_path / "large", tmp_path / "large", tmp_path / "out", *options) == 0
+    assert next(load(tmp_path / "out").parameters()).dtype == torch.float16

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
 from windlass.compress.distillation import check_tokenizers
 from windlass.compress.merge_models import check_merge, merge_tensors
 from windlass.compress.model_directory import ModelDirectory
@@ -17,6 +18,7 @@ from windlass.data.tokenizer import load_tokenizer
 from windlass.kernels.weight_format import PackedTensorForm
 
 _TOKENIZER = "tokenizer.json"
+_BOOKKEEPING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 def merge_directories(
@@ -43,8 +45,8 @@ def merge_directories(
 
     Raises:
         ConfigError: the options do not fit together, or two models have different tokenizers.
-        ModelError: a model is quantized, a tensor is missing or has another shape in one of them, or the target exists
-            or contains a source.
+        ModelError: a model is quantized, a tensor is missing or has another shape in one of them, their heads or
+            activation functions differ, merged values are not finite, or the target exists or contains a source.
     """
     check_merge(len(sources), method, weights, base is not None, density)
     models = [ModelDirectory(source) for source in sources]
@@ -88,8 +90,32 @@ def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
         raise ModelError(
             f"{one.path} has tensor {unknown[0]!r}, which {first.path} lacks; merge models of one architecture"
         )
+    _check_configurations(one, first)
     if all((directory.path / _TOKENIZER).is_file() for directory in (one, first)):
         try:
             check_tokenizers(load_tokenizer(first.path).backend, load_tokenizer(one.path).backend)
         except ConfigError as error:
             raise ConfigError(f"{one.path} and {first.path} have different tokenizers: {error}") from error
+
+
+def _check_configurations(one: ModelDirectory, first: ModelDirectory) -> None:
+    """Refuse a model whose equal tensors mean something else, and warn of other settings that the merged model takes
+    from the first."""
+    differing = [
+        key
+        for key in sorted({*one.config, *first.config} - {*_BOOKKEEPING})
+        if one.config.get(key) != first.config.get(key)
+    ]
+    for key in differing:
+        if key == "model_type" or "head" in key or "hidden_act" in key or "activation" in key:
+            raise ModelError(
+                f"{one.path} has {key} {one.config.get(key)!r} and {first.path} {first.config.get(key)!r}, so that "
+                "equal places of their tensors do not mean the same; merge models of one architecture"
+            )
+    if differing:
+        logger.warning(
+            "%s and %s differ in %s of config.json; the merged model has those of the latter",
+            one.path,
+            first.path,
+            ", ".join(differing),
+        )

@@ -9,6 +9,7 @@ each task vector and scales the rest by `1 / density`.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -128,7 +129,11 @@ def merge_tensors(
     seed: int,
 ) -> Tensor:
     """Return one merged tensor, in the dtype of the first; see `merge_models`. Tensors of other than floating-point
-    dtypes are taken from the first model."""
+    dtypes are taken from the first model.
+
+    Raises:
+        ModelError: it has values that are not finite where the first model's are.
+    """
     first = tensors[0]
     if not first.is_floating_point():
         return first.clone()
@@ -142,7 +147,27 @@ def merge_tensors(
             found = ties_merge(base, tensors, weights, density)
         else:
             found = dare_merge(base, tensors, weights, density, seed ^ zlib.crc32(name.encode()))
-    return found.to(first.dtype)
+    merged = found.to(first.dtype)
+    labelled = {f"model {number}": one for number, one in enumerate(tensors, 1)}
+    _check_finite(name, labelled if base is None else {**labelled, "the base": base}, merged)
+    return merged
+
+
+def _check_finite(name: str, tensors: Mapping[str, Tensor], merged: Tensor) -> None:
+    """Check that a merged tensor has numbers wherever the first model's has."""
+    wide = merged.float()
+    first = next(iter(tensors.values()))
+    if bool((torch.isfinite(wide) | ~torch.isfinite(first.float()) & ~wide.isnan()).all()):
+        return
+    broken = next((label for label, one in tensors.items() if bool(one.float().isnan().any())), None)
+    if broken is not None:
+        raise ModelError(
+            f"tensor {name!r} of {broken} has values that are no numbers (NaN); merge models that compute numbers"
+        )
+    raise ModelError(
+        f"tensor {name!r} has values outside of the range of {merged.dtype} once merged; give weights that sum to "
+        "about 1, or models of a wider dtype"
+    )
 
 
 def check_merge(count: int, method: str, weights: Sequence[float] | None, has_base: bool, density: float) -> None:
@@ -156,8 +181,10 @@ def check_merge(count: int, method: str, weights: Sequence[float] | None, has_ba
     if count < (1 if method in ("ties", "dare") else 2) or method == "slerp" and count != 2:
         raise ConfigError(f"merging by {method} takes {'two models' if method == 'slerp' else 'several models'}, not "
                           f"{count}")  # fmt: skip
-    if weights is not None and (len(weights) != count or sum(weights) == 0):
-        raise ConfigError(f"weights are {list(weights)} for {count} models; give one each, with a sum other than 0")
+    if weights is not None and (len(weights) != count or not math.isfinite(sum(weights)) or sum(weights) == 0):
+        raise ConfigError(
+            f"weights are {list(weights)} for {count} models; give one each, finite and with a sum other than 0"
+        )
     if method in ("ties", "dare") and not has_base:
         raise ConfigError(f"merging by {method} needs base, the model from which all were trained")
     if not 0 < density <= 1:
