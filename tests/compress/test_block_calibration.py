@@ -31,7 +31,7 @@ def calibration(name: str, path: Path) -> tuple[BlockCalibration, torch.nn.Modul
         "gemma3n_text",  # embeddings of the tokens for each block, keys and values of an earlier one
         "gemma4_text",
         "zamba2",  # a block's weights that other blocks use, and the first hidden states in each
-        "cpmant",  # blocks that return more than hidden states, which nobody reads
+        "cpmant",  # blocks that return more than hidden states, which no other block reads
         "prophetnet",  # an embedding whose tensor has the name of the head
     ],
 )

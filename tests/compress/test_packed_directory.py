@@ -17,7 +17,7 @@ import windlass
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ModelError, WeightFormatError
-from windlass.compress import packed_directory
+from windlass.compress import packed_directory, partial_directory
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
@@ -276,12 +276,34 @@ def test_a_target_that_holds_the_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="file is a file; choose a directory"):
         write_packed_directory(tmp_path / "models" / "wide", tmp_path / "file", "int8", overwrite=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(ModelError, match=r"holds something else than a model: it has no config\.json"):
+        write_packed_directory(tmp_path / "models" / "wide", tmp_path / "home", "int8", overwrite=True)
+    assert (tmp_path / "home" / "letter.txt").is_file()
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     write_packed_directory(tmp_path / "models" / "wide", tmp_path / "link", "int8")
     write_packed_directory(tmp_path / "models" / "wide", tmp_path / "models" / "wide" / "inside", "int8")
     assert (tmp_path / "disk" / "config.json").is_file() and (tmp_path / "link").is_symlink()
     assert is_packed_directory(tmp_path / "models" / "wide" / "inside")
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "out", "int8")
+    before = read_files(tmp_path / "out")
+
+    def stop(path: Path) -> None:
+        assert path.name != "out", "never removed under its name"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(partial_directory.shutil, "rmtree", stop)
+        write_packed_directory(tmp_path / "wide", tmp_path / "out", "int4_g32", overwrite=True)
+    assert read_files(tmp_path / ".out.replaced") == before
+    write_packed_directory(tmp_path / "wide", tmp_path / "out", "int4_g32", overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"wide", "out"} and read_files(tmp_path / "out") != before
 
 
 def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from windlass.compress.format_rounding import pack_values
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
-from windlass.compress.partial_directory import check_target
+from windlass.compress.partial_directory import check_target, replace_directory
 from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory, fingerprint_tokens
 from windlass.compress.prune_directory import prune_directory
 from windlass.compress.pruned_config import PRUNING_ENTRY
@@ -202,7 +202,7 @@ class CompressionRun:
 
         path, choice, nbytes = round_within_loss(chooser, work, allowed, loss_text(limits), write, measure)
         self._expect(choice)
-        _move(path, settings.out)
+        replace_directory(path, settings.out.resolve())
         return nbytes, choice
 
     def _print_choice(self, choice: BudgetChoice) -> None:
@@ -232,7 +232,7 @@ class CompressionRun:
             directory = ModelDirectory(source)
             names, formats = [WIDE], partial(_wide_format, directory, settings.head)
         else:
-            _move(source, settings.out)
+            replace_directory(source, settings.out.resolve())
             print_escaped(f"{settings.out}: unquantized weights, in {self.progress.seconds:.0f} s")
             return tensor_bytes(ModelDirectory(settings.out))
         if not names:
@@ -343,14 +343,6 @@ class CompressionRun:
             lines, asdict(before), asdict(after), settings.given(), self._pruned, choice, self._notes
         )
         report.write(settings.out)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move a complete directory to its final path, which it replaces."""
-    target = target.resolve()
-    if target.exists():
-        shutil.rmtree(target)
-    source.rename(target)
 
 
 def _wide_format(directory: ModelDirectory, head: bool, layer: str) -> str | None:

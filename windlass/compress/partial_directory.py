@@ -119,9 +119,7 @@ class PartialDirectory:
             write_json(self.path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for name in (_PLAN, _JOURNAL):
             (self.path / name).unlink()
-        if self.target.exists():
-            shutil.rmtree(self.target)
-        os.replace(self.path, self.target)
+        replace_directory(self.path, self.target)
 
     def close(self) -> None:
         """Let other processes write the directory."""
@@ -179,7 +177,7 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         sources: files and directories that are read.
 
     Raises:
-        ModelError: it exists and is not replaced, or it is or contains a source.
+        ModelError: it exists and is not replaced, or holds something else than a model, or it is or contains a source.
     """
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; choose a directory")
@@ -190,6 +188,28 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         if to in (source.resolve(), *source.resolve().parents):
             what = "is" if to == source.resolve() else "contains"
             raise ModelError(f"{target} {what} {source}, which is read; choose another directory")
+    if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise ModelError(  # a home directory, a folder of texts
+            f"{target} holds something else than a model: it has no config.json, and overwriting would delete all of "
+            "it; choose another directory, or delete it yourself"
+        )
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Give a complete directory the name of another one, which is removed. At no time has the name a part of either."""
+    old = target.with_name(f".{target.name}.replaced")
+    if old.exists():  # an earlier run was stopped
+        shutil.rmtree(old)
+    if target.exists():
+        target.rename(old)
+    try:
+        source.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    if old.exists():
+        shutil.rmtree(old)
 
 
 @contextlib.contextmanager
