@@ -178,7 +178,7 @@ def build_engine(
         prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.tp * axes.pp * axes.sp)
     check_compression(model, config.compression_training)
     check_distillation(model, config.distillation, axes.pp, axes.sp)
-    optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config, axes)
+    optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config)
     mesh = _get_or_build_mesh(model, config, axes)
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
@@ -222,7 +222,7 @@ def build_engine(
 
 
 def _quantize_weights(
-    model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, config: Config, axes: Axes
+    model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, config: Config
 ) -> tuple[Any, Iterable[Any] | None]:
     """Pack the modules that `weight_quantization` names; return what remains of the optimizer and the parameters.
 
@@ -231,11 +231,6 @@ def _quantize_weights(
     section = config.weight_quantization
     if not is_requested(section):
         return optimizer, model_parameters
-    if axes.tp * axes.pp > 1:
-        raise ConfigError(
-            f"weight_quantization is set with tp {axes.tp} and pp {axes.pp}, which do not shard packed weights; set "
-            "both to 1, and shard them by zero_optimization.stage 3"
-        )
     gone = quantize_weights(model, section, gather=GatheredParameters, shard=partial(_shard_packed, config))
     return drop_remote_parameters(optimizer, model_parameters, gone)
 

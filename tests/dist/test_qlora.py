@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import windlass
-from tests.dist.harness import run_ranks
+from tests.causal_models import build as build_causal
+from tests.dist.harness import RankError, run_ranks
 from tests.dist.parallel_runs import build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.lora import add_adapters
@@ -90,6 +91,15 @@ def plain(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, trained(model.state_dict())
 
 
+def base_config(zero: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_batch_size": ROWS,
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "eps": 1e-4, "weight_decay": 0.0}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+    }
+
+
 def held_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of packed weights that this rank holds before `initialize`, and those of the whole."""
     held = whole = 0
@@ -101,22 +111,20 @@ def held_bytes(model: nn.Module) -> tuple[int, int]:
     return held, whole
 
 
-def train(source: str, weights: str | None, zero: dict[str, Any]) -> dict[str, Any]:
+def train(
+    source: str, weights: str | None, zero: dict[str, Any], parallel: dict[str, int] | None = None
+) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "eps": 1e-4, "weight_decay": 0.0}},
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-    }
+    config = {**base_config(zero), "parallel": parallel or {}}
+    readers = 1 if parallel else dist.get_world_size()
     model = windlass.from_pretrained(AutoModelForCausalLM, source, config=config, weights=weights)
     loaded = held_bytes(model)
     engine = windlass.initialize(model=adapted(model), config=config)[0]
     units = [unit for unit in engine._sharded.units if unit.dtype == torch.uint8]
     losses = []
     for step in range(STEPS):
-        rows = ids(step).chunk(dist.get_world_size())[dist.get_rank()]
+        rows = ids(step).chunk(readers)[dist.get_rank() % readers]
         loss = engine(input_ids=rows, labels=rows).loss
         engine.backward(loss)
         engine.step()
@@ -161,6 +169,81 @@ def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
         held, whole = result["loaded"]
         assert whole == full and held <= full / 2 + 3 * layers, "1/world of the bytes while it is loaded"
         assert 2 * result["held"] == full + result["padding"], "and between steps"
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # groups of 32 end where ranks do
+
+
+def pipelined(source: str) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    config = {**base_config({"stage": 1}), "gradient_accumulation_steps": 2, "parallel": {"pp": 2}}
+    engine = windlass.initialize(
+        model=adapted(windlass.from_pretrained(AutoModelForCausalLM, source, config=config)), config=config
+    )[0]
+    parts = [[{"input_ids": rows, "labels": rows} for rows in ids(step).chunk(2)] for step in range(STEPS)]
+    losses = [float(engine.train_batch(iter(part))) for part in parts]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("keys", "zero"), [(2, {"stage": 3, **OFFLOADED}), (1, {"stage": 0})])
+def test_packed_layers_are_sharded_over_tensor_parallel_ranks(keys: int, zero: dict[str, Any], tmp_path: Path) -> None:
+    build_causal("llama", num_key_value_heads=keys, **WIDE).save_pretrained(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", FORMAT)
+    losses, state = plain(tmp_path)
+    results = run_ranks(train, 2, str(tmp_path / "packed"), None, zero, {"tp": 2}, transport="gloo")
+    assert results[0]["losses"] == pytest.approx(losses, rel=2e-5)
+    assert results[0]["state"].keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(results[0]["state"][name], value, rtol=1e-4, atol=1e-5)
+    if keys == 2:
+        packed = load_packed_model(tmp_path / "packed")
+        full = sum(parameter.numel() for parameter in packed.parameters() if parameter.dtype == torch.uint8)
+        assert all(result["held"] < 0.51 * full for result in results)
+        assert run_ranks(pipelined, 2, str(tmp_path / "packed"), transport="gloo")[0] == pytest.approx(losses, rel=2e-5)
+
+
+def sectioned(rule: dict[str, Any], parallel: dict[str, int]) -> tuple[list[float], dict[str, Tensor], int]:
+    config = {**base_config({"stage": 0}), "weight_quantization": {"post_init_quant": {"proj": rule}}}
+    config["parallel"] = parallel
+    model = build_causal("llama", **WIDE)
+    engine = windlass.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(STEPS):
+        losses.append(float(loss := engine(input_ids=ids(step), labels=ids(step)).loss))
+        engine.backward(loss)
+        engine.step()
+    held = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.uint8)
+    state = {name: value.detach().clone() for name, value in engine.full_state_dict().items()}
+    engine.destroy()
+    return losses, state, held
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"num_bits": 3, "group_size": 32, "symmetric": True},
+        {"num_bits": 4, "group_size": 16},
+        {"num_bits": 8, "group_size": 16, "group_dim": 0},
+    ],
+)
+def test_parts_of_packed_weights_are_those_of_the_whole(rule: dict[str, Any]) -> None:
+    losses, state, held = run_ranks(sectioned, 1, rule, {}, transport="gloo")[0]
+    found, parts, local = run_ranks(sectioned, 2, rule, {"tp": 2}, transport="gloo")[0]
+    assert found == pytest.approx(losses, rel=2e-5) and local < 0.51 * held
+    assert parts.keys() == state.keys()
+    for name, value in state.items():
+        if value.dtype == torch.uint8:
+            assert torch.equal(parts[name], value), name
+        else:
+            torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_group_that_two_ranks_would_share_is_named() -> None:
+    rule = {"num_bits": 4, "group_size": 128, "symmetric": True}
+    with pytest.raises(RankError, match=r"down_proj is packed as 'int4_g128', and tp would shard its 192 input .* 96,"):
+        run_ranks(sectioned, 2, rule, {"tp": 2}, transport="gloo")
 
 
 def test_a_model_rounded_while_it_loads_equals_the_packed_directory(folder: Path) -> None:

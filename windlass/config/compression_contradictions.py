@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.config.axis_sizes import axis_size
 from windlass.config.compression_section import (
     CompressionGroup,
     CompressionTraining,
@@ -109,13 +108,6 @@ def packing_contradictions(config: Config) -> Iterator[tuple[str, str]]:
     first = section.quantized_initialization
     if not section.enabled or (first.num_bits is None and not section.post_init_quant):
         return
-    sizes = axis_size(config, "tp"), axis_size(config, "pp")
-    if max(sizes) > 1:
-        yield (
-            "weight_quantization",
-            f"set with tp {sizes[0]} and pp {sizes[1]}, which do not shard packed weights; set both to 1, and shard "
-            "them by zero_optimization.stage 3",
-        )
     if first.num_bits is not None:
         yield from _format_contradictions(first, "weight_quantization.quantized_initialization")
     for key, options in section.post_init_quant.items():

@@ -15,6 +15,7 @@ from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
 from windlass.config import Config
 from windlass.engine.sharded_init_partition import ShardedInitPartitioner
+from windlass.kernels.packed_linear import PackedMatrix
 from windlass.parallel.experts import apply_expert_parallel
 from windlass.parallel.megatron_flags import place_flagged_parameters
 from windlass.parallel.pipeline import PipelineSequential, apply_pipeline_parallel, measure_model_layer_times
@@ -167,8 +168,7 @@ def _partition_experts(model: nn.Module, mesh: Mesh, config: Config) -> object:
 
 def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> object:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
-    matrices = [name for name, weight in weights.items() if isinstance(weight, torch.Tensor) and weight.dim() == 2]
+    matrices = [name for name, module in model.named_modules() if _has_matrix(module)]
     return apply_tensor_parallel(
         model,
         mesh.tp,
@@ -176,6 +176,13 @@ def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> object:
         tp_sequence_norms=config.parallel.tp_sequence_norms,
         tp_overlap_chunks=config.tp_overlap_chunks,
     )
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    if isinstance(module, PackedMatrix) or isinstance(getattr(module, "base_layer", None), PackedMatrix):
+        return True  # its attribute `weight` unpacks
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
 def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:

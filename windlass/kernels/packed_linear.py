@@ -37,13 +37,24 @@ class PackedMatrix(nn.Module):
     ) -> None:
         super().__init__()
         self.format = get_weight_format(weight_format) if isinstance(weight_format, str) else weight_format
-        self._sizes = rows, columns
+        self._sizes, self._is_part = (rows, columns), False
         self._form = self.format.file_form(rows, columns)
         self._panels = PanelCache()
         for name, form in self._form.items():
             shape = (*form.shape[:-1], form.shape[-1] * form.dtype.itemsize)
             memory = torch.empty(shape, dtype=torch.uint8, device=device)
-            self.register_parameter(self._parameter_name(name), nn.Parameter(memory, requires_grad=False))
+            self.register_parameter(self.parameter_name(name), nn.Parameter(memory, requires_grad=False))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._sizes
+
+    def become_part(self, rows: int, columns: int) -> None:
+        """Record that the parameters have become those of some rows and columns, except that of `weight_shape`, which
+        has the sizes of the whole matrix on every rank."""
+        self._sizes, self._is_part = (rows, columns), True
+        self._form = self.format.file_form(rows, columns)
 
     def pack(self, weight: torch.Tensor) -> None:
         """Replace the packed weight by that of `weight` `[rows, columns]`."""
@@ -72,24 +83,27 @@ class PackedMatrix(nn.Module):
             )
         with torch.no_grad():
             for name, tensor in packed.items():
-                stored = self.get_parameter(self._parameter_name(name))
+                stored = self.get_parameter(self.parameter_name(name))
                 if mapped is None or name not in mapped:
                     stored.copy_(tensor.reshape(-1).contiguous().view(torch.uint8).view(stored.shape))
                     continue
                 content, pages = mapped[name]
                 parameter = nn.Parameter(content.view(stored.shape), requires_grad=False)
-                self.register_parameter(self._parameter_name(name), parameter)
+                self.register_parameter(self.parameter_name(name), parameter)
                 self._panels.pages[content.data_ptr()] = pages
 
     def packed(self) -> PackedWeight:
         """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
         of small ones that are not aligned in a shared buffer."""
-        return {name: self._typed(name, form.dtype) for name, form in self._form.items()}
+        found = {name: self._typed(name, form.dtype) for name, form in self._form.items()}
+        if self._is_part and "weight_shape" in found:
+            found["weight_shape"] = torch.tensor(self._sizes, device=found["weight_shape"].device)
+        return found
 
     def share(self, other: PackedMatrix) -> None:
         """Use the packed tensors of another module of the same sizes and format."""
         for name in self._form:
-            stored = self._parameter_name(name)
+            stored = self.parameter_name(name)
             self.register_parameter(stored, other.get_parameter(stored))
 
     def free_panels(self) -> None:
@@ -105,11 +119,12 @@ class PackedMatrix(nn.Module):
         """The unpacked weight, computed at every access; changes of it are lost."""
         return self.unpack()
 
-    def _parameter_name(self, name: str) -> str:
+    def parameter_name(self, name: str) -> str:
+        """Return the name of the parameter with the bytes of a packed tensor."""
         return f"{self.format.name}_{name}"
 
     def _stored(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[self._parameter_name(name)]
+        parameter = self._parameters[self.parameter_name(name)]
         assert parameter is not None
         return parameter.detach()
 
@@ -123,14 +138,14 @@ class PackedMatrix(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Pack a plain `weight`. Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would
         convert its values."""
-        stored = {name: prefix + self._parameter_name(name) for name in self._form}
+        stored = {name: prefix + self.parameter_name(name) for name in self._form}
         plain = prefix + "weight"
         if plain in state_dict and not any(key in state_dict for key in stored.values()):
             weight = state_dict.pop(plain)
             if tuple(weight.shape) != self._sizes:
                 raise WeightFormatError(f"{plain!r} has shape {tuple(weight.shape)}, and the layer {self._sizes}")
             for name, tensor in self.format.pack(weight).items():
-                target = self.get_parameter(self._parameter_name(name))
+                target = self.get_parameter(self.parameter_name(name))
                 state_dict[stored[name]] = tensor.reshape(-1).contiguous().view(torch.uint8).view(target.shape)
         for key in stored.values():
             value = state_dict.get(key)
@@ -218,10 +233,17 @@ class PackedLinear(PackedMatrix):
         return linear.train(self.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._product(input, self.bias)
+
+    def multiply(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the output without the bias."""
+        return self._product(input, None)
+
+    def _product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(kind))
-        bias = self.bias.to(input.dtype) if self.bias is not None else None
+        bias = bias.to(input.dtype) if bias is not None else None
         packed = self.packed()
         stored = {name: self._stored(name) for name in self._form}
         return self.format.linear(input, packed, bias, self._panels.product(self.format, packed, stored, input))

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from windlass.kernels.packed_linear import PackedLinear
+
 EQUIVALENT_CLASSES = ("FalconLinear",)
 """Subclasses of nn.Linear whose own forward computes the same."""
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Linear layer: `nn.Linear`, or the `Conv1D` of transformers, whose weight is transposed.
+    """Linear layer: `nn.Linear`, `PackedLinear`, or the `Conv1D` of transformers, whose weight is transposed.
 
     Attributes:
         name: name of the layer, or of the module around it that adds low-rank adapters.
@@ -56,7 +58,7 @@ def as_linear_layer(name: str, module: nn.Module) -> LinearLayer | None:
     if base is not None:
         found = as_linear_layer(name, base)
         return None if found is None else replace(found, adapter_module=module)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | PackedLinear):
         return LinearLayer(name, module, module.in_features, module.out_features, False)
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and weight.dim() == 2:
@@ -97,6 +99,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     kind = type(module)
     return (
         hasattr(kind, "compressed_weight")
+        or issubclass(kind, PackedLinear)
         or kind.forward is nn.Linear.forward
         or kind.__name__ in ("Conv1D", *EQUIVALENT_CLASSES)
     )

@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.parallel.autograd_collectives import (
     copy_to_parallel_region,
     gather_from_parallel_region,
+    reduce_from_parallel_region,
     reduce_scatter,
     scatter_to_parallel_region,
 )
@@ -21,6 +23,7 @@ from windlass.parallel.placement import Ranges
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
 from windlass.parallel.tensor.linear_layers import LinearLayer, used_bias, used_input, used_weight
+from windlass.parallel.tensor.packed_sharding import shard_packed
 from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements, count_rank_elements
 from windlass.parallel.tensor.stack_sequence_sharding import StackSequenceSharding
@@ -95,7 +98,7 @@ def shard_column(
 def shard_outputs(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis) -> None:
     """Shard only the output features of a layer: no hooks are added, the output stays sharded."""
     ranges = shard.rank_ranges[axis.index]
-    shard_parameter(f"{layer.name}.weight", _weight(layer), layer.output_dim, ranges, axis.name)
+    _shard_weight(layer, layer.output_dim, ranges, axis.name)
     bias = layer.module._parameters.get("bias")
     if bias is not None:
         shard_parameter(f"{layer.name}.bias", bias, 0, ranges, axis.name)
@@ -132,7 +135,7 @@ def shard_row(
         tp_overlap_chunks: see `row_parallel_linear`.
     """
     axis = input_hook.axis
-    shard_parameter(f"{layer.name}.weight", _weight(layer), layer.input_dim, shard.rank_ranges[axis.index], axis.name)
+    _shard_weight(layer, layer.input_dim, shard.rank_ranges[axis.index], axis.name)
     bias = layer.module._parameters.get("bias")
     if bias is not None and sequence_sharding is not None:
         mark_partial_gradient(bias, axis.name)
@@ -196,16 +199,21 @@ class PartialRowsForward:
         return torch.cat([some[start:stop] for start, stop in self._repeats])
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        made = self._needed(inputs)
+        if self._repeats == ((0, made.shape[-1]),):
+            return made
+        return torch.cat([made[..., start:stop] for start, stop in self._repeats], -1)
+
+    def _needed(self, inputs: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._module, PackedLinear):  # the product of all rows needs no unpacked weight
+            return select_ranges(PackedLinear.forward(self._module, inputs), -1, self._rows)
         weight, bias = used_weight(self._module), used_bias(self._module)
         some = select_ranges(weight, self._dim, self._rows)
-        made = functional.linear(
+        return functional.linear(
             used_input(self._module, inputs),
             some if self._dim == 0 else some.t(),
             None if bias is None else select_ranges(bias, 0, self._rows),
         )
-        if self._repeats == ((0, made.shape[-1]),):
-            return made
-        return torch.cat([made[..., start:stop] for start, stop in self._repeats], -1)
 
 
 class RowParallelForward:
@@ -245,14 +253,24 @@ class RowParallelForward:
         hook.end_chain()
         if self._sizes is not None:
             inputs = scatter_to_parallel_region(inputs, axis, -1, self._sizes)
+        if isinstance(self._module, PackedLinear):
+            out = self._sum(self._module.multiply(inputs), gathered)
+            return out if self._module.bias is None else out + self._module.bias.to(out.dtype)
         inputs, weight = used_input(self._module, inputs), used_weight(self._module)
         weight = weight.t() if self._transposed else weight
         if self._sequence_sharding is None:
             out = row_parallel_linear(inputs, weight, axis, self._tp_overlap_chunks)
         else:
-            out = as_contiguous_non_view(reduce_scatter(functional.linear(inputs, weight), axis, -2, gathered))
+            out = self._sum(functional.linear(inputs, weight), gathered)
         bias = used_bias(self._module)
         return out if bias is None else out + bias.to(out.dtype)
+
+    def _sum(self, partial: torch.Tensor, gathered: Any) -> torch.Tensor:
+        """Return the sum of all ranks' products, of this rank's part of the sequence if that is sharded."""
+        axis = self._input_hook.axis
+        if self._sequence_sharding is None:
+            return reduce_from_parallel_region(partial, axis)
+        return as_contiguous_non_view(reduce_scatter(partial, axis, -2, gathered))
 
 
 class TailInputHook:
@@ -266,10 +284,13 @@ class TailInputHook:
         return torch.cat([head, copy_to_parallel_region(tail, self._axis)], -1)
 
 
-def _weight(layer: LinearLayer) -> nn.Parameter:
+def _shard_weight(layer: LinearLayer, dim: int, ranges: Ranges, axis: str) -> None:
+    if isinstance(layer.module, PackedMatrix):
+        shard_packed(layer.name, layer.module, dim, ranges, axis)
+        return
     weight = layer.module._parameters["weight"]
     assert weight is not None
-    return weight
+    shard_parameter(f"{layer.name}.weight", weight, dim, ranges, axis)
 
 
 def _set_features(layer: LinearLayer, inputs: int | None = None, outputs: int | None = None) -> None:

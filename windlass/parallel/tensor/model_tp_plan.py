@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from windlass.kernels.packed_linear import PackedEmbedding, PackedMatrix
 from windlass.parallel.tensor.find_language_model import find_language_model
 from windlass.parallel.tensor.fused_experts_layout import has_fused_experts
 from windlass.parallel.tensor.linear_layers import as_linear_layer, is_inside, is_stub
@@ -59,9 +60,10 @@ def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[s
     found: dict[str, PlanEntry] = {}
     modules = dict(model.named_modules())
     experts = [name for name, module in modules.items() if has_fused_experts(module)]
+    whole = _packed_tables(model)
     for name, module in modules.items():
         tp_style = tp_plan.get(_wildcard_name(name))
-        if is_stub(module):
+        if is_stub(module) or name in whole:
             continue
         if tp_style is None or any(is_inside(name, holder) and tp_style != "moe_identity_expert" for holder in experts):
             continue
@@ -100,3 +102,14 @@ def _plan_entry(name: str, module: nn.Module, tp_style: str) -> PlanEntry:
 
 def _wildcard_name(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _packed_tables(model: nn.Module) -> set[str]:
+    """Return the names of packed embeddings, and of packed layers that share the table of one. They stay whole."""
+    tables = [module for module in model.modules() if isinstance(module, PackedEmbedding)]
+    shared = {id(parameter) for table in tables for parameter in table.parameters()}
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, PackedMatrix) and any(id(parameter) in shared for parameter in module.parameters())
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from windlass.kernels.packed_linear import PackedMatrix
 from windlass.parallel.tensor.find_language_model import find_language_model
 from windlass.parallel.tensor.linear_layers import as_linear_layer, is_plain_linear, is_stub
 from windlass.parallel.tensor.plan_entry import PlanEntry
@@ -83,6 +84,8 @@ def _call_getter(model: nn.Module, getter: str) -> nn.Module | None:
 
 def _why_not_shardable(module: nn.Module) -> str:
     """Return the reason why this module cannot be sharded along the vocabulary, or "" if it can."""
+    if isinstance(module, PackedMatrix):
+        return "its table is packed"
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return "an embedding with max_norm, scale_grad_by_freq or sparse needs all its rows"
