@@ -95,6 +95,22 @@ def test_bits_of_curved_blocks_fall_later() -> None:
     assert len(model.layer[0]["up"].compressed_weight().detach().unique()) <= 2**3
 
 
+def test_a_cleaned_model_has_no_schedule() -> None:
+    model, x = model_and_batch()
+    groups = {"all": {"params": {"bits": 8}, "modules": ["up"]}}
+    shared = {"enabled": True, "schedule_offset": 10**6}
+    config = {"compression_training": {"activation_quantization": {"shared_parameters": shared}}}
+    config["compression_training"]["activation_quantization"]["different_groups"] = groups  # type: ignore[assignment]
+    init_compression(model, {"train_batch_size": 1, **config})
+    prepare_quantize_training(model, moq(), EIGENVALUE)
+    model.get_buffer(SCHEDULE)[:, 0] = 4
+    compression_clock(model).step = 100  # before inputs are rounded
+    expected = model(x)
+    redundancy_clean(model, {"train_batch_size": 1, **config})
+    assert list(model.state_dict()) == list(Blocks().state_dict())
+    assert torch.equal(copy.deepcopy(model)(x), expected) and bit_planner(model) is None
+
+
 def test_without_eigenvalues_bits_follow_the_steps_alone() -> None:
     model, x = model_and_batch()
     plain = model(x)

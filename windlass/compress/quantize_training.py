@@ -105,11 +105,22 @@ def bit_planner(model: nn.Module) -> BitPlanner | None:
     return found if isinstance(found, BitPlanner) else None
 
 
+def end_quantize_training(model: nn.Module) -> None:
+    """Remove the schedule from a model whose weights have been rounded for good. No effect on other models."""
+    planner = model.__dict__.pop(_PLANNER, None)
+    if isinstance(planner, BitPlanner):
+        planner.hook.remove()
+        delattr(model, SCHEDULE)
+
+
 class BitPlanner:
     """Bits of each block; see [Note: bits by curvature]. They are a buffer of the model, so that checkpoints have them.
 
     Args:
         layers: rounded layers by name. Those outside of the blocks follow the plain schedule.
+
+    Attributes:
+        hook: handle of the hook by which it sees the last batch.
     """
 
     def __init__(
@@ -133,7 +144,7 @@ class BitPlanner:
             for layer in block:
                 layer.compression.planned_bits = _planned(model, place)
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        self.hook = model.register_forward_pre_hook(self._remember, with_kwargs=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ModelError("a model whose bits follow eigenvalues cannot be copied; copy it before initialize")

@@ -20,6 +20,7 @@ from windlass.compress.compression_training import (
     find_layers,
     read_compression_training,
 )
+from windlass.compress.quantize_training import end_quantize_training
 from windlass.compress.snip_pruning import MOMENTUM_BUFFER
 from windlass.config.compression_section import CompressionTraining
 
@@ -56,6 +57,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
             _make_plain(layer)
         for kind in ("row", "head", "channel"):
             _shrink_related(model, section, kind, kept)
+    end_quantize_training(model)
     del model.__dict__[CLOCK]
     return model
 
