@@ -57,6 +57,18 @@ class CheckpointError(WindlassError, RuntimeError):
     """Checkpoint that can't be written or read: missing, damaged, of another layout, disk full."""
 
 
+class RunStoppedError(WindlassError, RuntimeError):
+    """Command that a signal stopped before it had its result.
+
+    Attributes:
+        exit_code: exit code of the command: 128 plus the number of the signal.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
 class CommunicationError(WindlassError, RuntimeError):
     """Failed communication between ranks: a peer died, a wait timed out, a transport was refused."""
 

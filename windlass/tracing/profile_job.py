@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.base.errors import WindlassError
+from windlass.base.errors import RunStoppedError, WindlassError
 from windlass.base.text import plural
 from windlass.launch.start_ranks import start_ranks
 
@@ -66,7 +66,8 @@ def run_profile(job: ProfileJob, ranks: int) -> dict[str, Any]:
     """Profile the script on `ranks` ranks of this machine. Return the summary as `text` and as plain `data`.
 
     Raises:
-        ProfileRunError: a rank failed, with its error as the text, the script made no step, or the run was interrupted.
+        ProfileRunError: a rank failed, with its error as the text, or the script made no step.
+        RunStoppedError: a signal stopped the run.
     """
     with tempfile.TemporaryDirectory(prefix="windlass-profile-") as folder:
         job = replace(job, folder=folder, trace=os.path.abspath(job.trace))
@@ -75,7 +76,7 @@ def run_profile(job: ProfileJob, ranks: int) -> dict[str, Any]:
             ["-m", "windlass.tracing.profile_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
         )
         if outcome.interrupted_by is not None:
-            raise ProfileRunError("interrupted before the profile was complete")
+            raise RunStoppedError("interrupted before the profile was complete", outcome.interrupted_by)
         if job.failure_path.exists():
             raise ProfileRunError(f"the run on {plural(ranks, 'rank')} failed:\n{job.failure_path.read_text()}")
         if not job.result_path.exists():

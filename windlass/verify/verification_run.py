@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from windlass.base.errors import WindlassError
+from windlass.base.errors import RunStoppedError, WindlassError
 from windlass.base.text import plural
 from windlass.launch.start_ranks import start_ranks
 from windlass.verify.verification_job import VerificationJob
@@ -23,7 +23,8 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
     """Run `job` on `ranks` ranks of this machine. Return the report of each engine, in order of construction.
 
     Raises:
-        VerificationRunError: a rank failed, with its error as the text, or the run was interrupted.
+        VerificationRunError: a rank failed, with its error as the text.
+        RunStoppedError: a signal stopped the run.
     """
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder:
         job = replace(job, folder=folder)
@@ -32,7 +33,7 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
             ["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
         )
         if outcome.interrupted_by is not None:
-            raise VerificationRunError("interrupted before the report was complete")
+            raise RunStoppedError("interrupted before the report was complete", outcome.interrupted_by)
         if job.failure_path.exists():
             raise VerificationRunError(
                 f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(job.failure_path)}"

@@ -20,6 +20,7 @@ from windlass.base.errors import CheckpointError, ConfigError
 from windlass.cli import main as command_line
 from windlass.cli.expected_errors import describe_expected_error
 from windlass.cli.main import COMMANDS, main
+from windlass.launch.exit_status import LaunchExitStatus
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +113,19 @@ def test_other_errors_keep_their_traceback(failing: ModuleType) -> None:
 def test_ctrl_c_exits_with_130(failing: ModuleType) -> None:
     failing.error = KeyboardInterrupt()
     assert call("fail") == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["profile", "verify"])
+def test_a_signal_to_the_ranks_gives_the_exit_code(
+    command: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"profile": "windlass.tracing.profile_job", "verify": "windlass.verify.verification_run"}[command]
+    stopped = LaunchExitStatus(128 + number, interrupted_by=number)
+    monkeypatch.setattr(importlib.import_module(job), "start_ranks", lambda *words, **more: stopped)
+    monkeypatch.chdir(tmp_path)
+    assert call(command, __file__) == 128 + number
+    assert capsys.readouterr().err.startswith("windlass: interrupted before the ")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
