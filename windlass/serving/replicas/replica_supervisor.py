@@ -24,6 +24,38 @@ from windlass.serving.replicas.replica_process import ReplicaTask
 _STOP_SECONDS = 5.0
 _MAX_FAILED_STARTS = 5
 _LONGEST_PAUSE = 30.0
+_LONG_SERVICE = 30.0
+
+
+class RestartPolicy:
+    """Pauses before the restarts of a process.
+
+    A process that has served is always started again, at once if it served long, and after growing pauses if it ends
+    soon each time. Only starts that fail in a row are limited: a process that cannot start would never serve.
+    """
+
+    def __init__(self) -> None:
+        self.failed_starts = 0
+        self._short_services = 0
+
+    def pause_after(self, served: float | None) -> float | None:
+        """Return the seconds to wait before the next start; None: do not start again.
+
+        Args:
+            served: seconds for which the process served; None: it ended before it could.
+        """
+        if served is None:
+            self.failed_starts += 1
+        else:
+            self.failed_starts = 0
+            if served >= _LONG_SERVICE:
+                self._short_services = 0
+        if self.failed_starts >= _MAX_FAILED_STARTS:
+            return None
+        short = self.failed_starts + self._short_services
+        if served is not None:
+            self._short_services += 1
+        return min(_LONGEST_PAUSE, 0.5 * 2.0**short) if short else 0.0
 
 
 class ReplicaStartError(WindlassError, RuntimeError):
@@ -95,28 +127,29 @@ class ReplicaSupervisor:
         raise ReplicaStartError(reason or f"replica {self.index} ended at its start {describe_exit(code)}")
 
     async def _watch(self) -> None:
-        failed_starts = 0
+        assert self._process is not None
+        policy = RestartPolicy()
+        served: float | None = None
         while True:
-            assert self._process is not None
-            began = time.monotonic()
-            code = await self._process.wait()
             if self.is_ready:
+                began = time.monotonic()
+                code = await self._process.wait()
+                served = time.monotonic() - began
                 logger.error("replica %d ended %s; its requests failed", self.index, describe_exit(code))
             self.is_ready = False
             self.load.clear()
-            if time.monotonic() - began > _LONGEST_PAUSE:
-                failed_starts = 0
-            if failed_starts >= _MAX_FAILED_STARTS:
-                logger.error("replica %d is not started again after %d attempts", self.index, failed_starts)
+            pause = policy.pause_after(served)
+            served = None
+            if pause is None:
+                logger.error("replica %d is not started again after %d attempts", self.index, policy.failed_starts)
                 self.has_given_up = True
                 self._on_end()
                 return
-            await asyncio.sleep(min(_LONGEST_PAUSE, 0.5 * 2**failed_starts if failed_starts else 0.0))
-            failed_starts += 1
+            await asyncio.sleep(pause)
             self.restarts += 1
             try:
                 await self._start_once()
-            except ReplicaStartError as error:
+            except (ReplicaStartError, OSError) as error:  # an OSError: the machine has no room for a process
                 logger.error("replica %d could not be started again: %s", self.index, error)
                 continue
             logger.info("replica %d serves again", self.index)
