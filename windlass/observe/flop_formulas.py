@@ -1,9 +1,9 @@
 """Floating-point operations of single torch operations: matrix products, convolutions, attention, recurrent layers.
 
 A multiplication and an addition are two operations; elementwise work, products of two vectors, norms and softmax are
-not counted. Attention is counted in full, with a causal mask too, as in `torch.utils.flop_counter`, whose formulas
-serve where it has one. The backward of a fused attention kernel computes its scores again: that product is counted as
-recomputed.
+not counted. Products with a sparse matrix count its stored elements alone. Attention is counted in full, with a causal
+mask too, as in `torch.utils.flop_counter`, whose formulas serve where it has one. The backward of a fused attention
+kernel computes its scores again: that product is counted as recomputed.
 """
 
 from __future__ import annotations
@@ -91,8 +91,33 @@ def _attention_backward(
     return OperationFlops(2 * forward, forward * features // (features + out_features))
 
 
+def _stored(tensor: torch.Tensor) -> int:
+    """Return the number of elements that a tensor stores: all of a strided one, the specified ones of a sparse one."""
+    if tensor.layout is torch.strided:
+        return tensor.numel()
+    return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).numel()
+
+
+def _sparse_product(first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
+    """Count a product of which at least one factor is sparse."""
+    if second.layout is torch.strided:
+        return 2 * _stored(first) * second.shape[-1]
+    if first.layout is torch.strided:
+        return 2 * _stored(second) * first.shape[-2]
+    columns = first.to_sparse_coo().coalesce().indices()[-1].bincount(minlength=first.shape[-1])
+    rows = second.to_sparse_coo().coalesce().indices()[-2].bincount(minlength=second.shape[-2])
+    return 2 * int(columns @ rows)
+
+
+def _sampled_product(mask: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
+    """Count a dense product of which only the elements that `mask` stores are computed."""
+    return 2 * _stored(mask) * first.shape[-1]
+
+
 def _product(first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
     """Count a (grouped) matrix product. A group that only one factor has is along rows, columns or the inner sum."""
+    if not first.layout is second.layout is torch.strided:
+        return _sparse_product(first, second)
     groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -107,11 +132,18 @@ def _transposed_product(rows: torch.Tensor, weight: torch.Tensor, *rest: Any) ->
 
 
 def _vector_product(matrix: torch.Tensor, *rest: Any) -> int:
-    return 2 * matrix.numel()
+    return 2 * _stored(matrix)
 
 
 def _added_vector_product(added: Any, matrix: torch.Tensor, *rest: Any) -> int:
-    return 2 * matrix.numel()
+    return 2 * _stored(matrix)
+
+
+def _reduced_product_backward(
+    first: torch.Tensor, upstream: torch.Tensor, second: Any, reduce: str, positions: Any, wanted: Sequence[bool]
+) -> int:
+    """Count the gradients of both factors of `torch.sparse.mm(..., reduce=...)`."""
+    return (wanted[0] + wanted[1]) * 2 * _stored(first) * upstream.shape[-1]
 
 
 def _convolution_backward(
@@ -207,6 +239,17 @@ _NAMED_FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,
     "_scaled_dot_product_cudnn_attention": _attention,
+    "mm": _product,
+    "addmm": _added_product,
+    "bmm": _product,
+    "baddbmm": _added_product,
+    "_sparse_addmm": _added_product,
+    "sspaddmm": _added_product,
+    "hspmm": _product,
+    "_sparse_sparse_matmul": _product,
+    "_sparse_mm_reduce_impl": _product,
+    "_sparse_mm_reduce_impl_backward": _reduced_product_backward,
+    "sparse_sampled_addmm": _sampled_product,
     "_grouped_mm": _product,
     "_scaled_grouped_mm": _product,
     "_scaled_grouped_mm_v2": _product,

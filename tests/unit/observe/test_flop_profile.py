@@ -364,3 +364,41 @@ def test_peaks() -> None:
     measured = device_peak(CPU, torch.float32)
     assert measured.source == "measured" and math.isfinite(measured.flops) and measured.flops > 1e8
     assert torch.equal(torch.get_rng_state(), state)
+
+
+SPARSE_ROWS, SPARSE_COLUMNS, DENSE_COLUMNS = 6, 5, 3
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("product", ["mm", "sparse.mm", "mv", "right factor", "both sparse", "bmm"])
+def test_products_with_a_sparse_matrix_count_its_stored_elements(layout: str, product: str) -> None:
+    dense = torch.zeros(SPARSE_ROWS, SPARSE_COLUMNS)
+    dense[[0, 1, 1, 4], [2, 0, 4, 2]] = 1.0
+    stored = 4
+    convert = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}[layout]
+    matrix, factor = convert(dense), torch.ones(SPARSE_COLUMNS, DENSE_COLUMNS, requires_grad=True)
+    other = torch.zeros(SPARSE_COLUMNS, DENSE_COLUMNS)
+    other[[2, 2, 4], [0, 1, 2]] = 1.0  # rows 0, 1 and 4 of the product have 2, 1 and 2 terms
+    forward, loss = {
+        "mm": (2 * stored * DENSE_COLUMNS, lambda: (matrix @ factor).sum()),
+        "sparse.mm": (2 * stored * DENSE_COLUMNS, lambda: torch.sparse.mm(matrix, factor).sum()),
+        "mv": (2 * stored, lambda: (matrix @ factor[:, 0]).sum()),
+        "right factor": (2 * stored * DENSE_COLUMNS, lambda: (factor.t() @ convert(dense.t().contiguous())).sum()),
+        "both sparse": (2 * 5, lambda: torch.sparse.mm(matrix, convert(other)).to_dense().sum() + factor.sum()),
+        "bmm": (
+            2 * 2 * stored * DENSE_COLUMNS,
+            lambda: torch.bmm(torch.stack([dense, dense]).to_sparse(), torch.stack([factor, factor])).sum(),
+        ),
+    }[product]
+    found = count(nn.Identity(), loss).root
+    assert (found.forward, found.backward) == (forward, 0 if product == "both sparse" else forward)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sampled_product_counts_its_stored_elements() -> None:
+    mask = torch.eye(4).to_sparse_csr().requires_grad_()
+    factor = torch.ones(4, DENSE_COLUMNS, requires_grad=True)
+    found = count(nn.Identity(), lambda: torch.sparse.mm(mask, factor).sum()).root
+    assert found.forward == 2 * 4 * DENSE_COLUMNS
+    assert found.backward == 2 * found.forward  # the gradient of the matrix where it is stored, and of the factor
