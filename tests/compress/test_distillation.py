@@ -231,7 +231,7 @@ def test_bad_input_names_the_key() -> None:
         Distillation()
     with pytest.raises(ConfigError, match="the model has 19 tokens or classes and the teacher 20"):
         Distillation(llama(1, vocab_size=20)).attach(llama(1))
-    with pytest.raises(ConfigError, match="layers has block 3 of the teacher, which has 1"):
+    with pytest.raises(ConfigError, match="layers has block 3 of the teacher; write a number from -1 to 0"):
         Distillation(llama(1), hidden=1.0, layers={0: 3}).attach(llama(1))
     with pytest.raises(ConfigError, match="layers has 'norm', which the model lacks"):
         Distillation(llama(1), hidden=1.0, layers={"norm": "model.norm"}).attach(llama(1))

@@ -139,7 +139,7 @@ def test_a_model_that_generates_nothing_is_called() -> None:
     engine = windlass.init_inference(layer)
     x = torch.randn(2, 4)
     assert torch.equal(engine(x), layer(x))
-    with pytest.raises(ConfigError, match="no language model"):
+    with pytest.raises(ConfigError, match="not a language model"):
         engine.generate(torch.zeros(1, 1, dtype=torch.long))
 
 

@@ -234,7 +234,7 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
         "kind": "peft_type is 'IA3'",
         "rank": "a rank of 5",
         "alpha": "lora_alpha is 'much'; write a positive number",
-        "pattern": "no regular expression",
+        "pattern": "not a regular expression",
         "pissa": "belongs to other base weights",
         "bias": "lora_bias is True, which is not served; merge",
         "new": "sets_later is .1., which is not served; merge",

@@ -313,7 +313,7 @@ def test_a_surrogate_inside_the_arguments_of_a_call_is_refused() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
     messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}]
     error = refused(client_of(FakeEngine(tokenizer=Strict())), CHAT, {"messages": messages, "tools": [WEATHER]})
-    assert "no valid Unicode" in error["message"]
+    assert "not valid Unicode" in error["message"]
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def model(tmp_path: Path) -> Path:
         (["--max-output-tokens", "0"], "--max-output-tokens is 0"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--lora", "name"], "write NAME=DIRECTORY"),
-        (["--lora", "a=/nowhere"], "no adapter of peft"),
+        (["--lora", "a=/nowhere"], "has no adapter_config.json"),
         (["--lora", "model=/nowhere"], "used twice"),
         (["--api-key-file", "/nowhere"], "/nowhere"),
         (["--chat-template", "/nowhere"], "/nowhere"),
