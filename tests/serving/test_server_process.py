@@ -220,7 +220,7 @@ def test_a_broken_client_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_signal_leaves_the_exit_status_of_an_ended_process() -> None:
-    """The status belongs to the event loop's watcher: whoever else collects it makes asyncio report 255."""
+    """The event loop waits for the status, and reports 255 if other code has collected it."""
     child = subprocess.Popen([sys.executable, "-S", "-c", "import os; os._exit(7)"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     send_signal(cast(Any, SimpleNamespace(pid=child.pid, returncode=None)), signal.SIGTERM)

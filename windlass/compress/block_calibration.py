@@ -226,7 +226,7 @@ class BlockCalibration:
     model: nn.Module = field(init=False)
     prefix: str = field(init=False)
     _hidden: list[Tensor] = field(init=False, default_factory=list)
-    _calls: list[list[BlockArguments]] = field(init=False, default_factory=list)  # of each batch and block
+    _calls: list[list[BlockArguments]] = field(init=False, default_factory=list)  # by batch and block
     _names: CheckpointNames = field(init=False)
     _tied: dict[str, list[str]] = field(init=False)
 
@@ -374,7 +374,7 @@ class _CallLog:
 
     Attributes:
         count: number of blocks.
-        error: makes the error of a model that is no chain of blocks.
+        error: makes the error of a model that is not a chain of blocks.
         runs_first: run the first block, to learn what it returns, and the model on to its head, to see that no block
             runs again.
         rest: what the first block returns after the hidden states; None: it returns a tensor.

@@ -161,9 +161,7 @@ def _check_finite(name: str, tensors: Mapping[str, Tensor], merged: Tensor) -> N
         return
     broken = next((label for label, one in tensors.items() if bool(one.float().isnan().any())), None)
     if broken is not None:
-        raise ModelError(
-            f"tensor {name!r} of {broken} has values that are no numbers (NaN); merge models that compute numbers"
-        )
+        raise ModelError(f"tensor {name!r} of {broken} has NaN values; merge models without them")
     raise ModelError(
         f"tensor {name!r} has values outside of the range of {merged.dtype} once merged; give weights that sum to "
         "about 1, or models of a wider dtype"

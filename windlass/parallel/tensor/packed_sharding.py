@@ -17,7 +17,7 @@ from windlass.parallel.placement import Ranges
 from windlass.parallel.tensor.parameter_sharding import shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements
 
-_WHOLE = "weight_shape"  # of the whole matrix, on every rank
+_WHOLE = "weight_shape"  # name of the whole matrix's shape, which every rank has
 _MANY = 64  # parts of one size, whose bytes are as many times those of one where they begin and end with words
 
 
@@ -44,7 +44,7 @@ def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis
 
 
 def _check_format(name: str, form: WeightFormat, local: Sequence[int], axis: str) -> None:
-    """Check that the values of the groups of a part are no parts of other groups."""
+    """Check that a part consists of whole groups."""
     try:
         if any(len(one.shape) != 2 for part, one in form.file_form(*local).items() if part != _WHOLE):
             raise WeightFormatError("its groups reach over several rows")

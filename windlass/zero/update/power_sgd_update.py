@@ -91,7 +91,7 @@ class PowerSGDUpdate(ElementwiseUpdate):
         for messages in self._phase.local_messages(used, divisor, groups, weighted=False):
             if self._phase.group.size > 1:
                 self._average(messages, groups)
-            else:  # of a checkpoint from several ranks
+            else:  # errors of a checkpoint from several ranks
                 add_errors(messages, [self._phase.state(WORKER_ERROR, one.unit) for one in messages])
         yield from batches  # the update reads the approximations in the gradient slots
 
