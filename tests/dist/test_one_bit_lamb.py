@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import windlass
+from tests import oracle
 from tests.dist.equivalence_runs import specimen, start
 from tests.dist.harness import run_ranks
 from tests.dist.test_one_bit_adam import (
@@ -27,6 +30,7 @@ from tests.dist.test_one_bit_adam import (
     resume,
     run_case,
     save,
+    train,
 )
 from tests.oracle import relative_error
 
@@ -37,8 +41,6 @@ LEAST, MOST, THRESHOLD = 0.5, 4.0, 0.1
 def run_lamb(case: Case, folder: str) -> dict[str, Any]:
     """Run a case, and return its trust ratios at the freeze too."""
     engine = start(specimen(case.model), case.config(folder))
-    from tests.dist.test_one_bit_adam import train
-
     train(engine, case, 0, FREEZE)
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     ratios = {name: float(windlass.zero.full_state(p, "coeff_freeze")) for name, p in named}  # type: ignore[arg-type]
@@ -158,3 +160,25 @@ def test_a_checkpoint_loads_at_another_stage(before: int, after: int, tmp_path: 
     resumed = run_ranks(resume, 2, replace(case, stage=after), str(tmp_path), FREEZE + 1)
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
     assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
+
+
+def warnings_of_a_late_parameter(case: Case) -> list[str]:
+    """Unfreeze the head after the freeze of the variance, and return the warnings of the next steps."""
+    model, texts = oracle.build(specimen(case.model)), list[str]()
+    head = [parameter.requires_grad_(False) for name, parameter in model.named_parameters() if name.startswith("head.")]
+    engine: Any = windlass.initialize(model=model, config=case.config())[0]
+    train(engine, case, 0, FREEZE + 1)
+    for parameter in head:
+        parameter.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": head})
+    with patch.object(logging.getLogger("windlass"), "warning", texts.append):
+        train(engine, case, FREEZE + 1, FREEZE + 3)
+    engine.destroy()
+    return texts
+
+
+@pytest.mark.parametrize("optimizer", ["OneBitAdam", "OneBitLamb"])
+def test_a_parameter_without_a_gradient_before_the_freeze_is_named(optimizer: str) -> None:
+    (texts,) = run_ranks(warnings_of_a_late_parameter, 1, Case(optimizer=optimizer))
+    assert [text.split("'")[1] for text in texts] == ["head.weight", "head.bias"]
+    assert all("its variance is 0 and it is not trained; unfreeze it before freeze_step" in text for text in texts)

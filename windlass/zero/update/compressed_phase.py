@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from windlass.base.log import logger
 from windlass.comm.rank_group import RankGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import (
@@ -207,6 +208,14 @@ class CompressedPhase:
         """See `Update.open_rank_states`. A checkpoint from before the first compressed step has none."""
         self._states, self._held = {}, tuple(key for key in self._keys if key in saved)
         return frozenset(saved) - set(self._keys)
+
+
+def warn_of_late_parameter(name: str) -> None:
+    """Log a warning that a parameter had its first gradient when the variance was frozen."""
+    logger.warning(
+        f"{name!r} had no gradient in the steps before the freeze, so its variance is 0 and it is not trained; "
+        "unfreeze it before freeze_step, or continue with AdamW"
+    )
 
 
 class PendingExchange:

@@ -32,12 +32,17 @@ from typing import ClassVar
 
 import torch
 
-from windlass.base.log import logger
 from windlass.optim.one_bit_adam import corrects_bias, count_step, is_frozen
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
-from windlass.zero.update.compressed_phase import CODEC, LOCAL_CHANGE, CompressedPhase, Options
+from windlass.zero.update.compressed_phase import (
+    CODEC,
+    LOCAL_CHANGE,
+    CompressedPhase,
+    Options,
+    warn_of_late_parameter,
+)
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
@@ -189,10 +194,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     def _create_state(self, segment: ParameterSegment, state: dict[str, torch.Tensor], values: torch.Tensor) -> None:
         if self._reduced_divisor is None:  # its first gradient came after the freeze, so its variance is 0
-            logger.warning(
-                f"{segment.name!r} had no gradient in the steps before the freeze, so its variance is 0 and it is not "
-                "trained; unfreeze it before freeze_step, or continue with AdamW"
-            )
+            warn_of_late_parameter(segment.name)
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
 

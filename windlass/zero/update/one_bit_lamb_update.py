@@ -19,7 +19,7 @@ from windlass.optim.one_bit_adam import count_step, is_frozen
 from windlass.optim.one_bit_lamb import move_lamb_values, take_lamb_momentum
 from windlass.parallel.placement import Placement
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_phase import CompressedPhase, Options
+from windlass.zero.update.compressed_phase import CompressedPhase, Options, warn_of_late_parameter
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
@@ -82,6 +82,8 @@ class OneBitLambUpdate(WholeParameterUpdate):
         numbers = torch.zeros(len(parts), 3, dtype=torch.float64, device=batch[0].device)
         for row, owned in enumerate(parts):
             if self._is_stepped(owned, used, options):
+                if "exp_avg" not in self._inner.state[owned.tensor]:
+                    warn_of_late_parameter(owned.name)
                 momentum = self._shaped(owned, gradient=True)
                 numbers[row] = take_lamb_momentum(
                     self._shaped(owned), momentum, self._inner.state[owned.tensor], options[id(owned.parameter)]
