@@ -379,12 +379,18 @@ def test_without_bias_correction_moments_are_used_as_they_are(tmp_path: Path) ->
         OneBitAdam([torch.nn.Parameter(torch.ones(1))], bias_correction=False).step()
 
 
+def momenta_of(engine: Any) -> dict[str, torch.Tensor]:
+    named = {name: windlass.zero.full_state(p, "exp_avg") for name, p in engine.module.named_parameters()}
+    return {name: value for name, value in named.items() if value is not None}
+
+
 def save(case: Case, folder: str, at: int) -> dict[str, Any]:
     engine = start(specimen(case.model), case.config())
     train(engine, case, 0, at)
     engine.save_checkpoint(folder)
+    momenta = momenta_of(engine)
     train(engine, case, at, at + 3)
-    found = {"params": whole_params(engine.module), "errors": errors_of(engine)}
+    found = {"params": whole_params(engine.module), "errors": errors_of(engine), "momenta": momenta}
     engine.destroy()
     return found
 
@@ -393,9 +399,9 @@ def resume(case: Case, folder: str, at: int) -> dict[str, Any]:
     engine = start(specimen(case.model), case.config())
     train(engine, case, 0, 1)
     engine.load_checkpoint(folder)
-    loaded = errors_of(engine)
+    loaded, momenta = errors_of(engine), momenta_of(engine)
     train(engine, case, at, at + 3)
-    found = {"params": whole_params(engine.module), "errors": errors_of(engine), "loaded": loaded}
+    found = {"params": whole_params(engine.module), "errors": errors_of(engine), "loaded": loaded, "momenta": momenta}
     engine.destroy()
     return found
 

@@ -159,6 +159,8 @@ def test_a_checkpoint_loads_at_another_stage(before: int, after: int, tmp_path: 
     straight = run_ranks(save, 2, replace(case, stage=before), str(tmp_path), FREEZE + 1)
     resumed = run_ranks(resume, 2, replace(case, stage=after), str(tmp_path), FREEZE + 1)
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
+    for name, value in straight[0]["momenta"].items():
+        assert torch.equal(resumed[0]["momenta"][name], value), name
     assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
 
 

@@ -146,7 +146,8 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
     if first.dim() == 0:
         return first
     if not _steps_segments(place.model.update):  # the owner rank keeps the state for all elements
-        return first.to(place.model.device)
+        is_single = not shape and first.shape == (1,)  # see `OwnedParameter.stepped_shape`
+        return (first.view(()) if is_single else first).to(place.model.device)
     if not place.model.policy.state:  # every rank has the whole state
         parts = of_ranks[0]
     if sum(value.numel() for _, value in parts) != shape.numel():
@@ -222,7 +223,9 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
             elif value.dim() == 0 and (key in SCALAR_STATES or value.shape != shape):
                 state[key] = value.detach().clone()
             else:
-                _write(place, state, key, value.detach().to(on, copy=True))
+                now = state.get(key)
+                is_single = not shape and isinstance(now, torch.Tensor) and now.shape == (1,)
+                _write(place, state, key, (value.view(1) if is_single else value).detach().to(on, copy=True))
 
 
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
