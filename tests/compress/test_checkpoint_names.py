@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.causal_models import build
+from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ModelError
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.model_directory import ModelDirectory, build_empty
@@ -102,6 +103,25 @@ def test_packed_experts_of_other_programs_are_joined_as_floats(tmp_path: Path, c
     save_file(damaged, tmp_path / "packed" / "model.safetensors")
     with pytest.raises(ModelError, match=r"tensors like .*experts\.0\.w.*copy the model again"):
         load_packed_model(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_that_several_layers_share_stay_wide(method: Any, tmp_path: Path) -> None:
+    make_tiny_model("zamba2").save_pretrained(tmp_path / "wide")
+    batches = [IDS.clone(), IDS.flip(1)] if method == "gptq" else []
+    report, _ = compress_directory(
+        tmp_path / "wide", tmp_path / "packed", "int4_g32", RoundingOptions(method), batches=batches
+    )
+    shared = [name for name, reason in report.kept.items() if reason == "it shares another tensor"]
+    assert any("shared_transformer" in name for name in shared) and any("mamba" in name for name in report.layers)
+    found = load_packed_model(tmp_path / "packed")
+    wanted = make_tiny_model("zamba2")
+    state = {name: value for name, value in found.state_dict().items() if value.dtype != torch.uint8}
+    packed = {f"{n}.weight": one.unpack() for n, one in found.named_modules() if isinstance(one, PackedLinear)}
+    assert len(packed) == len(report.layers)
+    wanted.load_state_dict({**state, **packed})
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_calibration_sees_experts_as_the_model_joins_them(tmp_path: Path) -> None:

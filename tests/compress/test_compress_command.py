@@ -247,7 +247,7 @@ def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert "nothing is pruned" in failed(capsys, model, tmp_path / "no", "--weights", "wide")
     assert "heads = 9, but" in failed(capsys, model, tmp_path / "no", "--prune", "heads=9")
     assert "has 'heads'" in failed(capsys, model, tmp_path / "no", "--prune", "heads")
-    assert not (tmp_path / "no").exists()
+    assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".no*")), "no traces of what was refused"
 
 
 def stop(*_: object, **__: object) -> None:

@@ -24,7 +24,7 @@ from windlass.comm.bootstrap import end_distributed
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.compression_training import init_compression
 from windlass.compress.distillation import Distillation, check_tokenizers
-from windlass.compress.model_directory import ModelDirectory, linear_layers
+from windlass.compress.model_directory import ModelDirectory, linear_layers, shared_parameters
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.compress.prune_directory import common_dtype, load_wide_model, save_wide_model
 from windlass.config.distillation_section import DistillationConfig
@@ -172,10 +172,11 @@ def _rounded_names(model: nn.Module, directory: ModelDirectory, settings: Distil
         return []
     sources = CheckpointNames(model, directory.places).source_of
     output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    shared = shared_parameters(model)
     return [
         name
         for name, module in linear_layers(model).items()
-        if f"{name}.weight" in sources and (module is not output or settings.head)
+        if f"{name}.weight" in sources and id(module.weight) not in shared and (module is not output or settings.head)
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from windlass.base.atomic_file import make_directory
 from windlass.base.bounded_json import parse_json
+from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.compress.model_directory import write_json
 
@@ -41,7 +42,13 @@ class CompressionWorkspace:
             if begun.exists():
                 shutil.rmtree(begun)
             make_directory(begun)
-            write(begun)
+            try:
+                write(begun)
+            except WindlassError:  # refused, so that nothing continues here
+                shutil.rmtree(begun)
+                if {path.name for path in self.path.iterdir()} == {_SETTINGS}:
+                    self.remove()
+                raise
             begun.rename(found)
         return found
 

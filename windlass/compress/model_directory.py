@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -220,6 +221,12 @@ def _parameters_on_meta() -> Iterator[None]:
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of a model by name."""
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that several modules hold, e.g. of a head that shares the embedding."""
+    held = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+    return {number for number, count in held.items() if count > 1}
 
 
 def write_json(path: Path, value: Any) -> None:

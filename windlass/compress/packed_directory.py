@@ -13,7 +13,7 @@ from windlass.base.errors import ModelError
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.linear_directory import as_linear_directory
-from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers
+from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers, shared_parameters
 from windlass.compress.partial_directory import WrittenTensors, check_target, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
@@ -142,9 +142,10 @@ def _choose(
     renamed: dict[str, str] = {}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     sources = CheckpointNames(model, directory.places).source_of
+    shared = shared_parameters(model)
     for module_name, module in linear_layers(model).items():
         source = sources.get(f"{module_name}.weight")
-        if source is None or not source.endswith(".weight"):
+        if source is None or not source.endswith(".weight") or id(module.weight) in shared:
             kept[module_name] = "it shares another tensor"
             continue
         name, is_head = source.removesuffix(".weight"), module is output
