@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.causal_models import build
+from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError
 from windlass.compress import budget_choice
 from windlass.compress.budget_choice import TokenTimes, choose_for_budget
@@ -121,6 +122,23 @@ def test_measured_losses_are_those_of_whole_forwards(name: str) -> None:
         assert losses["int4_g32"] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
     meter.limit_time(6, 0.0)
     assert meter.tokens == 64 and torch.isfinite(torch.tensor(meter.divergence({})))
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "zamba2", "cpmant"])
+def test_blocks_that_need_earlier_ones_are_measured_in_whole_forwards(name: str) -> None:
+    model: Any = make_tiny_model(name)
+    meter = SensitivityMeter(model, BATCHES)
+    group = next(group for group in reversed(meter.groups) if "shared" in group.names[0] or name != "zamba2")
+    assert group.block == -1
+    formats = dict.fromkeys(group.names, "int2_g32")
+    before = [model(batch, use_cache=False).logits.detach().log_softmax(-1) for batch in BATCHES]
+    for layer in group.names:
+        weight = model.get_submodule(layer).weight
+        weight.data = meter._rounded_weight(layer, weight.data, "int2_g32")
+    after = [model(batch, use_cache=False).logits.detach().log_softmax(-1) for batch in BATCHES]
+    wanted = sum(float((b.exp() * (b - a)).sum()) for b, a in zip(before, after, strict=True)) / 64
+    found = SensitivityMeter(make_tiny_model(name), BATCHES).divergence(formats, group.block)
+    assert found == pytest.approx(wanted, rel=1e-3) and found > 0
 
 
 def choose(wide: Any, budget: str, **options: Any) -> Any:

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.causal_models import build
+from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError, ModelError
+from windlass.compress import layer_importance
 from windlass.compress.layer_importance import (
     block_influences,
     choose_layers,
@@ -96,6 +98,15 @@ def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> No
     assert mean_loss(model, BATCHES) <= before + 1e-6, "merged only where that is better"
     assert float(steps[-1].rpartition(" ")[2]) == pytest.approx(mean_loss(model, BATCHES), abs=1e-4)
     assert every_other(12, 3) == [2, 5, 9] or len(set(every_other(12, 3))) == 3
+
+
+@pytest.mark.parametrize(("name", "number", "said"), [("zamba2", 0, "KeyError"), ("glm_moe_dsa", 2, "its loss is")])
+def test_layers_on_which_others_depend_are_not_removed(
+    name: str, number: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [number])
+    with pytest.raises(ModelError, match=f"layer {number} of this .* others depend on it: without it .*{said}"):
+        shorten_layers(make_tiny_model(name), 1, [torch.arange(5, 29).view(2, 12)])
 
 
 def test_merged_layers_are_the_weighted_mean() -> None:

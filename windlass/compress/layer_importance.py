@@ -9,6 +9,7 @@ influence and with the removal of evenly spaced layers.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -213,6 +214,7 @@ def shorten_layers(
 
     Raises:
         ConfigError: as for `choose_layers`.
+        ModelError: another layer depends on one of those.
     """
     chosen = choose_layers(model, count, batches, loss)
     steps = []
@@ -236,8 +238,29 @@ def shorten_layers(
         if step != "removed":
             _blend(layers[int(step.rpartition(" ")[2])], layers[number], 0.25)
         remove_layers(model, [number])
+        _check_removed(model, original, best, batches, loss)
         steps.append(f"layer {original}: {step}, loss {best:.4f}")
     return steps
+
+
+def _check_removed(model: nn.Module, number: int, expected: float, batches: Sequence[Any], loss: LossFunction) -> None:
+    """Check that a model without a layer computes what it computes while the layer is skipped.
+
+    Raises:
+        ModelError: it does not, e.g. since another layer uses what the removed one has computed.
+    """
+    reason, cause = "", None
+    try:
+        found = mean_loss(model, batches, loss)
+        if not math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-5):
+            reason = f"its loss is {found:.4f} and not the {expected:.4f} with the layer skipped"
+    except (KeyError, IndexError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        reason, cause = f"its forward ends with {type(error).__name__}: {error}", error
+    if reason:
+        raise ModelError(
+            f"layer {number} of this {type(model).__name__} cannot be removed, since others depend on it: without it "
+            f"{reason}; prune other kinds"
+        ) from cause
 
 
 def _restore(layer: nn.Module, saved: nn.Module) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windlass.base.log import logger
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid, is_integer_format
 from windlass.compress.layer_importance import find_layer_list
+from windlass.compress.model_directory import shared_parameters
 from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
@@ -106,9 +108,13 @@ class SensitivityMeter:
         self._grids: dict[tuple[str, str], IntegerGrid] = {}
         self._hidden: list[list[Tensor]] = []
         self._returns_tuple = False
+        self._shared = shared_parameters(model)
         self.groups = self._find_groups()
         self.seconds = 0.0
         self._prepare()
+        if not self._continues():
+            logger.debug("blocks %s need more than hidden states; each measurement runs the whole model", self._prefix)
+            self.groups = [replace(group, block=-1) for group in self.groups]
 
     @property
     def tokens(self) -> int:
@@ -153,7 +159,22 @@ class SensitivityMeter:
 
     def _block_of(self, name: str) -> int:
         rest = name.removeprefix(f"{self._prefix}.")
-        return int(rest.partition(".")[0]) if rest != name else -1
+        alone = rest != name and id(self._linear[name].weight) not in self._shared  # other blocks may have it too
+        return int(rest.partition(".")[0]) if alone else -1
+
+    def _continues(self) -> bool:
+        """Return True if a forward can begin at any block: the blocks before it leave hidden states alone."""
+        last = len(self._layers()) - 1
+        for number in {min(1, last), last} - {0}:
+            try:
+                with self._from_block(number) as set_batch:
+                    set_batch(0)
+                    found = self._run(self._batches[0]).log_softmax(-1)
+            except (KeyError, IndexError, TypeError, ValueError, RuntimeError):  # what is missing differs by model
+                return False
+            if not torch.allclose(found, self._wide[0], rtol=1e-3, atol=1e-4):
+                return False
+        return True
 
     def _prepare(self) -> None:
         """Store the hidden states before each block, and the log-probabilities of the unquantized model."""
