@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,31 @@ def test_an_interrupted_training_continues_with_the_same_numbers(
     run(model, tmp_path / "out", *options)
     found = load(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
+
+
+def test_a_signal_after_the_last_step_ends_the_command_too(
+    model: Path,  # noqa: F811
+    text: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--weights", "int4_g32", "--distill", model, "--steps", 2, *text, "--no-measure"]
+    save = compression_distillation.save_wide_model
+
+    def save_and_signal(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        save(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compression_distillation, "save_wide_model", save_and_signal)
+        with pytest.raises(SystemExit) as ended:
+            main(["compress", *map(str, [model, tmp_path / "out", *options])])
+    assert ended.value.code == 130 and not (tmp_path / "out").exists()
+    assert "interrupted after 2 steps; the same command continues there" in capsys.readouterr().err
+    monkeypatch.setattr(compression_stages, "distil_directory", None)  # what is complete is not trained again
+    run(model, tmp_path / "out", *options)
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_teachers_and_options_that_do_not_fit_are_refused(

@@ -139,6 +139,7 @@ class CompressionRun:
         """Train the model against the teacher, and return its directory."""
         settings, chosen = self._settings, self._settings.distillation
         assert chosen is not None
+        late: list[int] = []  # signals after the last step, once the training cannot stop any more
 
         def write(path: Path) -> None:
             corpus = pack_corpus(
@@ -163,8 +164,11 @@ class CompressionRun:
                 )
             self.progress.end()
             work.value("losses_of_training", lambda: losses)
+            late.extend(received.numbers)
 
         found = work.directory("distilled", write)
+        if late:
+            raise KeyboardInterrupt
         shutil.rmtree(work.kept("training"))
         first, last = work.value("losses_of_training", tuple)
         how = f"as {chosen.format}" if chosen.format is not None else "wide"
