@@ -17,6 +17,7 @@ from windlass.cli.main import main
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
+from windlass.kernels.packed_linear import PackedLinear
 
 LINES = [
     f"the {a} {b} the {c} number {n}" for n in range(12) for a, b, c in (("fox", "sees", "dog"), ("cat", "is", "hen"))
@@ -112,6 +113,34 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     (tmp_path / "one.txt").write_text("ab")
     assert "tokens; give at least 8" in failed(capsys, model, out, "--data", tmp_path / "one.txt")
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
+
+
+def test_encoders_are_packed_and_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    import windlass
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    kind = transformers.BertForSequenceClassification
+    wide: Any = kind(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+    wide.save_pretrained(tmp_path / "wide")
+    arguments = (tmp_path / "wide", tmp_path / "out", "--group", 32)
+    assert "is a BertForSequenceClassification, whose loss and speed" in failed(capsys, *arguments)
+    run(*arguments, "--no-measure")
+    found: Any = windlass.from_pretrained(kind, tmp_path / "out")
+    layers = {name: module for name, module in found.named_modules() if isinstance(module, PackedLinear)}
+    assert len(layers) == 12
+    with torch.no_grad():
+        for name, module in layers.items():
+            wide.get_submodule(name).weight.copy_(module.unpack())
+        ids = torch.arange(5, 25).view(2, 10)
+        torch.testing.assert_close(found(ids).logits, wide(ids).logits)
+    transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(
+        tmp_path / "vit"
+    )
+    message = failed(capsys, tmp_path / "vit", tmp_path / "no", "--no-measure")
+    assert "for this kind of AutoModel: AutoModelForCausalLM; give a causal language model" in message
 
 
 def test_groups_that_do_not_divide_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,12 @@ class CompressionRun:
         read = [settings.source, *([] if settings.distill is None else [settings.distill])]
         texts = [spec for spec in settings.data if Path(spec).exists()]
         check_target(settings.out, [*read, *texts], overwrite=settings.overwrite)
+        if settings.measure and not self._directory.is_language_model:
+            raise ConfigError(
+                f"{settings.source} is a {self._directory.config['architectures'][0]}, whose loss and speed as a "
+                "language model cannot be measured; add --no-measure, and load the result by "
+                f"windlass.from_pretrained(class, {str(settings.out)!r})"
+            )
         if settings.distill is not None:
             check_teacher_directory(settings.distill, settings.source)
         text = self._read_text()

@@ -78,6 +78,17 @@ class ModelDirectory:
         """True if weights of `Conv1D` layers have the layout of linear ones in the files."""
         return bool((self.quantization or {}).get(LINEAR_ENTRY))
 
+    @property
+    def is_language_model(self) -> bool:
+        """False if `config.json` names another class than a causal language model, e.g. a classifier."""
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or not names or "auto_map" in self.config:
+            return True
+        from transformers.models.auto import modeling_auto
+
+        known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return any(name in known for name in names)
+
     def check_wide(self) -> None:
         """Check that the directory is a whole model whose weights are not packed.
 
@@ -192,7 +203,10 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
             else:
                 model = source(config)
         except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"transformers cannot build the model of {directory.path}: {error}") from error
+            reason = str(error).strip().split("\n")[0].rstrip(".")  # a list of all classes follows
+            raise ModelError(
+                f"transformers cannot build the model of {directory.path}: {reason}; give a causal language model"
+            ) from error
     apply_widths(model, getattr(config, PRUNING_ENTRY, None) or {})
     use_linear_class(model)
     if directory.has_linear_layers:
