@@ -381,6 +381,16 @@ def test_bad_input_names_the_key() -> None:
     refused(
         "start_bits 4 and target_bits 8", weight_quantization=technique({}, {"start_bits": 4, "target_bits": 8}, "*")
     )
+    snip = {"method": "snip_momentum", "schedule_offset": 9, "schedule_offset_end": 5}
+    refused(
+        "schedule_offset_end: 5, before schedule_offset 9", sparse_pruning=technique(snip, {"dense_ratio": 0.5}, "fc1")
+    )
+    mixed = {"fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": -1}}
+    refused("quantize_change_ratio: -1.0; write", weight_quantization=technique(mixed, {"target_bits": 4}, ["fc1"]))
+    two = technique({}, {"bits": 8}, ["fc1", "fc"])  # one group may name a layer twice
+    init_compression(encoder(), section(activation_quantization=two))
+    two["different_groups"]["more"] = {"params": {"bits": 4}, "modules": ["fc1"]}
+    refused(r"different_groups.more names '.*fc1', as another group does", activation_quantization=two)
     with pytest.raises(ConfigError, match="no section 'compression_training'"):
         init_compression(encoder(), {"train_batch_size": 1})
     with pytest.raises(ConfigError, match="the model that init_compression prepared"):

@@ -141,7 +141,8 @@ def find_layers(model: nn.Module, pattern: str, kinds: tuple[type[nn.Module], ..
 def _prepared(
     model: nn.Module, group: CompressionGroup, kinds: tuple[type[nn.Module], ...], where: str, clock: CompressionClock
 ) -> Iterator[CompressedLayer]:
-    """Yield the layers of a group, changed to classes with compression techniques."""
+    """Yield the layers of a group, each once, changed to classes with compression techniques."""
+    seen: set[str] = set()
     for pattern in group.modules:
         found = find_layers(model, pattern, kinds)
         if not found:  # as in DeepSpeed no error: one configuration serves several models
@@ -152,7 +153,9 @@ def _prepared(
                 ", ".join(kind.__name__ for kind in kinds),
             )
         for name, module in found.items():
-            yield replace_class(module, LayerCompression(name, clock))
+            if name not in seen:
+                seen.add(name)
+                yield replace_class(module, LayerCompression(name, clock))
 
 
 def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
@@ -211,6 +214,8 @@ def _add_input_rounding(model: nn.Module, section: CompressionTraining, clock: C
             shared.schedule_offset,
         )
         for layer in _prepared(model, group, (nn.Linear, nn.Conv2d), where, clock):
+            if layer.compression.inputs is not None:
+                raise ConfigError(f"{where} names {layer.compression.name!r}, as another group does; leave one out")
             layer.compression.inputs = rounding
             if rounding.static:
                 layer.register_buffer("input_range", torch.zeros(2))

@@ -71,6 +71,11 @@ def prepare_quantize_training(
             f"{algorithm.q_type!r}; delete one"
         )
     mixed = section.fp16_mixed_quantize
+    if mixed.enabled and not 0 <= mixed.quantize_change_ratio <= 1:
+        raise ConfigError(
+            f"quantize_training.fp16_mixed_quantize.quantize_change_ratio is {mixed.quantize_change_ratio}; write the "
+            "part that a step takes away, from 0 to 1"
+        )
     clock = compression_clock(model) or CompressionClock()
     model.__dict__[CLOCK] = clock
     rounding = WeightRounding(

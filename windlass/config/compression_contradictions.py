@@ -59,6 +59,17 @@ def _shared_contradictions(section: CompressionTraining, name: str, where: str) 
             )
         for pattern in shared.excluded_modules:
             yield from _pattern_contradictions(pattern, f"{where}.excluded_modules")
+        if shared.schedule_offset_end < shared.schedule_offset:
+            yield (
+                f"{where}.schedule_offset_end",
+                f"{shared.schedule_offset_end}, before schedule_offset {shared.schedule_offset}; write a later step",
+            )
+    mixed = getattr(shared, "fp16_mixed_quantize", None)
+    if mixed is not None and mixed.enabled and not 0 <= mixed.quantize_change_ratio <= 1:
+        yield (
+            f"{where}.fp16_mixed_quantize.quantize_change_ratio",
+            f"{mixed.quantize_change_ratio}; write the part that a step takes away, from 0 to 1",
+        )
 
 
 def _group_contradictions(
