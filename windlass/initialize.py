@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -408,9 +409,11 @@ def _warn_of_late_freeze(optimizer: torch.optim.Optimizer | None, config: Config
 
 
 def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage: bool) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ModelError(
-            "LBFGS calls the model again inside its step, which an engine cannot do; pass another optimizer"
+            f"{type(optimizer).__name__} calls the model again inside its step, by the closure that the step needs, "
+            "which an engine cannot do; pass another optimizer"
         )
     trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
     if not trains and single_stage:  # one stage of a pipeline may be frozen

@@ -175,6 +175,59 @@ def test_optimizer_of_other_parameters_is_refused() -> None:
     assert "ModelError" in caught.value.kinds
 
 
+class NeedsClosure(torch.optim.SGD):
+    """Optimizer whose step evaluates the loss itself, as that of LBFGS."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class OneStepSize(torch.optim.Optimizer):
+    """Rule with one step size for all parameters, from the norm of all gradients, as that of Prodigy."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"size": 1e-3, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            squares = sum(float(p.grad.square().sum()) for p in given if p.grad is not None)
+            group["size"], group["count"] = max(group["size"], 0.01 * squares**0.5), group["count"] + 1
+            for p in given:
+                p.sub_(group["size"] * p.grad)
+
+
+def trained_by(make: Callable[[Any], torch.optim.Optimizer], setting: Setting) -> dict[str, Any]:
+    """Make two steps with an optimizer of the caller. Return the weights."""
+    subject, rank = specimen("mlp"), dist.get_rank()
+    model = oracle.build(subject, rank)
+    config = ds_config(Recipe(clipping=0.0), setting)
+    del config["optimizer"]
+    engine = windlass.initialize(model=model, optimizer=make(model.parameters()), config=config)[0]
+    for step in range(2):
+        subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)
+        engine.step()
+    result = whole_params(engine.module)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, NeedsClosure])
+def test_optimizer_that_needs_a_closure_is_refused(make: Any) -> None:
+    with pytest.raises(RankError, match="calls the model again inside its step, by the closure") as caught:
+        run_ranks(trained_by, 2, make, Setting(stage=2))
+    assert "ModelError" in caught.value.kinds
+
+
+def test_rule_over_all_parameters_is_that_of_one_process_or_refused() -> None:
+    expected = oracle.train(specimen("mlp"), Recipe(ranks=2, steps=2, clipping=0.0), OneStepSize)
+    for result in run_ranks(trained_by, 2, OneStepSize, Setting(stage=0)):  # each rank steps all parameters
+        assert relative_error(result, expected.params)[0] < 1e-6
+    with pytest.raises(RankError, match="OneStepSize set option 'size' of group 0 to .* its rule uses all parameters"):
+        run_ranks(trained_by, 2, OneStepSize, Setting(stage=1))
+
+
 def half_the_model(setting: Setting) -> dict[str, Any]:
     """Train with an optimizer over some parameters. The others stay unchanged, though they have gradients."""
     subject, rank = specimen("mlp"), dist.get_rank()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.errors import ModelError
 from windlass.base.trace_ranges import traced
 from windlass.comm.rank_group import RankGroup
 
@@ -28,6 +29,10 @@ class OptimizerStepSession:
     step that fails changes nothing there. The constructor runs the optimizer's pre-step hooks. The engine runs the
     post-step hooks.
 
+    [Note: rules over all parameters] A rule that computes one value from all parameters (the step size of Prodigy or
+    D-Adaptation) gets another value in each part, and so another result than in one call. Such a value is kept as an
+    option of a group or an attribute: if parts or ranks change it to different numbers, the step raises.
+
     Args:
         optimizer: the user's optimizer.
         inner: optimizer whose `step` is called: a clone of `optimizer`, or another class with the same results.
@@ -41,6 +46,9 @@ class OptimizerStepSession:
         self._own = self._attributes(optimizer)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
+        # Of the groups and, last, of the attributes: plain values after a part with parameters, and keys that changed.
+        self._after: list[dict[str, Any]] = [{} for _ in range(len(self._options) + 1)]
+        self._moved: list[set[str]] = [set() for _ in self._after]
 
     def keep_options(self) -> None:
         """Copy options that are tensors (a learning rate), so that later changes do not affect the remaining parts."""
@@ -58,6 +66,7 @@ class OptimizerStepSession:
         for new, options, group in zip(self._new_options, self._options, inner.param_groups, strict=True):
             new.update(_changed(_without(group, ("params",)), options))
         self._new.update(_changed(self._attributes(inner), self._own))
+        self._compare_values(tensors)
         for stepped in tensors.values():
             for tensor in stepped:
                 tensor.grad = None
@@ -70,23 +79,42 @@ class OptimizerStepSession:
                 that group from the other ranks. Collective over these ranks.
         """
         if among is not None and among.size > 1:
-            for others in self._gather_plain_values(among):
+            plain = [_plain(new) for new in (*self._new_options, self._new)]
+            for others, after, moved in among.all_gather_object((plain, self._after, self._moved)):
                 for new, changes in zip([*self._new_options, self._new], others, strict=True):
                     new.update(_without(changes, new))
+                for number, values in enumerate(after):
+                    self._record_values(number, values, moved[number])
         for group, new in zip(self._optimizer.param_groups, self._new_options, strict=True):
             group.update(new)
         self._optimizer.__dict__.update(self._new)
 
-    def _gather_plain_values(self, among: RankGroup) -> list[list[dict[str, Any]]]:
-        """All-gather the changed options (one dictionary a group) and changed attributes (the last dictionary).
+    def _compare_values(self, tensors: dict[int, list[nn.Parameter]]) -> None:
+        """Compare plain options and attributes after this part with those after the parts before it."""
+        before = [*self._options, self._own]
+        after = [*self._inner.param_groups, self._attributes(self._inner)]
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            if tensors.get(number) if number < len(self._options) else any(tensors.values()):
+                values = _plain(new)
+                self._record_values(number, values, {key for key in values if values[key] != old.get(key)})
 
-        Only int, float and str values are sent.
+    def _record_values(self, number: int, values: dict[str, Any], moved: set[str]) -> None:
+        """Record plain values after a part of this rank or another.
+
+        Raises:
+            ModelError: a value that the step changes differs between parts: see [Note: rules over all parameters].
         """
-        local = [
-            {key: value for key, value in new.items() if isinstance(value, int | float | str)}
-            for new in (*self._new_options, self._new)
-        ]
-        return among.all_gather_object(local)
+        known = self._after[number]
+        self._moved[number] |= moved
+        for key, value in values.items():
+            if known.setdefault(key, value) != value and key in self._moved[number] and value == value:  # no NaN
+                where = f"option {key!r} of group {number}" if number < len(self._options) else f"attribute {key!r}"
+                raise ModelError(
+                    f"{type(self._optimizer).__name__} set {where} to {known[key]!r} for some parameters and to "
+                    f"{value!r} for others: its rule uses all parameters together, and the step calls it for a part of "
+                    "them at a time, on the rank that owns them; use an optimizer whose update of a parameter depends "
+                    "on that parameter alone"
+                )
 
     def _attributes(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # An inner optimizer of another class has other attributes, so none are copied.
@@ -99,3 +127,8 @@ def _without(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in now.items() if key not in before or value is not before[key]}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the int, float and str values, which alone are sent to other ranks."""
+    return {key: value for key, value in values.items() if isinstance(value, int | float | str)}
