@@ -383,3 +383,30 @@ def test_resized_parameter_is_named() -> None:
         assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in text for text in result)
     for result in run_ranks(resized, 2, 1):
         assert all(text.startswith("'2.") and "has (9" in text for text in result)
+
+
+def cast_during_a_run(stage: int) -> list[str]:
+    """Cast the module for one step, then for an evaluation alone."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    text = []
+    for dtype in (torch.float64, torch.float16):
+        with pytest.raises(windlass.WindlassError) as refused:
+            engine.module.to(dtype)
+            engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
+            engine.step()
+        text.append(str(refused.value))
+        engine.module.float()
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    engine.destroy()
+    return text
+
+
+def test_cast_parameter_is_named() -> None:
+    for stage in (0, 2):
+        for result in run_ranks(cast_during_a_run, 2, stage):
+            assert all("had dtype torch.float32 at initialize and has torch.float" in text for text in result)
+    for result in run_ranks(cast_during_a_run, 2, 3):
+        assert all("its values are sharded over ranks (stage 3" in text for text in result)

@@ -492,7 +492,11 @@ class ShardedModel:
         if not self.settings.ignore_unused_parameters:
             self.agreement.refuse_unused(status.used)
         self.reducer.all_gather_gradients()
-        self.recapture_parameters()
+        try:
+            self.recapture_parameters()
+        except ModelError:
+            self.drop_gradients()
+            raise
         clip = clip_coefficient(norm, limit) if status.is_finite or not apply_nonfinite else 1.0
         self.callbacks.before_update(norm, clip)
         # A parameter is updated if it has a gradient on any rank.

@@ -359,14 +359,22 @@ class Unit:
         """Copy parameters that were given other memory into `full`, and make them views of it again.
 
         Raises:
-            ModelError: a parameter was resized.
+            ModelError: a parameter was resized, or has another dtype.
         """
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if not view.numel() or parameter.data_ptr() == view.data_ptr():
                 continue
             self.require_shape(index, parameter.shape)
+            given = raw_data(parameter)
+            if given.dtype != view.dtype:
+                raise ModelError(
+                    f"{self.names[index]!r} had dtype {view.dtype} at initialize and has {given.dtype} now, as after "
+                    "module.to(dtype): the step would cast it back. Set bf16, fp16 or torch_autocast in the "
+                    "configuration, or cast the model before initialize; a cast for an evaluation must be undone "
+                    "before the step"
+                )
             with torch.no_grad():
-                view.copy_(raw_data(parameter))
+                view.copy_(given)
             put_data(parameter, view)
             # `put_data` does not increment the version, but the values may differ from those that autograd saved.
             torch.autograd.graph.increment_version(parameter)
