@@ -54,6 +54,11 @@ def refresh_model(
         check_parameters(before.update.optimizer, before.model)
     transfer = _StateTransfer(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
+    if left := [slot.unit.names[0] for slot in before.slots if slot.has_reduced]:
+        logger.warning(
+            f"refresh() drops the gradient of {left[0]!r}, which is in no group of the optimizer and stayed after the "
+            "last step"
+        )
     before_destroy()
     before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # the new layout uses the same process groups
     for parameter in before.model.parameters():
@@ -65,8 +70,11 @@ def refresh_model(
 
 
 def has_pending_gradients(model: ShardedModel) -> bool:
-    """Return True if gradients have been accumulated since the last step. The result is the same on all ranks."""
-    return any(slot.has_reduced or slot.written for slot in model.slots)
+    """Return True if gradients have been accumulated since the last step. The result is the same on all ranks.
+
+    Gradients that stay after a step do not count.
+    """
+    return any((slot.has_reduced and not slot.unit.unstepped) or slot.written for slot in model.slots)
 
 
 def unfrozen_parameters(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:

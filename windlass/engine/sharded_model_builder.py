@@ -27,6 +27,7 @@ from windlass.zero.core.unit_partition import UnitRules
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.update_class import update_class
 
 _TIER_OF_DEVICE = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 _BATCHES_IN_FLIGHT = 3  # batches of an NVMe update in flight: one is read, one is updated, one is written
@@ -56,6 +57,10 @@ def build_sharded_model(
     tiers = _build_placements(config)
     try:
         settings = build_settings(model, config, mesh, tiers, timeout)
+        if optimizer is not None:
+            settings = replace(
+                settings, unit_rules=replace(settings.unit_rules, unstepped=_unstepped_parameters(model, optimizer))
+            )
         if config.offload is not None:
             accumulation = _accumulation_of(config, mesh)
             settings = plan_tiers(model, optimizer, config.offload, settings, mesh, device, accumulation)
@@ -130,6 +135,17 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
             else None
         ),
     )
+
+
+def _unstepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the ids of the trainable parameters that are in no group of the optimizer.
+
+    Empty for an update that reduces gradients by itself: it drops the local gradients of every step.
+    """
+    if update_class(optimizer).reduces_itself:
+        return frozenset()
+    grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return frozenset(id(p) for p in model.parameters() if p.requires_grad and id(p) not in grouped)
 
 
 def policy_of(config: Config, mesh: Mesh, tiers: Placements) -> ShardingPolicy:

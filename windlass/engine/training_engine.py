@@ -388,8 +388,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._nonfinite_locator.clear()
         self._optimizer.overflow = not outcome.applied
         self.progress.record_step(applied=outcome.applied)
+        scale = self._scaler.scale
         if not outcome.bad:
             self._scaler.update(not outcome.applied, where)
+        if self._scaler.scale != scale:
+            self._sharded.rescale_unstepped(self._scaler.scale / scale)
         self._optimizer.loss_scale = self._scaler.scale
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)

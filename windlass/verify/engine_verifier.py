@@ -25,6 +25,7 @@ from windlass.verify.tensor_difference import MISSING, Difference, measure_diffe
 from windlass.verify.tolerance import Tolerance
 from windlass.verify.verification_report import PHASES, Deviation, VerificationReport
 from windlass.zero import full_grad, full_param
+from windlass.zero.core.parameter_registry import require
 from windlass.zero.sharded_model import ShardedModel
 
 _CONTINUE, _DONE = -1, -2  # values of a turn that name no rank
@@ -126,8 +127,10 @@ class EngineVerifier(EngineObserver):
         """All-gather the reduced gradients, and copy norm, clip coefficient and optimizer options, before the
         update.
         """
-        module = self.engine.module
-        self._reduced_gradients = {name: full_grad(module.get_parameter(name)) for name in self._trained}
+        trained = {name: self.engine.module.get_parameter(name) for name in self._trained}
+        # The gradients of parameters in no group accumulate over steps and count neither in the norm nor in the update.
+        stepped = {name: parameter for name, parameter in trained.items() if not require(parameter).unit.unstepped}
+        self._reduced_gradients = {name: full_grad(parameter) for name, parameter in stepped.items()}
         self._clip = norm, clip
         assert self.engine.optimizer is not None
         self._options = [
@@ -269,7 +272,7 @@ class EngineVerifier(EngineObserver):
         if self._independent_run is not None:
             row = comparison.result
             row.independent_loss, row.drift = self._independent_run.step(
-                records, self._options, values, applied=row.applied
+                records, self._options, values, names=set(self._reduced_gradients), applied=row.applied
             )
         self._reduced_gradients = {}
         self.report.steps.append(comparison.result)

@@ -44,9 +44,13 @@ class IndependentRun:
         options: list[dict[str, Any]],
         values: dict[str, torch.Tensor],
         *,
+        names: set[str],
         applied: bool,
     ) -> tuple[float | None, float]:
         """Clip the gradients of the replays and step, unless the ranks skipped the step (`applied` is False).
+
+        Args:
+            names: parameters that the optimizer steps.
 
         Returns:
             The mean loss, and the relative distance from the sharded weights `values`.
@@ -55,7 +59,7 @@ class IndependentRun:
             self._reference.add_gradients(record.outside_gradients)
         sums, ranks = self._reference.take_gradient_sums(), len(records)
         if applied:
-            mean = {name: total / (ranks * records[0].loss_scale) for name, total in sums.items()}
+            mean = {name: total / (ranks * records[0].loss_scale) for name, total in sums.items() if name in names}
             norm = math.sqrt(math.fsum(float(g.square().sum()) for g in mean.values()))
             factor = min(1.0, self._gradient_clipping / (norm + 1e-6)) if self._gradient_clipping > 0 else 1.0
             self._reference.step({name: g * factor for name, g in mean.items()}, options)

@@ -121,6 +121,7 @@ class ShardedModel:
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
+        self._planned_unstepped = [unit for unit in trainable if unit.unstepped]
         # the mean of the local gradients over ranks equals the result of the reduction
         local_factor = settings.predivide_factor * settings.postdivide_factor * mesh.dense.data.size
         self.reducer = GradientReducer(
@@ -438,6 +439,7 @@ class ShardedModel:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.disk_health.require_intact("a step")
         self.scheduler.sync(SyncPoint.STEP)
+        self._find_unstepped()
         # The delayed update of the previous step has to end before this step changes the same master weights.
         trouble = self._await_result()
         self.replicas.restore_local_weights()
@@ -513,10 +515,24 @@ class ShardedModel:
             self.delayed_update.start(batches)
         else:
             self._publish_update(batches)
-        self.drop_gradients()
+        self.drop_gradients(keeps_unstepped=True)
         self.choose_gradient_mode()
         self._gradients_consumed = True
         return StepOutcome(norm, applied=True, clip=clip, flags=status.flags)
+
+    def _find_unstepped(self) -> None:
+        """Find the units of [Note: gradients that stay], since parameters may have joined the optimizer's groups."""
+        if self._planned_unstepped and self.update is not None:
+            grouped = {id(p) for group in self.update.optimizer.param_groups for p in group["params"]}
+            for unit in self._planned_unstepped:
+                unit.unstepped = not any(id(parameter) in grouped for parameter in unit.parameters)
+
+    def rescale_unstepped(self, factor: float) -> None:
+        """Multiply the gradients that stayed after the step by `factor`, because the loss scale has changed."""
+        for slot in self.slots:
+            if slot.unit.unstepped and slot.has_reduced:
+                values = slot.read()
+                slot.write(values.mul_(factor))
 
     def wait_for_update(self) -> None:
         """Wait for a delayed update. Master weights and optimizer states are then up to date on this rank.
@@ -586,9 +602,13 @@ class ShardedModel:
         late = self.replicas.differ or self._update_in_progress()
         self.masters.track_data_edits(place.unit, place.index, late=late)
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients of this step, and reshard units kept for graphs that no longer exist."""
-        self.reducer.reset()
+    def drop_gradients(self, *, keeps_unstepped: bool = False) -> None:
+        """Drop the gradients of this step, and reshard units kept for graphs that no longer exist.
+
+        Args:
+            keeps_unstepped: See `GradientReducer.reset`.
+        """
+        self.reducer.reset(keeps_unstepped=keeps_unstepped)
         self.agreement.forget()
         self.runtime.reshard_all()
 

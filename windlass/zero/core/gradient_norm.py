@@ -21,7 +21,8 @@ class StepStatus:
     """Values that all ranks have in common before a step.
 
     Attributes:
-        norm: Norm of the full gradient, including the loss scale; not finite if any element is not finite.
+        norm: Norm of the full gradient of the optimizer's parameters, including the loss scale; not finite if any
+            element is not finite.
         used: For each trainable unit and parameter, True if any rank had a gradient of it.
         unreduced: For each trainable unit, True if any rank holds unreduced gradients of it.
         flags: Sums over ranks of the additional flags.
@@ -119,7 +120,7 @@ def reduce_step_status(
     slots = gradients.slots
     squares = []
     for slot in slots:
-        if slot.has_reduced:
+        if slot.has_reduced and not slot.unit.unstepped:
             if slot.norm_squares is None:  # usually computed during the reduction of the unit
                 if gradients.keeps_local_gradients:  # the mean square over ranks, see [Note: local gradients]
                     slot.norm_squares = sum_of_squares(slot.read()) / mesh.dense.data.size

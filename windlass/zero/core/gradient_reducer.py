@@ -13,6 +13,11 @@ before another reduction adds to it, or when it is read. A unit whose gradients 
 more. Every rank zeroes its own shard, so all ranks that shard a gradient must drop the same gradients, between the same
 reductions. At the agreement before a step, they compare a hash of the order of these events, which costs no extra
 message. Replicas (MiCS) reduce and drop by themselves, each before its sums are added to those of the others.
+
+[Note: gradients that stay] As in plain PyTorch, a step leaves the gradient of a parameter that requires one and is in
+no group of the optimizer. It accumulates until a script drops it. Such parameters have units of their own
+(`Unit.unstepped`), whose slots the step neither reads nor resets. They do not count in the norm. A step that fails or
+is skipped drops all gradients. A parameter that joins a group later is stepped with all that has been accumulated.
 """
 
 from __future__ import annotations
@@ -344,7 +349,7 @@ class GradientReducer:
             return
         started, shared = [], []
         for slot in self.slots:
-            if slot.has_reduced and slot.unit.dp_group.group.size > 1:
+            if slot.has_reduced and not slot.unit.unstepped and slot.unit.dp_group.group.size > 1:
                 assert slot.buffer is not None and slot.shard is not None
                 # The shard may have moved out of the buffer when the buffer was reused; the all-gather reads the
                 # buffer.
@@ -360,13 +365,18 @@ class GradientReducer:
         for transport, buffer in shared:
             transport.wait_until_read(buffer)
 
-    def reset(self) -> None:
-        """Drop this step's gradients; their memory stays allocated."""
+    def reset(self, *, keeps_unstepped: bool = False) -> None:
+        """Drop this step's gradients; their memory stays allocated.
+
+        Args:
+            keeps_unstepped: Keep those of units that the optimizer did not step. They must be reduced.
+        """
+        ended = [slot for slot in self.slots if not (keeps_unstepped and slot.unit.unstepped)]
         # Clear this first: all gradients are dropped anyway, so `finish` need not zero any of them.
-        for slot in self.slots:
+        for slot in ended:
             slot.dropped.clear()
         self.finish()
-        for slot in self.slots:
+        for slot in ended:
             slot.written.clear()
             slot.used.clear()
             slot.arrived.clear()

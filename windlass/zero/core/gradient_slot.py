@@ -66,6 +66,8 @@ class GradientSlot:
     @property
     def stepped(self) -> Slot | torch.Tensor | None:
         """Gradient for the optimizer: the reduced shard, or that of a delayed update; None: no gradient."""
+        if self.unit.unstepped:
+            return None
         if self.handed_over is not None:
             return self.spare_storage if self.handed_over else None
         return (self.storage if self.storage is not None else self.shard) if self.has_reduced else None
@@ -78,6 +80,9 @@ class GradientSlot:
         """Start to move the reduced shard to a delayed update, which runs while the next gradient arrives."""
         moving: Pending = DONE
         assert self.spare_storage is not None
+        if self.unit.unstepped:
+            self.handed_over = False
+            return moving
         if self.has_reduced and self.storage is not None:
             # Swap instead of copy: the update reads the filled storage, the next gradient goes to the free one.
             self.storage, self.spare_storage = self.spare_storage, self.storage

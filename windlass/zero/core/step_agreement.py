@@ -79,7 +79,7 @@ class StepAgreement:
             self._gradients.reduce_units(rest)
         if self._has_replicas:
             for slot, had in zip(self._gradients.slots, used, strict=True):
-                if had and slot.unit.extra_reduce_groups:
+                if had and slot.unit.extra_reduce_groups and not slot.unit.unstepped:
                     self._sum_in_place(slot)
             self._replicas_summed = True
         # The status above was computed before these gradients were reduced or summed.
@@ -151,7 +151,8 @@ class StepAgreement:
         Args:
             part: The `local_part` of the unit.
         """
-        if not self._replicas_summed:
+        # A gradient that stays after the step is never summed in place, because later gradients are added to it.
+        if unit.unstepped or not self._replicas_summed:
             for group in unit.extra_reduce_groups:
                 group.all_reduce(part)
         return part
@@ -165,7 +166,7 @@ class StepAgreement:
         mine: list[tuple[int, int, int, str]] = []
         stage = self._mesh.pp.index
         for slot in self._gradients.slots:
-            if slot.has_reduced:
+            if slot.has_reduced and not slot.unit.unstepped:
                 gradient = slot.read()
                 local = self._gradients.keeps_local_gradients
                 span = (0, gradient.numel()) if local else (slot.unit.state_start, slot.unit.state_stop)

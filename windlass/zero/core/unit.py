@@ -61,6 +61,8 @@ class Unit:
         full: `[layout.padded]` in `dtype`. Parameters are views of it while the unit is unsharded.
         frees_memory: Resharding frees the memory of `full`. If False, resharding only marks the parameters as sharded.
         lowered: Gradients are sent in the lowered reduce dtype of the settings.
+        unstepped: No parameter is in a group of the optimizer now, so a step leaves the gradient: see [Note: gradients
+            that stay].
         dp_group: Ranks over which the unit is sharded and reduced.
         placements: Placement of each parameter: the part of the full parameter that lies on this rank.
         extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
@@ -91,7 +93,7 @@ class Unit:
         self._callbacks = callbacks
         self.blocks: list[Block] = list(plan.blocks)
         self.layout, self.dtype, self.trainable, self.persistent = layout, param_dtype, plan.trainable, plan.persistent
-        self.lowered = plan.lowered
+        self.lowered, self.unstepped = plan.lowered, plan.unstepped
         self.shapes = [p.shape for p in plan.parameters]
         self.dp_group, self.placements = dp_group, [get_placement(p) for p in plan.parameters]
         self.extra_reduce_groups: list[RankGroup] = []

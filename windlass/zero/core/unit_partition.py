@@ -33,6 +33,7 @@ class UnitRules:
         split_above: A block of more elements is split into its children, if it has any.
         blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.
         lowered: ids of parameters whose gradients are sent in `lowered_reduce_dtype`.
+        unstepped: ids of parameters that are in no group of the optimizer: see [Note: gradients that stay].
     """
 
     persistence_threshold: int = 0
@@ -41,6 +42,7 @@ class UnitRules:
     split_above: int = 1 << 62
     blocks: tuple[str, ...] = ()
     lowered: frozenset[int] = frozenset()
+    unstepped: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -48,7 +50,8 @@ class UnitPlan:
     """Plan of a unit.
 
     Its parameters have one dtype, are all trainable or all frozen, and all persistent or none. They are sharded and
-    reduced over the same ranks, in one dtype.
+    reduced over the same ranks, in one dtype. Either none of them is in a group of the optimizer (`unstepped`), or all
+    that are trainable.
     """
 
     names: list[str]
@@ -56,6 +59,7 @@ class UnitPlan:
     blocks: list[Block]
     persistent: bool
     lowered: bool = False
+    unstepped: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,9 +158,10 @@ def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
 def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[UnitPlan]]:
     """Partition `model` into units, in model order.
 
-    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, persistence, and the
-    ranks over which they are sharded and reduced. Persistent parameters belong to no block, so neighbours are merged. A
-    parameter that several pipeline stages hold is a unit of its own, which is equal in all of them.
+    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, persistence, the ranks
+    over which they are sharded and reduced, and in whether an optimizer steps them. Persistent parameters belong to no
+    block, so neighbours are merged. A parameter that several pipeline stages hold is a unit of its own, which is equal
+    in all of them.
     """
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
@@ -177,8 +182,10 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
         alone = id(parameter) if kind.shared_stages else None
         used_in = tuple(id(block) for block in used_by)
         lowered = id(parameter) in rules.lowered
-        key = (used_in, kind, alone, parameter.dtype, parameter.device, parameter.requires_grad, kept, lowered)
-        plan = plans.setdefault(key, UnitPlan([], [], used_by, kept, lowered))
+        unstepped = parameter.requires_grad and id(parameter) in rules.unstepped
+        like = (parameter.dtype, parameter.device, parameter.requires_grad, kept, lowered, unstepped)
+        key = (used_in, kind, alone, *like)
+        plan = plans.setdefault(key, UnitPlan([], [], used_by, kept, lowered, unstepped))
         plan.names.append(get_global_name(parameter, name))
         plan.parameters.append(parameter)
     return blocks, _merge(list(plans.values()), rules.merge_below)
@@ -192,7 +199,8 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
         if plan.kind.shared_stages or plan.kind.is_expert:
             merged.append(plan)
             continue
-        kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.persistent, plan.lowered)
+        like = (plan.trainable, plan.persistent, plan.lowered, plan.unstepped)
+        kind = (plan.kind, plan.dtype, plan.parameters[0].device, *like)
         limit = _PERSISTENT_BUCKET if plan.persistent else merge_below
         before, full_numel = last.get(kind), plan.full_numel
         if before is not None and before.full_numel < limit and full_numel < limit:
