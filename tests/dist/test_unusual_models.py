@@ -16,7 +16,7 @@ from tests.dist import equivalence_runs
 from tests.dist.equivalence_runs import SGD, RankTrace, Setting, complaints, ds_config, whole_params
 from tests.dist.harness import run_ranks
 from tests.dist.quick_rows import in_shares
-from tests.models import ZOO, Place, Regressor, rows
+from tests.models import WIDTH, ZOO, Block, Place, Regressor, mse, rows
 from tests.oracle import Recipe, relative_error
 from tests.unusual_models import HOSTILE
 
@@ -158,3 +158,72 @@ def test_user_habit_works_as_in_plain_pytorch(habit: str, stage: int) -> None:
     for actual in run_ranks(with_habit, 2, habit, stage, transport="shm" if stage == 2 else "gloo"):
         error, where = relative_error(actual, expected)
         assert error < 1e-6, where
+
+
+class HidingActivation(Block):
+    """Block that returns its output, and passes a second tensor of its graph to a callback."""
+
+    def forward(self, x: torch.Tensor, leave: Any) -> torch.Tensor:
+        change = self.down(torch.tanh(self.up(self.norm(x))))
+        leave(nn.functional.linear(torch.tanh(change), self.up.weight))
+        return x + change
+
+
+class SecondOutputs(nn.Module):
+    """Model whose loss reaches a hidden tensor, alone or after the output of its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HidingActivation() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, alone: bool) -> torch.Tensor:
+        left: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, left.append)
+        hidden = left[0].square().mean()
+        return hidden if alone else mse(self.head(x), y) + hidden
+
+
+def train_hidden(setting: Setting, alone: bool) -> tuple[str, dict[str, torch.Tensor]]:
+    """Make a step with hidden tensors, if it is not refused, and one without. Return the error and the weights."""
+    import windlass
+
+    torch.manual_seed(7)
+    engine = windlass.initialize(model=SecondOutputs(), config=ds_config(Recipe(optimizer_params=SGD), setting))[0]
+    refused = ""
+    try:
+        engine.backward(engine(**rows(Place(0, 0, dist.get_rank())), alone=alone))
+    except RuntimeError as error:
+        refused = "\n".join([str(error), *error.__notes__])
+        engine.zero_grad()
+    else:
+        engine.step()
+    engine.backward(engine(**rows(Place(1, 0, dist.get_rank())), alone=False))
+    engine.step()
+    result = whole_params(engine.module)
+    engine.destroy()
+    return refused, result
+
+
+@pytest.mark.parametrize("place", ["gloo", "disk", "shm"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_hidden_tensor_trains_as_in_plain_pytorch_or_is_refused(alone: bool, place: str, tmp_path: Any) -> None:
+    torch.manual_seed(7)
+    model = SecondOutputs()
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    is_refused = alone and place != "shm"  # ranks that share one buffer keep the values
+    for step in (1,) if is_refused else (0, 1):
+        for rank in range(2):
+            (model(**rows(Place(step, 0, rank)), alone=alone and step == 0) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    zero = (("offload_param", {"device": "nvme", "nvme_path": str(tmp_path)}),) if place == "disk" else ()
+    transport = "gloo" if place == "gloo" else "shm"
+    for refused, result in run_ranks(train_hidden, 2, Setting(stage=3, zero=zero), alone, transport=transport):
+        assert bool(refused) == is_refused
+        assert not refused or "that were freed after its forward (stage 3)" in refused
+        error, where = relative_error(result, expected)
+        assert error < 1e-5, where

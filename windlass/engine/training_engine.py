@@ -43,6 +43,7 @@ from windlass.parallel.experts import find_router_biases, update_biases
 from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of
 from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.script_gradients import ScriptGradientCallbacks, format_foreign_gradients
+from windlass.zero.core.sharded_parameter import note_freed_values
 from windlass.zero.core.zero_settings import StepOutcome
 from windlass.zero.engine_callbacks import BuildShardedModel, EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
@@ -274,6 +275,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 )
         except Exception as error:
             self._note_out_of_memory(error, "backward")
+            note_freed_values(error)
             raise
         finally:
             self._loss_weight = 1.0 / self.progress.batch.accumulation

@@ -685,6 +685,7 @@ class ShardedModel:
                     mark_unsharded(parameter)
                 put_data(parameter, view.clone())
                 put_grad(parameter, None)
+            unit.unmark_freed(range(len(unit.parameters)))
         parameter_registry.unregister(self)
         self._forget_properties()
         self._log_lost_state()

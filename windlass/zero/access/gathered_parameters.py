@@ -94,6 +94,7 @@ class GatheredParameters:
             if isinstance(parameter, ShardedParameter):
                 mark_unsharded(parameter)
             put_data(parameter, copy)
+            place.unit.unmark_freed([place.index])
             place.unit.privately_held.add(place.index)
             self._copied.append((parameter, place))
         return self

@@ -123,7 +123,8 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
     Such tensors are the block's outputs, tensors that it put into a container from its inputs, and tensors that it left
     on its modules (e.g. a router loss). If there is none although something here requires a gradient, the graph may
     continue where no search finds it (an iterator, a closure, a list of losses that the script keeps). The start of the
-    backward cannot be seen then, so the units stay unsharded until the step.
+    backward cannot be seen then, so the units stay unsharded until the step. A hidden tensor beside visible ones is not
+    noticed: autograd raises if a backward reaches it first, see [Note: version of freed values].
     """
     enter_backward = partial(runtime.pre_backward, call)
     given = {id(tensor) for tensor in call.inputs}

@@ -7,11 +7,17 @@ unit is gathered and held by the block that runs, so a head that computes with `
 with sharded init is gathered while its model is still under construction. Every other access raises an error that names
 the ways to read the parameter. Code that bypasses torch functions (e.g. C++ that received the data) reads NaN. torch
 itself rejects in-place writes to the overlapping memory.
+
+[Note: version of freed values] Autograd saves aliases of a parameter's values, which are lost while its unit is
+resharded. A backward that no hook announced (the block left its graph where no search finds it) would read freed
+memory: zeros, garbage, or a crash. So the version counter of a parameter is raised by `FREED` when its values are
+freed, and lowered when they are back, and torch refuses to read an alias in between. `version_of` leaves this mark out.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -48,6 +54,9 @@ raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
 put_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 raw_data: Callable[[torch.Tensor], torch.Tensor] = _data.__get__
 put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
+
+FREED = 1 << 30
+"""Mark in the version counter of a parameter whose values are freed."""
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
@@ -322,6 +331,40 @@ class StateDictStub(_StandIn):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
+
+
+def version_of(parameter: nn.Parameter) -> int:
+    """Return the version of a parameter's values, which an in-place change increments, without the mark `FREED`."""
+    return parameter._version & (FREED - 1)
+
+
+def mark_freed(parameters: Sequence[nn.Parameter]) -> None:
+    """Let autograd refuse to read aliases of these parameters' values. They must not be marked yet."""
+    _shift_versions(parameters, FREED)
+
+
+def unmark_freed(parameters: Sequence[nn.Parameter]) -> None:
+    """Let autograd read aliases of these parameters' values again."""
+    _shift_versions(parameters, -FREED)
+
+
+def note_freed_values(error: BaseException) -> None:
+    """Add the cause to an error of autograd that an alias of freed values was needed; leave other errors unchanged."""
+    version = (
+        re.search(r"is at version (\d+); expected version", str(error)) if isinstance(error, RuntimeError) else None
+    )
+    if version is not None and int(version[1]) >= FREED:
+        error.add_note(
+            "a backward needed parameters of a block that were freed after its forward (stage 3): the block left a "
+            "tensor where no search finds it, as in a closure or an object of its own, and the loss reaches it before "
+            "the block's outputs. Return that tensor from the block, put it into a list or dict of its inputs, keep it "
+            "as an attribute of a module, or use a stage below 3"
+        )
+
+
+def _shift_versions(parameters: Sequence[nn.Parameter], by: int) -> None:
+    versions = tuple(parameter._version + by for parameter in parameters)
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), versions)  # type: ignore[attr-defined]
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -19,7 +19,15 @@ from windlass.comm.transport import BufferRequest, Transport, TransportBuffer, l
 from windlass.parallel.placement import PlacementKey, get_placement
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.dp_group import DataParallelGroup
-from windlass.zero.core.sharded_parameter import ShardedParameter, mark_sharded, mark_unsharded, put_data, raw_data
+from windlass.zero.core.sharded_parameter import (
+    ShardedParameter,
+    mark_freed,
+    mark_sharded,
+    mark_unsharded,
+    put_data,
+    raw_data,
+    unmark_freed,
+)
 from windlass.zero.core.unit_layout import LayoutPiece, UnitLayout
 from windlass.zero.core.unit_partition import Block, UnitPlan
 
@@ -112,6 +120,7 @@ class Unit:
         self.data_snapshots: dict[int, torch.Tensor] = {}
         self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
+        self._freed: set[int] = set()  # parameters with [Note: version of freed values]
         self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
         self._secondary_valid = False  # `secondary_shard` equals the current values
@@ -298,6 +307,8 @@ class Unit:
         # Edits through `.data` are lost with the memory, so detect them before it is freed.
         if self.data_snapshots:
             self._record_data_edits()
+        if self.frees_memory:
+            self._mark_freed()
         for index, parameter in enumerate(self.parameters):
             if index not in self.privately_held:
                 mark_sharded(parameter, self)
@@ -355,7 +366,21 @@ class Unit:
             if isinstance(parameter, ShardedParameter):
                 mark_unsharded(parameter)
             put_data(parameter, view)
+        if self._freed:
+            self.unmark_freed(self._freed - self.privately_held)
         self.shard_state = ShardState.UNSHARDED
+
+    def _mark_freed(self) -> None:
+        """Mark the parameters whose values are about to be freed. A private copy keeps its values."""
+        freed = set(range(len(self.parameters))) - self._freed - self.privately_held
+        mark_freed([self.parameters[index] for index in freed])
+        self._freed |= freed
+
+    def unmark_freed(self, indices: Iterable[int]) -> None:
+        """Let autograd read these parameters again, because they have values now, of the unit or their own."""
+        back = self._freed.intersection(indices)
+        unmark_freed([self.parameters[index] for index in back])
+        self._freed -= back
 
     def recapture_parameters(self) -> None:
         """Copy parameters that were given other memory into `full`, and make them views of it again.

@@ -21,7 +21,7 @@ from windlass.comm.rank_group import RankGroup
 from windlass.storage.slot import Tier
 from windlass.zero.core.disk_health import DiskHealth
 from windlass.zero.core.gradient_slot import GradientSlot
-from windlass.zero.core.sharded_parameter import raw_data
+from windlass.zero.core.sharded_parameter import raw_data, version_of
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.zero_settings import Placements
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload, StateOffloadCallbacks
@@ -356,7 +356,7 @@ class MasterWeights:
         for piece in chunk.pieces():
             parameter = unit.parameters[piece.index]
             place = slice(piece.offset, piece.offset + piece.numel)
-            if parameter._version != self._versions.get(id(parameter)):
+            if version_of(parameter) != self._versions.get(id(parameter)):
                 self.state_offload.compare_pages(chunk)
                 chunk.values()[place].copy_(source[place])
             elif id(parameter) in self._data_snapshots:
@@ -429,25 +429,25 @@ class MasterWeights:
                 if unit.reshards:
                     name_of_edit, unit.lost_edit_name = name_of_edit or unit.lost_edit_name, ""
                     for name, parameter in zip(unit.names, unit.parameters, strict=True):
-                        if parameter._version != self._versions.get(id(parameter)):
+                        if version_of(parameter) != self._versions.get(id(parameter)):
                             name_of_edit = name_of_edit or name
                             self.accept_version(parameter)
         return name_of_edit
 
     def accept_version(self, parameter: nn.Parameter) -> None:
         """Record the current version of a parameter, so that earlier changes do not count as edits."""
-        self._versions[id(parameter)] = parameter._version
+        self._versions[id(parameter)] = version_of(parameter)
 
     def _edited(self, unit: Unit) -> str | None:
         """Return the name of a parameter whose version changed since it was recorded; None if there is none."""
         if unit.reshards or not self.chunks_of(unit):
             return None
         named = zip(unit.names, unit.parameters, strict=True)
-        return next((n for n, p in named if p._version != self._versions.get(id(p))), None)
+        return next((n for n, p in named if version_of(p) != self._versions.get(id(p))), None)
 
     def remember_versions(self, units: list[Unit]) -> None:
         """Record the current versions of all parameters of `units`, whose master weights have the same values."""
-        self._versions.update({id(p): p._version for unit in units for p in unit.parameters})
+        self._versions.update({id(p): version_of(p) for unit in units for p in unit.parameters})
 
     def _device_span(self, unit: Unit) -> torch.Tensor:
         """Return this rank's state span of the parameters in device memory, as a view."""
