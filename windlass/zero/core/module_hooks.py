@@ -41,14 +41,22 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
     the end of the first nested backward for the end of the outermost one.
     """
 
+    def begin(module: nn.Module, args: Any) -> None:
+        with outside_transforms():
+            runtime.begin_model_forward()
+
     def after(module: nn.Module, args: Any, output: Any) -> None:
+        if in_transform():  # of the whole model, as for gradients of single samples
+            with outside_transforms():
+                runtime.end_model_forward()
+            return
         runtime.end_model_forward()
         if torch.is_grad_enabled():
             for tensor in iterate_tensors(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: runtime.register_backward())
 
-    before = torch.compiler.disable(lambda *_: runtime.begin_model_forward())
+    before = torch.compiler.disable(begin)
     # Prepended, so that the phase begins before hooks of the script touch parameters.
     return [
         model.register_forward_pre_hook(before, prepend=True),
