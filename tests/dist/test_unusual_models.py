@@ -279,3 +279,53 @@ def test_gradients_of_single_samples_train_as_in_plain_pytorch(stage: int, trans
     for result in run_ranks(sample_by_sample, 2, Setting(stage=stage, zero=zero), transport=transport):
         error, where = relative_error(result, expected)
         assert error < 1e-5, where
+
+
+def train_features(setting: Setting) -> dict[str, torch.Tensor]:
+    import windlass
+
+    engine = windlass.initialize(model=built(), config=ds_config(Recipe(optimizer_params=SGD), setting))[0]
+    features = observe_features(engine.module)
+    for step in range(STEPS):
+        engine(**rows(Place(step, 0, dist.get_rank())))
+        engine.backward(feature_loss(features))
+        engine.step()
+    result = whole_params(engine.module)
+    engine.destroy()
+    assert all(len(block.up._forward_hooks) == 1 for block in engine.module.blocks)
+    return result
+
+
+def observe_features(model: nn.Module) -> list[torch.Tensor]:
+    """Collect what inner modules of the blocks return, by forward hooks."""
+    features: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda module, args, output: features.append(output))
+    return features
+
+
+def feature_loss(features: list[torch.Tensor]) -> torch.Tensor:
+    loss = torch.stack([feature.pow(2).mean() for feature in features]).sum()
+    features.clear()
+    return loss
+
+
+@pytest.mark.parametrize("place", ["gloo", "disk"])
+def test_a_loss_of_features_alone_trains_as_in_plain_pytorch(place: str, tmp_path: Any) -> None:
+    """The blocks' own outputs get no gradient: it begins at modules inside them."""
+    model = built()
+    features = observe_features(model)
+    optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+    for step in range(STEPS):
+        for rank in range(2):
+            model(**rows(Place(step, 0, rank)))
+            (feature_loss(features) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    zero = (("offload_param", {"device": "nvme", "nvme_path": str(tmp_path)}),) if place == "disk" else ()
+    transport = "gloo" if place == "gloo" else "shm"
+    for result in run_ranks(train_features, 2, Setting(stage=3, zero=zero), transport=transport):
+        error, where = relative_error(result, expected)
+        assert error < 1e-5, where

@@ -35,7 +35,12 @@ from windlass.zero.core.gradient_offload import GradientOffload
 from windlass.zero.core.gradient_reducer import GradientReducer, ReducerCallbacks
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.model_consistency import check_same_model, check_same_units
-from windlass.zero.core.module_hooks import register_block_hooks, register_gradient_hooks, register_model_hooks
+from windlass.zero.core.module_hooks import (
+    ObservedModules,
+    register_block_hooks,
+    register_gradient_hooks,
+    register_model_hooks,
+)
 from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.script_gradients import ScriptGradients
 from windlass.zero.core.sharded_parameter import ShardedParameter, mark_unsharded, put_data, put_grad
@@ -233,7 +238,7 @@ class ShardedModel:
             self.delayed_update = DelayedUpdate(
                 self.slots, self.masters, self.units, device, tiers.gradient, make, dtype
             )
-        self._handles: list[RemovableHandle | ShardedGenerate] = []
+        self._handles: list[RemovableHandle | ShardedGenerate | ObservedModules] = []
         self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, tiers.disk)
@@ -740,8 +745,10 @@ class ShardedModel:
         self._blocks = blocks
         self.hook_gradients()
         if any(unit.reshards for unit in self.units):
+            of_blocks = {id(block.module) for block in blocks}
             for block in blocks:
-                self._handles += register_block_hooks(block, self.runtime)
+                inner = list(_modules_outside(block.module, of_blocks))
+                self._handles += register_block_hooks(block, self.runtime, inner)
             self._handles += attach_generation(self.model, self)
         self._handles += register_model_hooks(self.model, self.runtime)
 
@@ -891,6 +898,14 @@ class ShardedModel:
         for unit in units:  # the caller may change parameters in place, but not while a peer still reads them
             if not unit.reshards and self.policy.state:
                 unit.transport.wait_until_read(unit.buffer)
+
+
+def _modules_outside(module: nn.Module, of_blocks: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules inside `module` that are in no other block, whose modules `of_blocks` has by id."""
+    for child in module.children():
+        if id(child) not in of_blocks:
+            yield child
+            yield from _modules_outside(child, of_blocks)
 
 
 def _stepped(batches: Iterable[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -65,12 +65,58 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
     ]
 
 
-def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[RemovableHandle]:
+class ObservedModules:
+    """Modules inside one block whose outputs a forward hook of the script receives, and may use in a loss.
+
+    The backward can begin at such an output, so it must announce the block as the block's own outputs do. Our hooks
+    are registered on a module once it has one of the script's.
+
+    Args:
+        block: The block.
+        modules: Modules of the block that belong to no other block inside it.
+    """
+
+    def __init__(self, block: Block, modules: Sequence[nn.Module], runtime: UnshardRuntime) -> None:
+        self._block, self._modules, self._runtime = block, modules, runtime
+        self._handles: dict[int, RemovableHandle] = {}
+
+    def find(self) -> None:
+        """Observe the modules that have a forward hook of the script now, and no others."""
+        for module in self._modules:
+            if not module._forward_hooks:
+                continue
+            own = self._handles.get(id(module))
+            if own is None:
+                self._handles[id(module)] = module.register_forward_hook(torch.compiler.disable(self._after))
+            elif len(module._forward_hooks) == 1:
+                self._handles.pop(id(module)).remove()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._runtime.current_call(self._block)
+        if call is None or in_transform() or not torch.is_grad_enabled():
+            return
+        for tensor in iterate_tensors(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._runtime.pre_backward_inside(call))
+
+    def remove(self) -> None:
+        """Remove our hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+
+
+def register_block_hooks(
+    block: Block, runtime: UnshardRuntime, inner: Sequence[nn.Module]
+) -> list[RemovableHandle | ObservedModules]:
     """Unshard the units of `block` before its forward and its backward, and reshard them afterwards.
 
     A transform of torch.func hides the graph: hooks on its tensors do not see the backward of the model. Units of a
     block that runs inside one stay unsharded until the step.
+
+    Args:
+        inner: Modules of the block that belong to no other block inside it.
     """
+    observed = ObservedModules(block, inner, runtime)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if in_transform():
@@ -79,6 +125,7 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
             return None
         call = runtime.pre_forward(block)
         if torch.is_grad_enabled():
+            observed.find()
             call.inputs = list(iterate_tensors((args, kwargs)))
         return _hook_inputs(args, kwargs, runtime, call) if torch.is_grad_enabled() else None
 
@@ -97,6 +144,7 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
     return [
         block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         block.module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        observed,
     ]
 
 

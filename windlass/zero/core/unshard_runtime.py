@@ -148,6 +148,10 @@ class UnshardRuntime:
             trace_ranges.recorder.end(call.range_token)
         return call
 
+    def current_call(self, block: Block) -> BlockCall | None:
+        """Return the innermost call that runs, if it is one of `block`."""
+        return self._call_stack[-1] if self._call_stack and self._call_stack[-1].block is block else None
+
     def pre_backward(self, call: BlockCall) -> None:
         """Unshard the units of `call` when a gradient reaches one of its outputs, and wait for them."""
         self.register_backward()
@@ -156,6 +160,15 @@ class UnshardRuntime:
             if torch.is_grad_enabled():
                 unit.keep_unsharded = True  # create_graph: nodes created now may use the values at any later time
             self._unshard(unit, backward=True)
+
+    def pre_backward_inside(self, call: BlockCall) -> None:
+        """Do the same as `pre_backward` for a gradient that reaches an inner module's output.
+
+        Most often the block's outputs were reached before. Then nothing is left to do, and the use is not recorded
+        again, so that the prediction of the prefetcher stays right.
+        """
+        if not all(id(call) in self._calls_in_backward[unit.index] for unit in call.units):
+            self.pre_backward(call)
 
     def post_backward(self, call: BlockCall) -> None:
         """Reshard the units of `call` when the gradient of one of its inputs is complete, and so its backward."""
