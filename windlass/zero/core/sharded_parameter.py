@@ -364,7 +364,7 @@ def note_freed_values(error: BaseException) -> None:
 
 def _shift_versions(parameters: Sequence[nn.Parameter], by: int) -> None:
     versions = tuple(parameter._version + by for parameter in parameters)
-    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), versions)  # type: ignore[attr-defined]
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), versions)
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
