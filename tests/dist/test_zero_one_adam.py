@@ -133,10 +133,10 @@ class ZeroOneSimulation(Simulation):
         for rank, part in enumerate(parts):
             self.own[rank][name] = self.own[rank][name] * BETA1 + part
             rate, change = LR / case.corrected(BETA1, step), self.change[rank][name]
-            move = self.own[rank][name] / root
+            local = self.x[name] - case.bounded(change, case.corrected(BETA1, step) * (self.rates - rate))
+            move = self.own[rank][name] / root * rate
             move[self.v[name] == 0] = 0
-            move = case.bounded(move, case.corrected(BETA1, step)) * rate
-            self.change[rank][name] = change + (move + LR * DECAY * (self.x[name] - change))
+            self.change[rank][name] = change + (move + LR * DECAY * local)
         if kind is StepKind.SYNC:
             mean = self._two_phases(name, [one[name] * root for one in self.change])
             move = mean / root
@@ -147,7 +147,8 @@ class ZeroOneSimulation(Simulation):
                 self.change[rank][name] = torch.zeros_like(mean)
                 self.own[rank][name] = self.m[name]
         for rank in range(len(parts)):
-            self.of_rank[rank][name] = (self.x[name] - self.change[rank][name]).to(self.case.dtype)
+            moved = case.bounded(self.change[rank][name], case.corrected(BETA1, step) * self.rates)
+            self.of_rank[rank][name] = (self.x[name] - moved).to(self.case.dtype)
 
     def _two_phases(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the mean of messages, compressed again at stage 0."""

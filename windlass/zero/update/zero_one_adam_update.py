@@ -168,13 +168,11 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         momentum.mul_(beta1).add_(gradient)
         state["step"] += 1
         rate = self._rate(segment, options)
-        state[RATES] += rate
         root = self._denominator(segment, change, options)
-        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
-        if (bound := self._bound(segment, options)) is not None:
-            move.clamp_(-bound, bound)
-        move.mul_(rate)
-        change.add_(move.add_(master.to(change.dtype) - change, alpha=lr * given["weight_decay"]))
+        local = master.to(change.dtype) - self._bounded(segment, change, options)
+        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0).mul_(rate)
+        change.add_(move.add_(local, alpha=lr * given["weight_decay"]))
+        state[RATES] += rate
         if syncs:
             torch.mul(change, root, out=gradient)
             change.zero_()
@@ -184,12 +182,28 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         state, master = self._inner.state[segment.tensor], self._master(segment)
         rates = float(state[RATES])
         move = (mean / self._denominator(segment, mean, options)).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
-        if (bound := self._bound(segment, options)) is not None:
-            move.clamp_(-bound * rates, bound * rates)
-        master.sub_(move)
+        master.sub_(self._bounded(segment, move, options))
         if rates:  # if all learning rates were 0, momenta cannot be computed from the changes
             state["exp_avg"].copy_(mean / rates)
         state[RATES].zero_()
+
+    def _bounded(self, segment: ParameterSegment, change: torch.Tensor, options: Options) -> torch.Tensor:
+        """Return a change since the last synchronization within the bound of its steps; see [Note: bounded steps].
+
+        The change itself keeps what is beyond the bound, so that messages and momenta are those without one.
+        """
+        bound = self._bound(segment, options)
+        if bound is None:
+            return change
+        bound *= float(self._inner.state[segment.tensor].get(RATES, 0.0))
+        return change.clamp(-bound, bound)
+
+    def _local_change(self, segment: ParameterSegment) -> torch.Tensor:
+        change = super()._local_change(segment)
+        options = self._phase.options()
+        if id(segment.parameter) not in options or segment.tensor not in self._inner.state:
+            return change
+        return self._bounded(segment, change, options)
 
     def forget_unsent(self) -> None:
         """See `Update.forget_unsent`."""
