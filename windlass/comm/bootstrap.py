@@ -223,10 +223,13 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
     except CommunicationError:
         raise
     except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
+        first = str(error).strip().splitlines()[0]
+        fix = "check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, and that rank 0 can be reached there"
+        if "EADDRINUSE" in first:
+            fix = "another process listens there: give each job a MASTER_PORT of its own"
         raise CommunicationError(
             f"rank {place.rank} of {place.world} could not connect to the others at {place.master}:{place.port}: "
-            f"{str(error).strip().splitlines()[0]}; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, "
-            "and that rank 0 can be reached there"
+            f"{first}; {fix}"
         ) from error
 
 

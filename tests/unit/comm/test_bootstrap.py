@@ -63,6 +63,15 @@ def test_failed_rendezvous_is_one_message(monkeypatch: pytest.MonkeyPatch) -> No
         init_distributed(timeout=timedelta(milliseconds=100))
 
 
+def test_a_port_of_another_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for name, value in zip(NAMES, ("0", "2", "0", "127.0.0.1", port), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(CommunicationError, match=f"127.0.0.1:{port}: .*give each job a MASTER_PORT of its own"):
+            init_distributed(timeout=timedelta(milliseconds=100))
+
+
 @pytest.mark.parametrize(("count", "lines"), [("4", 1), ("1", 0)])
 def test_process_not_started_by_srun_is_warned_that_it_trains_alone(
     count: str, lines: int, monkeypatch: pytest.MonkeyPatch, warned: list[str]
