@@ -224,7 +224,9 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
                 state[key] = value.detach().clone()
             else:
                 now = state.get(key)
-                is_single = not shape and isinstance(now, torch.Tensor) and now.shape == (1,)
+                is_single = update is not None and not shape and value.shape == shape
+                if isinstance(now, torch.Tensor):  # the state tells a value of the element from a count
+                    is_single = is_single and now.shape == (1,)
                 _write(place, state, key, (value.view(1) if is_single else value).detach().to(on, copy=True))
 
 
