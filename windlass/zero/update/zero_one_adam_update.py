@@ -6,7 +6,8 @@ Stage 0 is the algorithm of the paper (arXiv:2202.06009, algorithm 1). Between s
 parameters with its own momentum, and nothing is sent. The master weights keep the values of the last synchronization,
 equal on all ranks; the parameters of a rank are these minus its `local_change`. A synchronization sends the changes,
 times the root of the variance, through the compressed all-reduce: their mean moves the master weights, and divided by
-the learning rates it is the new common momentum.
+the learning rates it is the new common momentum. `max_update` bounds the moves of parameters and master weights, by the
+sum of the learning rates since the last synchronization; a change that is sent keeps what is beyond the bound.
 
 At stages 1 and 2 no rank has the whole variance, so the parameters stand still between synchronizations while each rank
 sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes as many steps with it
