@@ -83,7 +83,7 @@ METHODS = {
         0,
         ranks=4,
         params={"inner_steps": 16, "outer_lr": 1.0, "outer_momentum": 0.6},
-        phases={"start_step": 0.5},
+        phases={"start_step": 0.6},
         goal=0.03,
     ),  # fmt: skip
     "DiLoCo, 2 replicas, local from the start": Method("DiLoCo", 0, params={"inner_steps": 32, **_AVERAGED}),
