@@ -108,8 +108,8 @@ class MeasuredMachine:
         }
         links = {axis: _link(mixed, axis, messages, size) for axis, size, messages in _measured_axes(case) if size > 1}
         wire = links.pop("data", None) or LinkPart(1e12, 0.0, 1.0)
-        rates = {name: work[name] / mixed[name] for name in KERNELS}
-        return cls(*(rates[name] for name in KERNELS), wire, links)
+        products, attention, elementwise, large = (work[name] / mixed[name] for name in KERNELS)
+        return cls(products, attention, elementwise, large, wire, links)
 
     def cluster(self, case: TimedCase) -> Cluster:
         """Return the machine as a cluster of one host on which ranks compute and communicate with the same cores.
