@@ -176,7 +176,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
         LLM(tmp_path, weights="int8", activations="int8", weights_tier="disk")
     with pytest.raises(ConfigError, match="needs a model on the CPU"):
         LLM(tmp_path, weights_tier="disk", device="meta", skip_tokenizer_init=True)
-    with pytest.raises(ModelError, match="no safetensors file"):
+    with pytest.raises(ModelError, match="is not a safetensors file"):
         other = tmp_path / "pickled"
         model.config.save_pretrained(other)
         torch.save(model.state_dict(), other / "pytorch_model.bin")

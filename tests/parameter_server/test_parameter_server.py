@@ -172,7 +172,7 @@ def test_sparse_gradients_send_rows_only() -> None:
     job.start_servers()
     job.start_worker(0, work)
     job.finish()
-    dense, rows, headers, counts = 10 * 4, 2 * (8 + 4 * 4), 2 * 8 * 8, 2 * 8
+    dense, rows, headers, counts = 10 * 4, 2 * (8 + 4 * 4), 2 * 8 * 8, 4 * 8  # counts: one number for each fragment
     # 170 elements in two shards: row 1 is in the first, row 30 and the dense layer in the second
     assert sizes == [dense + rows + headers + counts]
 

@@ -120,7 +120,7 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
             "not JSON",
         ),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "needs tool_call_id"),
-        ({"tools": [{"type": "web"}]}, "tools.0", "no function"),
+        ({"tools": [{"type": "web"}]}, "tools.0", "not a function"),
         ({"tools": [WEATHER, WEATHER]}, "tools.1.function.name", "once"),
         ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice", "required"),

@@ -56,7 +56,7 @@ def map_safetensors(files: Sequence[Path]) -> dict[str, LazyTensor]:
     for path in files:
         if path.suffix != ".safetensors":
             raise ModelError(
-                f"{path} is not safetensors file, and only those can be streamed; save the model again with "
+                f"{path} is not a safetensors file, and only those can be streamed; save the model again with "
                 "save_pretrained(..., safe_serialization=True)"
             )
         try:
