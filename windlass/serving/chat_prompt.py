@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,8 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value is not None}
     # Templates use the older name of the role.
     kept["role"] = "system" if role == "developer" else role
-    kept["content"] = _content_text(message.get("content"), f"{place}.content")
+    content = message.get("content")
+    kept["content"] = "" if content is None else content_text(content, f"{place}.content")
     if message.get("content") is None and not message.get("tool_calls"):
         raise ApiError(400, f"{place}.content is missing; send a text", parameter=f"{place}.content")
     if message.get("tool_calls"):
@@ -64,9 +65,17 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     return kept
 
 
-def _content_text(content: Any, place: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+def content_text(content: Any, place: str, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a message's content, which may be a list of parts.
+
+    Args:
+        kinds: types of parts that have a text. Refusals are taken too.
+
+    Raises:
+        ApiError: a part that is not text, with its place.
+    """
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
         raise ApiError(
             400, f"{place} is {one_line(repr(content), 80)}; send a text or a list of parts", parameter=place
@@ -74,19 +83,17 @@ def _content_text(content: Any, place: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind == "refusal":
-            text = part.get("refusal")
-        elif kind != "text":
+        if kind != "refusal" and kind not in kinds:
             raise ApiError(
                 400,
                 f"{place}.{index} has type {one_line(repr(kind), 80)}; the model takes text only",
                 parameter=f"{place}.{index}.type",
                 code="unsupported_content_part",
             )
-        if not isinstance(text, str):
-            raise ApiError(400, f"{place}.{index}.text is not text", parameter=f"{place}.{index}.text")
-        texts.append(text)
+        key = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part.get(key), str):
+            raise ApiError(400, f"{place}.{index}.{key} is not text", parameter=f"{place}.{index}.{key}")
+        texts.append(part[key])
     return "\n".join(texts)
 
 

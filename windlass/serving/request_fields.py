@@ -146,18 +146,14 @@ class ServiceLevelField(RequestModel):
     tokens_per_second: float = 0.0
 
 
-class SamplingFields(RequestModel):
-    """Fields of completions and chat completions that become sampling parameters, those of vLLM included."""
+class CommonSamplingFields(RequestModel):
+    """Fields of completions, chat completions and responses that become sampling parameters."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     request_id: str | None = None
     priority: int | None = None
     sla: ServiceLevelField | None = None
-
-    n: int | None = None
-    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -165,18 +161,27 @@ class SamplingFields(RequestModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+
+
+class SamplingFields(CommonSamplingFields):
+    """Fields of completions and chat completions that become sampling parameters, those of vLLM included."""
+
+    stream_options: StreamOptions | None = None
+
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+
+    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None

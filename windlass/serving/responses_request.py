@@ -8,19 +8,15 @@ from typing import Any, ClassVar
 from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.text import one_line
 from windlass.serving.api_errors import ApiError
+from windlass.serving.chat_prompt import content_text
 from windlass.serving.chat_request import ChatRequest
-from windlass.serving.request_fields import RequestModel, ServiceLevelField
+from windlass.serving.request_fields import CommonSamplingFields, RequestModel
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # a model's reasoning is part of its text
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_SAME = (
-    *("model", "stream", "parallel_tool_calls", "temperature", "top_p", "seed", "stop", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
-    *("min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "chat_template_kwargs", "request_id"),
-    *("priority", "top_logprobs"),
-)
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_SAME = (*CommonSamplingFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "top_logprobs")
 """Fields that a chat completion has under the same name."""
 
 CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
@@ -42,7 +38,7 @@ class StreamFields(RequestModel):
     harmless: ClassVar = {"include_obfuscation": (False, True)}
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(CommonSamplingFields):
     """Fields of a response: OpenAI's, and those of vLLM's that chat completions have too."""
 
     harmless: ClassVar = {
@@ -75,31 +71,9 @@ class ResponsesRequest(RequestModel):
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     stream_options: StreamFields | None = None
-
-    model: str | None = None
-    stream: bool | None = None
     parallel_tool_calls: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    sla: ServiceLevelField | None = None
 
     @property
     def shows_logprobs(self) -> bool:
@@ -124,7 +98,6 @@ class ResponsesRequest(RequestModel):
             response_format=_chat_format(self.text.format if self.text is not None else None),
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.shows_logprobs or None,
-            sla=self.sla,
             **values,
         )
 
@@ -154,7 +127,9 @@ def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -
                 raise ApiError(
                     400, f"{place}.role is {shown}; write one of {', '.join(_ROLES)}", parameter=f"{place}.role"
                 )
-            messages.append({"role": role, "content": _text_of(item.get("content"), f"{place}.content")})
+            messages.append(
+                {"role": role, "content": content_text(item.get("content"), f"{place}.content", _TEXT_PARTS)}
+            )
         elif kind == "function_call":
             fields = {name: _string(item, name, place) for name in ("call_id", "name", "arguments")}
             _check_arguments(fields["arguments"], f"{place}.arguments")
@@ -174,7 +149,7 @@ def chat_messages(items: str | list[dict[str, Any]], instructions: str | None) -
                     "item of type function_call too",
                     parameter=f"{place}.call_id",
                 )
-            content = _text_of(item.get("output"), f"{place}.output")
+            content = content_text(item.get("output"), f"{place}.output", _TEXT_PARTS)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind != "reasoning":
             raise ApiError(
@@ -199,27 +174,6 @@ def _check_arguments(arguments: str, place: str) -> None:
         parse_json(arguments or "{}", finite_numbers=True)
     except JsonError as error:
         raise ApiError(400, f"{place} is not JSON: {error}", parameter=place) from error
-
-
-def _text_of(content: Any, place: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(
-            400, f"{place} is {one_line(repr(content), 80)}; send a text or a list of parts", parameter=place
-        )
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
-            raise ApiError(
-                400,
-                f"{place}.{index} has type {one_line(repr(kind), 80)}; the model takes text only",
-                parameter=f"{place}.{index}.type",
-                code="unsupported_content_part",
-            )
-        texts.append(_string(part, _TEXT_PARTS[kind], f"{place}.{index}"))
-    return "\n".join(texts)
 
 
 def _chat_tools(
