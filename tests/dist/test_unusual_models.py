@@ -185,6 +185,12 @@ class SecondOutputs(nn.Module):
         return hidden if alone else mse(self.head(x), y) + hidden
 
 
+def stage_3(place: str, folder: Any) -> tuple[Setting, str]:
+    """Return the setting and the transport of a place of the parameters: gloo, shm, or the disk."""
+    zero = (("offload_param", {"device": "nvme", "nvme_path": str(folder)}),) if place == "disk" else ()
+    return Setting(stage=3, zero=zero), "gloo" if place == "gloo" else "shm"
+
+
 def train_hidden(setting: Setting, alone: bool) -> tuple[str, dict[str, torch.Tensor]]:
     """Make a step with hidden tensors, if it is not refused, and one without. Return the error and the weights."""
     import windlass
@@ -220,9 +226,8 @@ def test_a_hidden_tensor_trains_as_in_plain_pytorch_or_is_refused(alone: bool, p
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: p.detach() for name, p in model.named_parameters()}
-    zero = (("offload_param", {"device": "nvme", "nvme_path": str(tmp_path)}),) if place == "disk" else ()
-    transport = "gloo" if place == "gloo" else "shm"
-    for refused, result in run_ranks(train_hidden, 2, Setting(stage=3, zero=zero), alone, transport=transport):
+    setting, transport = stage_3(place, tmp_path)
+    for refused, result in run_ranks(train_hidden, 2, setting, alone, transport=transport):
         assert bool(refused) == is_refused
         assert not refused or "that were freed after its forward (stage 3)" in refused
         error, where = relative_error(result, expected)
@@ -324,8 +329,7 @@ def test_a_loss_of_features_alone_trains_as_in_plain_pytorch(place: str, tmp_pat
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: p.detach() for name, p in model.named_parameters()}
-    zero = (("offload_param", {"device": "nvme", "nvme_path": str(tmp_path)}),) if place == "disk" else ()
-    transport = "gloo" if place == "gloo" else "shm"
-    for result in run_ranks(train_features, 2, Setting(stage=3, zero=zero), transport=transport):
+    setting, transport = stage_3(place, tmp_path)
+    for result in run_ranks(train_features, 2, setting, transport=transport):
         error, where = relative_error(result, expected)
         assert error < 1e-5, where
