@@ -288,16 +288,17 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         piece = segment.piece
         return segment.chunk.values().narrow(0, piece.offset, piece.numel)
 
-    def _local_change(self, segment: ParameterSegment) -> torch.Tensor:
+    def _local_change(self, segment: ParameterSegment, options: Options) -> torch.Tensor:
         """Return the difference between the master weights and this rank's parameters, where these differ by rank."""
         return self._own(LOCAL_CHANGE, segment)
 
     @torch.no_grad()
     def _publish_local(self, units: list[Unit]) -> None:
         """Set this rank's parameters to the master weights minus its local change."""
+        options = self._phase.options()
         for unit in units:
             for segment in self._segments_of(unit):
-                change, out = self._local_change(segment), self._view(unit.full, segment)
+                change, out = self._local_change(segment, options), self._view(unit.full, segment)
                 parts = (tensor.split(PART) for tensor in (out, self._master(segment), change))
                 for target, master, moved in zip(*parts, strict=True):
                     if target.dtype == master.dtype == moved.dtype:

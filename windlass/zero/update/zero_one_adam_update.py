@@ -199,9 +199,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         bound *= float(self._inner.state[segment.tensor].get(RATES, 0.0))
         return change.clamp(-bound, bound)
 
-    def _local_change(self, segment: ParameterSegment) -> torch.Tensor:
-        change = super()._local_change(segment)
-        options = self._phase.options()
+    def _local_change(self, segment: ParameterSegment, options: Options) -> torch.Tensor:
+        change = super()._local_change(segment, options)
         if id(segment.parameter) not in options or segment.tensor not in self._inner.state:
             return change
         return self._bounded(segment, change, options)
