@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError
@@ -18,6 +19,7 @@ from windlass.compat.config_sections import DeepSpeedZeroLeafModuleConfig
 from windlass.compat.deepspeed_engine import DeepSpeedEngine
 from windlass.compat.deepspeed_pipeline import DeepSpeedPipelineEngine
 from windlass.compat.moe_layer import exchange_local_experts
+from windlass.compat.mpu_sizes import spans_ranks
 from windlass.compat.partition_parameters import requests_linear
 from windlass.compat.rank_logging import log_dist, logger, set_log_level_from_string
 from windlass.compat.root_names import git_branch, git_hash
@@ -72,13 +74,19 @@ def initialize(
             a `ParameterOffload` instead. The last three may be None.
 
     Raises:
-        ArgumentError: no model, no configuration or two, or a local rank that differs from the environment's.
+        ArgumentError: no model, no configuration or two, no process group with `dist_init_required=False`, or a local
+            rank that differs from the environment's.
         ConfigError: the configuration is invalid or requests an unsupported feature.
         CombinationError: the configuration combines keys that DeepSpeed asserts against.
         ModelError: the model or the optimizer is not trainable.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")
+    if dist_init_required is False and not dist.is_initialized():
+        raise ArgumentError(
+            "Distributed backend is not initialized. dist_init_required is False: call deepspeed.init_distributed() "
+            "first, or leave the argument out"
+        )
     _check_local_rank(args)
     try:
         observer = observer_of_run()
@@ -150,9 +158,7 @@ def _check_local_rank(args: Any) -> None:
 
 def _drop_trivial_mpu(mpu: Any) -> Any:
     """Return None for an `mpu` whose axes other than data all have one rank: it adds no information."""
-    kinds = "model tensor_model slice pipeline_model pipe sequence context expert_model expert"
-    sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in kinds.split()]
-    return mpu if any(size is not None and size() > 1 for size in sizes) else None
+    return mpu if spans_ranks(mpu) else None
 
 
 def _make_mesh_device(mesh_param: Any, config_dict: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from windlass import zero
 from windlass.base.dtypes import parse_dtype
 from windlass.compat import parameter_attributes
 from windlass.compat.accelerator import get_accelerator
+from windlass.compat.mpu_sizes import MODEL_AXES, spans_ranks
 from windlass.compat.strict_mode import is_strict
 from windlass.compat.tolerated_keys import resolve_tolerated_keys
 from windlass.compat.zero_linear import InsertPostInitMethodToModuleSubClasses, replace_linear
@@ -84,7 +85,8 @@ class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
     """Context `windlass.zero.Init` that accepts every configuration that `deepspeed.initialize` accepts.
 
     Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and in strict mode in fp16
-    without a configuration. They have DeepSpeed's parameter attributes, on a single rank too. With
+    without a configuration. They have DeepSpeed's parameter attributes, on a single rank too. An `mpu` is accepted if
+    its ranks all hold the same parameters; `sequence_data_parallel_group` means `data_parallel_group`. With
     `memory_efficient_linear: true` in the configuration (without one: `mem_efficient_linear=True`), entering the
     context replaces torch's linear function.
     """
@@ -96,6 +98,11 @@ class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
         parameter_attributes.install_parameter_attributes()
         given = _INIT_SIGNATURE.bind(self, *args, **kwargs).arguments
         if given.get("enabled", True):
+            if not spans_ranks(given.get("mpu"), MODEL_AXES):
+                given.pop("mpu", None)
+            # Sequence ranks hold the same parameters, so that the group is the one over which parameters are sharded.
+            if (group := given.pop("sequence_data_parallel_group", None)) is not None:
+                given["data_parallel_group"] = group
             for name in ("config_dict_or_path", "config"):
                 if given.get(name) is not None and not isinstance(given[name], Config):
                     given[name] = load_config(resolve_tolerated_keys(given[name]))

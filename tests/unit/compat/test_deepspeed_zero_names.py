@@ -6,13 +6,17 @@ import copy
 import inspect
 import re
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import Field, ValidationError
 from torch import nn
 
+from tests.unit.compat.test_deepspeed_tools import one_rank
+from windlass.base.errors import ConfigError
 from windlass.compat.config_models import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
 from windlass.compat.loss_scaler_view import scale_of
 from windlass.compat.memory_estimates import (
@@ -30,6 +34,26 @@ from windlass.compat.zero_functions import apply_to_tensors_only
 from windlass.compat.zero_linear import InsertPostInitMethodToModuleSubClasses, replace_linear, zero3_linear_wrap
 from windlass.config import load_config
 from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
+
+
+class MegatronUnit:
+    """Megatron's `mpu`, with this many ranks along the sequences, and along the tensors."""
+
+    def __init__(self, sequence: int, tensor: int) -> None:
+        self.get_sequence_parallel_world_size = lambda: sequence
+        self.get_tensor_model_parallel_world_size = lambda: tensor
+
+
+def test_init_takes_an_mpu_whose_ranks_hold_the_same_parameters(tmp_path: Path) -> None:
+    """Megatron and GPT-NeoX pass their mpu at every stage, with `enabled` only at stage 3."""
+    with Init(enabled=False, mpu=MegatronUnit(1, 2), param_swapper=object()):
+        assert nn.Linear(2, 2).weight.shape == (2, 2)
+    with one_rank(tmp_path):
+        with Init(mpu=MegatronUnit(2, 1), sequence_data_parallel_group=dist.group.WORLD):
+            made = nn.Linear(2, 2)
+        assert hasattr(made.weight, "ds_id")
+        with pytest.raises(ConfigError, match="mpu"):
+            Init(mpu=MegatronUnit(1, 2))
 
 
 def test_memory_estimates_equal_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from windlass.base.errors import CommunicationError
 from windlass.compat import collectives as comm
+from windlass.compat.deepspeed_initialize import initialize
 
 # Parameters of DeepSpeed 0.19, in its order.
 SIGNATURES = {
@@ -83,6 +84,8 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
         comm.all_reduce(torch.ones(1))
     with pytest.raises(CommunicationError, match="dist_init_required=False"):
         comm.init_distributed(dist_init_required=False)
+    with pytest.raises(AssertionError, match="^Distributed backend is not initialized"):  # determined's tests read it
+        initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1}, dist_init_required=False)
     comm.init_distributed(verbose=False)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "29500")

@@ -98,13 +98,13 @@ class Init:
             "sequence_data_parallel_group": sequence_data_parallel_group,
             "param_swapper": param_swapper,
         }
-        for name, value in unbuilt.items():
-            if value:
-                raise ConfigError(f"zero.Init({name}={value!r}) is not yet built; leave it out")
         self.enabled = enabled
         self._outer = False
         if not enabled:
             return
+        for name, value in unbuilt.items():
+            if value:
+                raise ConfigError(f"zero.Init({name}={value!r}) is not yet built; leave it out")
         given = config_dict_or_path if config_dict_or_path is not None else config
         known = load_config(given) if given is not None and not isinstance(given, Config) else given
         quantized = {
