@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.dist.harness import RankError, run_ranks
+from windlass.base.errors import ModelError
 
 MEMBERS = Path(__file__).parents[1] / "data" / "deepspeed_members.json"
 
@@ -268,6 +269,17 @@ def _batch_changes() -> list[float]:
         _step(engine)
     assert engine.global_steps == 2
     results = [p.detach().double().sum().item() for p in engine.module.parameters()]
+    # Megatron-DeepSpeed calls `step` once for all micro-batches, and sets the batch size before each step.
+    engine.set_gradient_accumulation_boundary(True)
+    _step(engine)
+    engine.set_train_batch_size(2 * 4 * engine.world_size)
+    engine.set_gradient_accumulation_boundary(False)
+    _step(engine)
+    with pytest.raises(ModelError, match="middle of a step"):
+        engine.set_train_batch_size(4 * engine.world_size)
+    engine.set_gradient_accumulation_boundary(True)
+    _step(engine)
+    assert engine.global_steps == 4
     engine.destroy()
     return results
 

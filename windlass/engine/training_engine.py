@@ -343,7 +343,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                     self._optimizer_step(lr_kwargs)
         finally:  # a failed step has dropped its gradients, so the next micro-batch begins a step
             self.progress.is_stepping = False
-            self.progress.micro_steps += 1
+            self.progress.end_micro_batch()
             self._backwards_at_last_step_call = self._sharded.reducer.backward_count
 
     def _step_by_optimizer(self) -> None:

@@ -20,6 +20,7 @@ class TrainingProgress:
     managed_gradient_accumulation: bool = True  # False: every call of `step` ends a step
     is_stepping: bool = False  # True while `step` runs
     backward_count: int = 0  # backwards since the last step, if the caller chooses its end
+    open_micro_batches: int = 0  # calls of `step` since the last one that ended a step
     last_step_applied: bool = False  # True if the last call of `step` updated the parameters
 
     def is_at_boundary(self) -> bool:
@@ -37,7 +38,13 @@ class TrainingProgress:
     @property
     def is_step_started(self) -> bool:
         """True if micro-batches of an unfinished step were counted."""
-        return self.managed_gradient_accumulation and self.micro_steps % self.batch.accumulation > 0
+        # Not a remainder of `micro_steps`: a caller that sets the boundary may call `step` once for all micro-batches.
+        return self.open_micro_batches > 0
+
+    def end_micro_batch(self) -> None:
+        """Count the end of a call of `step`, also of one that failed: it has dropped the gradients of its step."""
+        self.open_micro_batches = 0 if self.would_end_step() else self.open_micro_batches + 1
+        self.micro_steps += 1
 
     def record_step(self, *, applied: bool) -> None:
         """Count the end of an optimizer step."""
@@ -68,5 +75,6 @@ class TrainingProgress:
         """
         for name in self.state_dict():
             setattr(self, name, int(state[name]))
+        self.open_micro_batches = 0
         if accumulation is not None and self.managed_gradient_accumulation:
             self.micro_steps = self.micro_steps // accumulation * self.batch.accumulation
