@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,21 @@ MOST_DEPTH = 64  # nesting depth of values
 _MOST_BITS = 8000  # Python parses no larger integers from text
 _ENCODED_DEPTH = 4 * MOST_DEPTH + 8  # a tagged dictionary takes four levels of JSON
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class UnknownEnumMember:
+    """Member of an enumeration whose module is not imported where a checkpoint is read.
+
+    Attributes:
+        module: module that defines the enumeration.
+        qualname: name of the enumeration in its module.
+        name: name of the member.
+    """
+
+    module: str
+    qualname: str
+    name: str
 
 
 @dataclass
@@ -47,7 +63,8 @@ def encode(
     Return it, and the tensors found in it by the names under which they are stored.
 
     Tuples, sets, bytes, dtypes, numpy arrays, dictionaries with other keys than strings, infinities and NaNs are
-    restored exactly; namespaces as argparse's, numpy numbers as Python's, paths as text.
+    restored exactly; namespaces as argparse's, numpy numbers as Python's, paths as text. Members of enumerations are
+    stored by name, or as the number or text that they are.
 
     Args:
         prefix: prefix of each tensor's name, such as `plain/`.
@@ -156,6 +173,19 @@ def _array(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator
     return numpy.ndarray(shape, code, bytearray(raw.numpy().tobytes()))
 
 
+def _enum_member(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> Any:
+    """Look up a member of an enumeration in the modules that are imported already. Nothing is imported or called."""
+    module, qualname, name = payload
+    if not all(isinstance(part, str) for part in payload):
+        raise TypeError("an enumeration without names")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+    if isinstance(found, type) and issubclass(found, Enum) and name in found.__members__:
+        return found.__members__[name]
+    return UnknownEnumMember(module, qualname, name)
+
+
 _ARRAY_CODE = re.compile(r"[<>|=][biufcMmSU][0-9]{1,9}(\[[0-9a-zA-Z]{1,20}\])?")
 # kind -> decoder of the payload
 _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], KeyValidator], Any]] = {
@@ -169,6 +199,7 @@ _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], KeyValidator], Any]]
     "dtype": lambda payload, tensors, keys: _DTYPES[payload],
     "namespace": _namespace,
     "array": _array,
+    "enum": _enum_member,
 }
 
 
@@ -226,6 +257,10 @@ def _encode_other(value: object, path: str, found: _FoundTensors, depth: int) ->
         return {TAG: ["dtype", str(value)]}
     if isinstance(value, PurePath):
         return str(value)
+    if isinstance(value, Enum):
+        return {TAG: ["enum", [type(value).__module__, type(value).__qualname__, value.name]]}
+    if isinstance(value, UnknownEnumMember):
+        return {TAG: ["enum", [value.module, value.qualname, value.name]]}
     if isinstance(value, (Namespace, SimpleNamespace)):
         return {TAG: ["namespace", _encode(vars(value), path, found, depth + 1)]}
     numpy = sys.modules.get("numpy")  # numpy values can only exist if numpy was imported
@@ -238,8 +273,8 @@ def _encode_other(value: object, path: str, found: _FoundTensors, depth: int) ->
         return {TAG: ["array", [value.dtype.str, list(value.shape), {TAG: ["tensor", name]}]]}
     raise CheckpointError(
         f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
-        "hold: give None, bool, int, float, str, bytes, tensors, arrays of numpy, or lists, tuples, sets, dicts and "
-        "namespaces of them (checkpoints are never pickled)"
+        "hold: give None, bool, int, float, str, bytes, members of enumerations, tensors, arrays of numpy, or lists, "
+        "tuples, sets, dicts and namespaces of them (checkpoints are never pickled)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.plain_data import decode, encode, tensor_names
+from windlass.checkpoint.plain_data import UnknownEnumMember, decode, encode, tensor_names
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 keys = st.text(max_size=4) | st.just("$") | st.integers() | st.tuples(st.integers(), st.text(max_size=2))
@@ -92,6 +93,22 @@ def test_client_state_of_scripts_round_trips() -> None:
     for item, other in zip([*state["arrays"], state["numpy"][1]], [*back["arrays"], back["numpy"][1]], strict=True):
         assert item.dtype == other.dtype and item.shape == other.shape and (item == other).all()
     numpy.random.RandomState().set_state(back["numpy"])
+
+
+class Kind(enum.Enum):
+    ENCODER = 1
+
+
+def test_enumerations_are_stored_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron keeps members of enumerations in the arguments that it saves."""
+    encoded, _ = encode(argparse.Namespace(kind=Kind.ENCODER), "plain/")
+    text = json.dumps(encoded)
+    assert decode(json.loads(text), {}).kind is Kind.ENCODER
+    monkeypatch.delattr(f"{__name__}.Kind")  # as where the script is not imported
+    absent = decode(json.loads(text), {}).kind
+    assert absent == UnknownEnumMember(__name__, "Kind", "ENCODER") and encode(absent, "")[0] == encoded["$"][1]["kind"]
+    for forged in (["os", "path", "join"], ["os", "environ", "HOME"], ["builtins", "print", "x"]):
+        assert isinstance(decode({"$": ["enum", forged]}, {}), UnknownEnumMember)
 
 
 def test_object_array_is_refused() -> None:
