@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from windlass import checkpointing
@@ -21,16 +22,20 @@ from windlass.checkpointing import is_configured as is_configured
 from windlass.checkpointing import manual_seed as model_parallel_cuda_manual_seed
 from windlass.checkpointing import offload_saved_tensors as offload_saved_tensors
 from windlass.checkpointing import reset as reset
-from windlass.parallel.activation_checkpoint_api import current_options, set_options
-from windlass.parallel.rng_tracker import RngTracker
+from windlass.parallel.activation_checkpoint_api import current_options, model_parallel_seed, set_options
+from windlass.parallel.rng_tracker import MODEL_PARALLEL_RNG, RngTracker, rng_tracker, set_rng_state
+from windlass.parallel.rng_tracker import RngTracker as CudaRNGStatesTracker
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "checkpoint",
     "configure",
+    "detach_variable",
     "get_cuda_rng_tracker",
     "get_offload_counters",
     "is_configured",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "offload_saved_tensors",
     "partition_activations_in_checkpoint",
@@ -46,6 +51,8 @@ _OPTIONS = {
     "PROFILE_TIME": "profile",
 }
 _unit: Any = None
+_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL_RNG
+_CUDA_RNG_STATE_TRACKER = rng_tracker
 
 
 class LayersError(ConfigError, AssertionError):
@@ -100,7 +107,34 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def get_cuda_rng_tracker() -> RngTracker:
     """Return the named random generators, whose states `checkpoint` restores before a recomputation."""
-    return checkpointing.rng_tracker
+    return rng_tracker
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the generator of the model-parallel group anew. torch's own generator keeps its state."""
+    with rng_tracker.fork():
+        torch.manual_seed(model_parallel_seed(seed))
+
+
+def detach_variable(inputs: tuple[Any, ...], device: torch.device | str | None = None) -> tuple[Any, ...]:
+    """Return `inputs` with each tensor detached, on `device` if given; `requires_grad` is kept.
+
+    Raises:
+        RuntimeError: `inputs` is not a tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(f"detach_variable takes a tuple, not {type(inputs).__name__}; pass (value,)")
+    return tuple(_detached(value, device) if isinstance(value, torch.Tensor) else value for value in inputs)
+
+
+def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    moved = tensor if device is None else tensor.to(device)
+    return moved.detach().requires_grad_(tensor.requires_grad)
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Set the state of the current device's generator."""
+    set_rng_state(new_state)
 
 
 def _model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:

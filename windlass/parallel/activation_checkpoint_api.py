@@ -20,7 +20,7 @@ from windlass.parallel.checkpoint_profiler import CheckpointProfiler
 from windlass.parallel.device_copies import has_separate_memory
 from windlass.parallel.nvme_activation_store import open_nvme_store
 from windlass.parallel.recompute import RecomputeSettings, is_inside_checkpoint, recompute
-from windlass.parallel.rng_tracker import rng_tracker
+from windlass.parallel.rng_tracker import MODEL_PARALLEL_RNG, rng_tracker
 from windlass.parallel.saved_tensor_offload import MIN_OFFLOAD_BYTES, OffloadCounters, SavedTensorOffloader
 from windlass.parallel.sharded_activation_store import ShardedStore
 
@@ -65,6 +65,7 @@ class ActivationCheckpointOptions:
             raise ConfigError(f"min_offload_bytes = {self.min_offload_bytes} is negative; write 0 or more")
 
 
+_SEED_OFFSET = 2718
 _options: ActivationCheckpointOptions | None = None
 _settings: RecomputeSettings | None = None
 _offloaders: dict[tuple[ActivationTier, tuple[str, ...], int], SavedTensorOffloader] = {}
@@ -308,4 +309,12 @@ def manual_seed(seed: int) -> None:
     """
     rng_tracker.reset()
     torch.manual_seed(seed)
-    rng_tracker.add("model-parallel-rng", seed + 1 + model_parallel_rank())
+    rng_tracker.add(MODEL_PARALLEL_RNG, model_parallel_seed(seed))
+
+
+def model_parallel_seed(seed: int) -> int:
+    """Return the seed of this rank's `"model-parallel-rng"` for a seed that all ranks share.
+
+    The offset is Megatron's, so that layers that draw weights from this generator start as they do there.
+    """
+    return seed + _SEED_OFFSET + model_parallel_rank()

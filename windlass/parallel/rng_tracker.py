@@ -9,6 +9,9 @@ import torch
 
 from windlass.base.errors import ModelError
 
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+"""Name of the generator whose numbers differ between the ranks of the model-parallel group."""
+
 
 class RngTracker:
     """Named generator states beside torch's default generator.
@@ -48,10 +51,10 @@ class RngTracker:
         torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
         self._states[name] = _get_rng_state()
         self._seeds.add(seed)
-        _set_rng_state(before)
+        set_rng_state(before)
 
     @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Use the generator `name` inside this context.
 
         Raises:
@@ -60,12 +63,12 @@ class RngTracker:
         if name not in self._states:
             raise ModelError(f"there is no random generator {name!r}, only {sorted(self._states)}; add() it first")
         before = _get_rng_state()
-        _set_rng_state(self._states[name])
+        set_rng_state(self._states[name])
         try:
             yield
         finally:
             self._states[name] = _get_rng_state()
-            _set_rng_state(before)
+            set_rng_state(before)
 
     @contextmanager
     def restored_states(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -86,7 +89,8 @@ def _get_rng_state() -> torch.Tensor:
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
 
 
-def _set_rng_state(state: torch.Tensor) -> None:
+def set_rng_state(state: torch.Tensor) -> None:
+    """Set the state of the current CUDA device's generator, or of the CPU's without CUDA."""
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state)
     else:

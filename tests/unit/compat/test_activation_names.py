@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from windlass import checkpointing
 from windlass.compat import activation_names
+from windlass.compat.activation_names import CudaRNGStatesTracker
 from windlass.parallel import activation_checkpoint_api
 from windlass.parallel.activation_checkpoint_api import current_options
 
@@ -53,6 +55,30 @@ def test_partitioning_is_turned_on_and_off() -> None:
     assert current_options().partition_activations and current_options().profile
     activation_names.partition_activations_in_checkpoint(False)
     assert not current_options().partition_activations
+
+
+def test_names_of_the_generators_that_megatron_reads() -> None:
+    tracker, name = activation_names._CUDA_RNG_STATE_TRACKER, activation_names._MODEL_PARALLEL_RNG_TRACKER_NAME
+    assert tracker is activation_names.get_cuda_rng_tracker() and isinstance(tracker, CudaRNGStatesTracker)
+    activation_names.model_parallel_cuda_manual_seed(3)
+    first = tracker.get_states()[name]
+    torch.manual_seed(8)
+    outside = torch.get_rng_state()
+    activation_names.model_parallel_reconfigure_tp_seed(3)
+    assert torch.equal(tracker.get_states()[name], first) and torch.equal(torch.get_rng_state(), outside)
+    activation_names.model_parallel_reconfigure_tp_seed(4)
+    assert not torch.equal(tracker.get_states()[name], first)
+    activation_names._set_cuda_rng_state(first)
+    assert torch.initial_seed() == 3 + 2718
+    tracker.reset()
+
+
+def test_detached_variables_keep_requires_grad() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    one, two, other = activation_names.detach_variable((leaf * 2, torch.ones(1), "text"))
+    assert one.is_leaf and one.requires_grad and not two.requires_grad and other == "text"
+    with pytest.raises(RuntimeError, match="tuple, not Tensor"):
+        activation_names.detach_variable(leaf)  # type: ignore[arg-type]
 
 
 def test_other_names_are_those_of_windlass() -> None:
