@@ -36,6 +36,11 @@ class OpBuilder:
         self.name = name or self.NAME
         self.error_log: str | None = None
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Return True if torch was built for AMD's GPUs."""
+        return torch.version.hip is not None
+
     def absolute_name(self) -> str:
         return f"deepspeed.ops.{self.name}"
 

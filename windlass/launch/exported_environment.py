@@ -13,7 +13,8 @@ from windlass.launch.shell_quoting import check_variable_name
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """Name of the file of `KEY=VALUE` lines that is read from the home directory and then from the working directory."""
 
-EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS")
+EXPORTED_PREFIXES = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS"]
+"""Prefixes of the names of exported variables. Scripts that call the launcher append to it."""
 # A service that sets the first variable sets the others on each host itself; this host's values are wrong elsewhere.
 _HOST_SPECIFIC_VARIABLES = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
 # Specific to this process.
@@ -39,7 +40,9 @@ def exported_environment(
         *(name for key, names in _HOST_SPECIFIC_VARIABLES.items() if key in environ for name in names),
     }
     found = {
-        name: value for name, value in environ.items() if name.startswith(EXPORTED_PREFIXES) and name not in excluded
+        name: value
+        for name, value in environ.items()
+        if name.startswith(tuple(EXPORTED_PREFIXES)) and name not in excluded
     }
     found["PYTHONPATH"] = os.pathsep.join(path for path in (cwd, environ.get("PYTHONPATH", "")) if path)
     name = environ.get("DS_ENV_FILE") or DEEPSPEED_ENVIRONMENT_NAME

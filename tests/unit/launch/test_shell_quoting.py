@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.launch.exported_environment import exported_environment, parse_environment_file
+from windlass.launch import exported_environment as exported_environment_module
+from windlass.launch.exported_environment import EXPORTED_PREFIXES, exported_environment, parse_environment_file
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.shell_quoting import check_variable_name, shell_command
 from windlass.launch.ssh_connection import SshConnectionOptions
@@ -114,7 +115,7 @@ def test_ssh_command_omits_the_environment_and_starts_the_agent(tmp_path: Path) 
     )
 
 
-def test_forwarded_variables(tmp_path: Path) -> None:
+def test_forwarded_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
@@ -135,6 +136,9 @@ def test_forwarded_variables(tmp_path: Path) -> None:
     (here / "other").write_text("C=3\n")
     renamed = exported_environment({**environ, "DS_ENV_FILE": "other"}, str(here))
     assert renamed["C"] == "3" and "A" not in renamed
+    # GPT-NeoX appends the names of its own variables to `deepspeed.launcher.runner.EXPORT_ENVS`.
+    monkeypatch.setattr(exported_environment_module, "EXPORTED_PREFIXES", [*EXPORTED_PREFIXES, "SECRET"])
+    assert exported_environment(environ, str(here))["SECRET"] == "x"
 
 
 def test_lines_of_an_environment_file() -> None:

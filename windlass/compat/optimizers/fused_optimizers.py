@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,20 @@ from torch.optim.optimizer import ParamsT
 from windlass.compat.optimizers.optimizer_refusal import check_adam
 from windlass.optim.lamb import Lamb
 from windlass.optim.lion import Lion
+
+
+class MultiTensorApply:
+    """Caller of a kernel that takes a chunk size, an overflow flag and lists of tensors.
+
+    Args:
+        chunk_size: number of elements that the kernel processes at a time.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 class _SetGradNoneMixin(torch.optim.Optimizer):

@@ -116,6 +116,7 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.checkpointing": works("windlass.compat.activation_names"),
     "deepspeed.runtime.engine.DeepSpeedEngine": works("windlass.compat.deepspeed_engine:DeepSpeedEngine"),
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": works("typing:Callable"),
+    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": works("typing:Callable"),
     "deepspeed.runtime.config.DeepSpeedConfig": works("windlass.compat.deepspeed_config:DeepSpeedConfig"),
     "deepspeed.runtime.config.DeepSpeedConfigError": works("windlass.base.errors:ConfigError"),
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": works("windlass.engine.sharded_optimizer:ShardedOptimizer"),

@@ -15,6 +15,18 @@ _NAMES = (
 _FILES = "windlass.compat.checkpoint_constants"
 _LAYOUT = "windlass.compat.checkpoint_layout"
 _FILE_NAMES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
+_FILE_KEYS = (
+    "MODEL_FILE_PREFIX ZERO_FILE_PREFIX LAYER_FILE_PREFIX BF16_ZERO_FILE_PREFIX FP16_ZERO_FILE_PREFIX "
+    "OPTIM_FILE_SUFFIX MODEL_FILE_SUFFIX OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE "
+    "BASE_OPTIMIZER_STATE_STEP SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARTITION_COUNT "
+    "ZERO_STAGE CLIP_GRAD FP32_WEIGHT_KEY LOSS_SCALER PARAM_SLICE_MAPPINGS PARAM PARAM_SHAPES BUFFER_NAMES "
+    "FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE CHECKPOINT_TP_DEGREE "
+    "DS_VERSION AUTOEP_LAYERS_KEY UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+    "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCAB_TENSOR PADDED_VOCAB_SIZE ORIGINAL_VOCAB_SIZE CAT_DIM PARAM_N_SUB_PARAMS "
+    "SUB_PARAM_SHAPE SUB_PARAMS_SHAPE VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+    "PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS "
+    "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS"
+)
 _READER = refused("DeepSpeed's checkpoint reader is not built; load_checkpoint and zero_to_fp32 read its files")
 
 _HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
@@ -36,7 +48,7 @@ TABLE: dict[str, StandInEntry] = {
     **{f"deepspeed.checkpoint.utils.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
     **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
     "deepspeed.checkpoint.constants": works(_FILES),
-    "deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_INFO": works(f"{_FILES}:UNIVERSAL_CHECKPOINT_INFO"),
+    **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_KEYS.split()},
     "deepspeed.checkpoint.model_3d_desc": works("windlass.compat.checkpoint_reshape:model_3d_desc"),
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": works(
         "windlass.compat.launcher_constants:MIN_SWAPPABLE_BYTES"
@@ -54,6 +66,8 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": works(
         "windlass.launch.exported_environment:DEEPSPEED_ENVIRONMENT_NAME"
     ),
+    "deepspeed.launcher.runner.EXPORT_ENVS": works("windlass.launch.exported_environment:EXPORTED_PREFIXES"),
+    "deepspeed.launcher.runner.DLTS_HOSTFILE": works("windlass.launch.hostfile:DEFAULT_HOSTFILE"),
     **{f"deepspeed.launcher.runner.{name}": works(f"windlass.launch.hostfile:{name}") for name in _HOSTS},
     "deepspeed.launcher.runner._parse_hostfile": works("windlass.launch.hostfile:parse_hostfile"),
     "deepspeed.launcher.runner.apply_num_nodes_and_gpus": works("windlass.launch.hostfile:limit_hosts"),

@@ -95,6 +95,7 @@ TABLE: dict[str, StandInEntry] = {
         _LTD,
         "runtime.data_pipeline.data_routing.helper.convert_to_random_ltd "
         "runtime.data_pipeline.data_routing.helper.save_without_random_ltd "
+        "runtime.data_pipeline.data_routing.helper.remove_random_ltd_state_dict "
         "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop "
         "runtime.data_pipeline.data_routing.scheduler.RandomLTDScheduler",
     ),
@@ -143,11 +144,14 @@ TABLE: dict[str, StandInEntry] = {
     ),
     **_refused_names(_ROUTES, "moe.sharded_moe._AllToAll"),
     **_refused_names(
-        _CHUNKS, "sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_"
+        _CHUNKS,
+        "sequence.fpdt_layer.FPDT_FFN sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer.FPDT_LogitsLoss "
+        "sequence.fpdt_layer._FPDTGPUAttentionImpl_ sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_",
     ),
     **_refused_names(
         _READER,
-        "checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata",
+        "checkpoint.ds_to_universal._aggregate_autoep_zero12_metadata runtime.state_dict_factory.SDLoaderFactory "
+        "runtime.state_dict_factory.SDLoaderBase runtime.state_dict_factory.MegatronSDLoader",
     ),
     **_refused_names(
         _GONE,

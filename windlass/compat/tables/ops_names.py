@@ -40,6 +40,7 @@ _WRITERS = "windlass.compat.file_writers"
 TABLE: dict[str, StandInEntry] = {
     "deepspeed.ops.adam.FusedAdam": _FUSED_ADAM,
     "deepspeed.ops.adam.fused_adam.FusedAdam": _FUSED_ADAM,
+    "deepspeed.ops.adam.multi_tensor_apply.MultiTensorApply": works(f"{_STEPS}.fused_optimizers:MultiTensorApply"),
     "deepspeed.ops.adam.DeepSpeedCPUAdam": _CPU_ADAM,
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _CPU_ADAM,
     **{

@@ -138,6 +138,7 @@ _STAGES |= {
     "deepspeed.PipelineEngine": _ENGINE,
     "deepspeed.pipe.PipelineEngine": _ENGINE,
     "deepspeed.runtime.pipe.engine.PipelineEngine": _ENGINE,
+    "deepspeed.runtime.pipe.engine.DeepSpeedEngine": works("windlass.compat.deepspeed_engine:DeepSpeedEngine"),
     "deepspeed.runtime.pipe.module.PipelineModule": _MODULE,
     "deepspeed.runtime.pipe.module.LayerSpec": works("windlass.parallel.pipeline.layer_specs:LayerSpec"),
     "deepspeed.runtime.pipe.module.TiedLayerSpec": works("windlass.parallel.pipeline.layer_specs:TiedLayerSpec"),
