@@ -372,3 +372,22 @@ def test_a_huge_head_is_refused_and_the_server_goes_on() -> None:
                 while b'"finish_reason"' not in answer:
                     answer += connection.recv(65536)
                 assert answer.startswith(b"HTTP/1.1 200 "), number
+
+
+def test_a_request_that_asks_for_another_protocol_keeps_its_body() -> None:
+    """Java's HttpClient asks for HTTP/2 in each first request, and sends the body with it."""
+    body = b'{"prompt": "ab", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    length, plain = b"Content-Length: %d\r\n\r\n" % len(body), b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    last = plain.replace(b"\r\n\r\n", b"\r\n" + upgrade.replace(b"Upgrade,", b"Upgrade, close,", 1) + b"\r\n")
+    with server_on_thread(FakeEngine()) as address:
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        with socket.create_connection(place, timeout=240) as connection:
+            connection.sendall(head + upgrade + length + body + plain + head + upgrade + chunks + last)
+            found = b""
+            while piece := connection.recv(65536):
+                found += piece
+        assert found.count(b"HTTP/1.1 200 OK") == 4, found
+        assert found.count(b"text_completion") == 2

@@ -1,4 +1,4 @@
-"""HTTP connections with bounds on the head of a request: its time and its bytes."""
+"""HTTP connections with bounds on the head of a request, its time and its bytes, that ignore the header `Upgrade`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from windlass.serving.api_errors import ApiError
 
@@ -14,12 +15,57 @@ HEAD_SECONDS = 30.0
 """Seconds that a client has for the head of a request; it is closed after twice as many at the latest."""
 
 MAX_HEAD_BYTES = 2**17
-"""Bytes of a head. uvicorn bounds them with one of its two parsers alone."""
+"""Bytes of a head, which uvicorn bounds with its other parser alone."""
 
 _TOO_LARGE = ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes; send fewer headers")
 
 
-class TimedHttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class _UpgradeIgnoringParser:
+    """httptools' parser for a server that never changes to another protocol.
+
+    httptools ends a request with the header `Upgrade` after its head, and takes the body for data of the other
+    protocol. A server may ignore the header (RFC 9110, 7.8), so the head is parsed again without it. Java's
+    HttpClient sends it in the first request of each connection.
+    """
+
+    def __init__(self, protocol: TimedHttpProtocol) -> None:
+        self._protocol = protocol
+        self._parser = self._new_parser()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse a piece of the connection."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.asks_for_upgrade():  # CONNECT, which has no body
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._parser = self._new_parser()
+
+    def _new_parser(self) -> Any:
+        parser = httptools.HttpRequestParser(self._protocol)
+        if hasattr(parser, "set_dangerous_leniencies"):  # as uvicorn: answer the first of pipelined requests
+            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self._protocol.url, version)]
+        for name, value in self._protocol.headers:
+            if name == b"connection":
+                kept = [one for one in value.split(b",") if one.strip().lower() in (b"close", b"keep-alive")]
+                value = b",".join(kept)
+            if name not in (b"upgrade", b"http2-settings") and (value or name != b"connection"):
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+class TimedHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which also closes connections that never finish the head of a request, or send a huge one.
 
     uvicorn itself closes idle connections, but a byte now and then keeps a connection open, and a client could take
@@ -29,7 +75,25 @@ class TimedHttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     _last_cycle: Any = None
     _head_bytes = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser: Any = _UpgradeIgnoringParser(self)
+
+    def asks_for_upgrade(self) -> bool:
+        """Return True if the head of the current request asks for another protocol."""
+        return bool(self.parser.should_upgrade()) and any(name == b"upgrade" for name, _ in self.headers)
+
+    def on_headers_complete(self) -> None:
+        """Start to answer a request, unless its head is parsed again."""
+        if not self.asks_for_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Note the end of a request's body, unless its head is parsed again."""
+        if not self.asks_for_upgrade():
+            super().on_message_complete()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to watch the connection."""
         super().connection_made(transport)
         self.loop.call_later(HEAD_SECONDS, self._close_without_request)
