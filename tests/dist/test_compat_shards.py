@@ -259,6 +259,7 @@ class _UsesBias(nn.Module):
 
 def _returned() -> None:
     from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.partition_parameters import register_external_parameter, unregister_external_parameter
 
     net, x = _UsesBias(), torch.ones(2, 6)
     expected = _UsesBias()(x)
@@ -268,8 +269,23 @@ def _returned() -> None:
     assert torch.equal(engine(x), expected)
     assert net.inner.bias.is_external_param and not net.inner.weight.is_external_param
     assert [parameter is net.inner.bias for _, parameter in net.ds_external_parameters()] == [True]
+    assert (len(net._external_params), len(net.inner._external_params)) == (1, 0)
     assert len(net.inner._forward_hooks) == hooks and torch.equal(engine(x), expected)
     engine.destroy()
+    outer = _UsesBias()
+    outer.inner = nn.Sequential(outer.inner)  # passes the bias on
+    engine = initialize(model=outer, config=_config(3))[0]
+    assert torch.equal(engine(x), expected)
+    assert [parameter is outer.inner[0].bias for _, parameter in outer.ds_external_parameters()] == [True]
+    assert list(outer.inner.ds_external_parameters()) == []
+    engine.destroy()
+    first, *others = nn.Linear(2, 2).weight, nn.Linear(2, 2).weight, nn.Linear(2, 2).weight
+    user = nn.Identity()
+    register_external_parameter(user, first)
+    register_external_parameter(user, others[0])
+    unregister_external_parameter(user, first)
+    register_external_parameter(user, others[1])
+    assert [id(parameter) for _, parameter in user.ds_external_parameters()] == list(map(id, others))
     compiled = _UsesBias()
     compiled.inner._compiled_call_impl = (
         compiled.inner._call_impl

@@ -44,10 +44,11 @@ _gathered_contexts: dict[int, GatheredParameters] = {}  # by id of a parameter t
 
 
 def install_parameter_attributes() -> None:
-    """Install the attributes on `nn.Parameter`, and `ds_external_parameters` on `nn.Module`. Idempotent."""
+    """Install the attributes on `nn.Parameter`, and those of external parameters on `nn.Module`. Idempotent."""
     if nn.Parameter.__dict__.get("__getattr__") is not _get_attribute:
         nn.Parameter.__getattr__ = _get_attribute  # type: ignore[attr-defined]
         nn.Module.ds_external_parameters = _iterate_external  # type: ignore[attr-defined]
+        nn.Module._external_params = _ExternalParameters()  # type: ignore[attr-defined]
         sharded_parameter.allows_stub = _allows_stub
         sharded_parameter.read_full_value = read_full_value
         sharded_parameter.shape_substitute = _substitute_released
@@ -108,12 +109,21 @@ def _substitute_released(parameter: nn.Parameter, frame: FrameType) -> torch.Ten
     return torch.empty(0, dtype=parameter.dtype, device=parameter.device) if released else None
 
 
-def mark_external(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Record that `module` uses a parameter that another module returned."""
-    known = external_parameters_of(module)
+def mark_external(caller: nn.Module, module: nn.Module, parameter: nn.Parameter) -> None:
+    """Record that `caller` uses a parameter that `module` returned. An entry of `module` itself moves to `caller`."""
+    known, passed_on = external_parameters_of(caller), external_parameters_of(module)
+    for key in [key for key, other in passed_on.items() if other is parameter]:
+        del passed_on[key]
     if is_stage_3_parameter(parameter) and all(other is not parameter for other in known.values()):
-        known[f"external_{len(known)}"] = parameter
+        known[f"external_{id(parameter)}"] = parameter
         _used_elsewhere[parameter] = True
+
+
+class _ExternalParameters:
+    """Descriptor of `module._external_params`. A module that sets this attribute has its own value."""
+
+    def __get__(self, module: nn.Module | None, owner: type[nn.Module]) -> Any:
+        return self if module is None else external_parameters_of(module)
 
 
 def _iterate_external(self: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

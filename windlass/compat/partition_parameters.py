@@ -147,9 +147,7 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError(f"register_external_parameter takes a Parameter, not a {type(parameter).__name__}")
     parameter_attributes.install_parameter_attributes()
-    parameter_attributes.external_parameters_of(module)[
-        f"external_{len(parameter_attributes.external_parameters_of(module))}"
-    ] = parameter
+    parameter_attributes.external_parameters_of(module)[f"external_{id(parameter)}"] = parameter
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

@@ -19,10 +19,10 @@ class ReturnedParameterRecorder:
 
     Args:
         model: model whose modules are watched.
-        record: called as `record(module, parameter)` with the module that called the one that returned the parameter.
+        record: called as `record(caller, module, parameter)` if `module`, which `caller` called, returns the parameter.
     """
 
-    def __init__(self, model: nn.Module, record: Callable[[nn.Module, nn.Parameter], None]) -> None:
+    def __init__(self, model: nn.Module, record: Callable[[nn.Module, nn.Module, nn.Parameter], None]) -> None:
         self._record = record
         self._running: list[nn.Module] = []
         self._handles = [
@@ -49,4 +49,4 @@ class ReturnedParameterRecorder:
         if self._running:
             for tensor in iterate_tensors(output):
                 if isinstance(tensor, nn.Parameter):
-                    self._record(self._running[-1], tensor)
+                    self._record(self._running[-1], module, tensor)

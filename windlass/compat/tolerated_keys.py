@@ -1,9 +1,9 @@
 """Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects, with warnings.
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
-`flops_profiler`, `activation_checkpointing`, `optimizer` and `scheduler`, except in the `params` of the last two, which
-are arguments. In its other sections an unknown key is an error, as in windlass. Of two contradictory keys, DeepSpeed
-lets one win. Some keys concern only parallelism that a run does not use.
+`flops_profiler`, `activation_checkpointing`, `eigenvalue`, `quantize_training`, `optimizer` and `scheduler`, except in
+the `params` of the last two, which are arguments. In its other sections an unknown key is an error, as in windlass. Of
+two contradictory keys, DeepSpeed lets one win. Some keys concern only parallelism that a run does not use.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from windlass.base.log import logger
+from windlass.config.compression_contradictions import PRUNING_METHODS
 from windlass.config.config_loading import validate_config
 from windlass.config.config_problems import ProblemKind
 
-_LENIENT_SECTIONS = ("aio", "activation_checkpointing", "autotuning", "flops_profiler", "pipeline")
+_LENIENT_SECTIONS = (
+    "aio",
+    "activation_checkpointing",
+    "autotuning",
+    "eigenvalue",
+    "flops_profiler",
+    "pipeline",
+    "quantize_training",
+)
 _logged_paths: set[str] = set()
 
 
@@ -144,6 +153,10 @@ def _use_scheduler_lr(data: dict[str, Any]) -> None:
     data["optimizer"]["params"]["lr"] = data["scheduler"]["params"]["warmup_max_lr"]
 
 
+def _drop_technique(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda data: data["compression_training"].pop(name)
+
+
 def _extend_total_steps(data: dict[str, Any]) -> None:
     params = data["scheduler"]["params"]
     params["total_num_steps"] = params["warmup_num_steps"]
@@ -163,6 +176,12 @@ _RESOLVED_CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], None], str]
         _extend_total_steps,
         "more than total_num_steps: the learning rate is 0 after the warm-up",
     ),
+} | {
+    f"compression_training.{name}.different_groups": (
+        _drop_technique(name),
+        f"empty, so that {name} compresses no module; the section is ignored",
+    )
+    for name in (*PRUNING_METHODS, "weight_quantization", "activation_quantization")
 }
 """Contradictions that DeepSpeed resolves silently: the resolution, and the text of the warning."""
 

@@ -227,3 +227,27 @@ def test_pipeline_keys_are_applied() -> None:
     assert "use_data_before_expert_parallelism" not in resolve_tolerated_keys(
         {**CONFIG, "use_data_before_expert_parallelism": True}
     )
+
+
+def test_configuration_of_moq_may_have_unknown_keys() -> None:
+    given = {
+        **CONFIG,
+        "eigenvalue": {"enabled": True, "model_name": "bert-large"},
+        "quantize_training": {"quantize_groups": 4, "quantize_eigenvalue": True, "quantize_bits": {"of_no_version": 1}},
+    }
+    result = DeepSpeedConfig(given)
+    assert result.config.eigenvalue.enabled and result.config.quantize_training.quantize_groups == 4
+    assert result._param_dict["quantize_training"]["quantize_eigenvalue"] is True
+
+
+@pytest.mark.parametrize("technique", ["weight_quantization", "activation_quantization", "row_pruning"])
+def test_compression_without_groups_compresses_nothing(technique: str, caplog: pytest.LogCaptureFixture) -> None:
+    shared = {"enabled": True, **({"method": "l1"} if technique == "row_pruning" else {})}
+    section = {technique: {"shared_parameters": shared, "different_groups": {}}}
+    given = {**CONFIG, "compression_training": section}
+    result = DeepSpeedConfig(given)
+    assert not getattr(result.config.compression_training, technique).shared_parameters.enabled
+    assert given["compression_training"] == section
+    assert f"{technique} compresses no module" in caplog.text
+    with pytest.raises(ConfigError, match="empty; name the modules of at least one group"):
+        load_config(given)

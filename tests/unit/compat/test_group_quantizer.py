@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from windlass.compat import group_quantizer
+from windlass.compat.dimension_group_quantizer import DimensionGroupDequantizer, DimensionGroupQuantizer
 from windlass.compat.group_quantizer import CUDAQuantizer, GroupQuantizationError
 from windlass.compat.op_builders import QuantizerBuilder
 
@@ -70,3 +71,39 @@ def test_another_op_gets_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CUDAQuantizer, "quantizer_cuda_module", Op())
     codes, scales = CUDAQuantizer().quantize(torch.full((16,), 3.0).bfloat16())
     assert torch.equal(CUDAQuantizer().dequantize(codes, scales, torch.float32), torch.full((16,), 3.0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_groups_along_a_dimension_differ_by_at_most_half_a_step(bits: int, dim: int, dtype: torch.dtype) -> None:
+    config = {"num_bits": bits, "group_size": 4, "group_dim": dim, "symmetric": False}
+    values = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    codes, scales, minima = DimensionGroupQuantizer(config).quantize(values)
+    found = DimensionGroupDequantizer(config, torch.float32).dequantize(codes, scales, minima)
+    assert codes.dtype == torch.uint8 and codes.numel() == values.numel() * bits // 8
+    assert scales.dtype == dtype and found.shape == values.shape
+    # Groups of 4 along the dimension, each with its own step.
+    error = (found - values.float()).abs().unflatten(dim, (-1, 4))
+    assert bool((error <= 0.5001 / scales.float() + 1e-2 * (dtype != torch.float32)).all())
+
+
+def test_equal_values_and_narrow_groups_keep_their_values() -> None:
+    config = {"num_bits": 8, "group_size": 4, "group_dim": 0, "symmetric": False}
+    values = torch.tensor([3.0, 3.0, 3.0, 3.0, 1e-3, 2e-3, 3e-3, 4e-3], dtype=torch.float16)
+    found = DimensionGroupDequantizer(config, torch.float16).dequantize(
+        *DimensionGroupQuantizer(config).quantize(values)
+    )
+    torch.testing.assert_close(found, values, rtol=0, atol=2e-5)
+
+
+def test_impossible_groups_along_a_dimension_raise() -> None:
+    config = {"num_bits": 4, "group_size": 3, "group_dim": 0, "symmetric": False}
+    with pytest.raises(GroupQuantizationError, match="not a multiple of group_size 3"):
+        DimensionGroupQuantizer(config).quantize(torch.zeros(4, 2))
+    with pytest.raises(GroupQuantizationError, match="even size; it is 5"):
+        DimensionGroupQuantizer(config).quantize(torch.zeros(3, 5))
+    with pytest.raises(GroupQuantizationError, match="symmetric is true"):
+        DimensionGroupQuantizer({**config, "symmetric": True})
+    with pytest.raises(GroupQuantizationError, match="num_bits is 2"):
+        DimensionGroupDequantizer({**config, "num_bits": 2}, torch.float32)

@@ -120,6 +120,12 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.inference.quantization.layers.QuantizedEmbedding": differs(
         "windlass.kernels.packed_linear:PackedEmbedding", "made by the function above; the weight is packed bytes"
     ),
+    "deepspeed.inference.quantization.utils.Quantizer": works(
+        "windlass.compat.dimension_group_quantizer:DimensionGroupQuantizer"
+    ),
+    "deepspeed.inference.quantization.utils.DeQuantizer": works(
+        "windlass.compat.dimension_group_quantizer:DimensionGroupDequantizer"
+    ),
     "deepspeed.io.PyFileWriter": works(f"{_WRITERS}:PyFileWriter"),
     "deepspeed.io.MockFileWriter": works(f"{_WRITERS}:MockFileWriter"),
     "deepspeed.io.FastFileWriterConfig": works(f"{_WRITERS}:FastFileWriterConfig"),
