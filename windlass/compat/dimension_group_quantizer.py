@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from windlass.compat.group_quantizer import GroupQuantizationError
+from windlass.compat.group_quantizer import GroupQuantizationError, check_bits, even_and_odd
 
 
 class DimensionGroups:
@@ -26,8 +26,7 @@ class DimensionGroups:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.bits: int = config["num_bits"]
-        if self.bits not in (4, 8):
-            raise GroupQuantizationError(f"num_bits is {self.bits}; write 8 or 4")
+        check_bits(self.bits)
         if config["symmetric"]:
             raise GroupQuantizationError("symmetric is true; only asymmetric codes are supported, write false")
 
@@ -92,6 +91,5 @@ class DimensionGroupDequantizer(DimensionGroups):
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
-    if codes.shape[-1] % 2:
-        raise GroupQuantizationError(f"4-bit codes need a last dimension of even size; it is {codes.shape[-1]}")
-    return (codes[..., ::2] << 4) | codes[..., 1::2]
+    even, odd = even_and_odd(codes)
+    return (even << 4) | odd

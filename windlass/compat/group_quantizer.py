@@ -64,9 +64,25 @@ def dequantize_fp32(
     return values.view(whole.shape)
 
 
-def _check(numel: int, groups: int, num_bits: int) -> None:
+def check_bits(num_bits: int) -> None:
+    """Raise GroupQuantizationError for another number of bits than 4 and 8."""
     if num_bits not in (4, 8):
         raise GroupQuantizationError(f"num_bits is {num_bits}; write 8 or 4")
+
+
+def even_and_odd(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes that share a byte: those with even and those with odd indices of the last dimension.
+
+    Raises:
+        GroupQuantizationError: the last dimension has an odd size.
+    """
+    if codes.shape[-1] % 2:
+        raise GroupQuantizationError(f"4-bit codes need a last dimension of even size; it is {codes.shape[-1]}")
+    return codes[..., ::2], codes[..., 1::2]
+
+
+def _check(numel: int, groups: int, num_bits: int) -> None:
+    check_bits(num_bits)
     if groups < 1 or numel % groups:
         raise GroupQuantizationError(f"{numel} elements cannot be divided into {groups} groups; choose a divisor")
 
@@ -76,9 +92,8 @@ def _nonzero(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
-    if codes.shape[-1] % 2:
-        raise GroupQuantizationError(f"4-bit codes need a last dimension of even size; it is {codes.shape[-1]}")
-    return (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
+    even, odd = even_and_odd(codes)
+    return (even & 15) | (odd << 4)
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windlass.compat.tables import file_names
 from windlass.launch import exported_environment as exported_environment_module
 from windlass.launch.exported_environment import EXPORTED_PREFIXES, exported_environment, parse_environment_file
 from windlass.launch.launch_errors import LaunchError
@@ -137,7 +138,9 @@ def test_forwarded_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     renamed = exported_environment({**environ, "DS_ENV_FILE": "other"}, str(here))
     assert renamed["C"] == "3" and "A" not in renamed
     # GPT-NeoX appends the names of its own variables to `deepspeed.launcher.runner.EXPORT_ENVS`.
-    monkeypatch.setattr(exported_environment_module, "EXPORTED_PREFIXES", [*EXPORTED_PREFIXES, "SECRET"])
+    monkeypatch.setattr(exported_environment_module, "EXPORTED_PREFIXES", list(EXPORTED_PREFIXES))
+    name = "deepspeed.launcher.runner.EXPORT_ENVS"
+    file_names.TABLE[name].resolve(name).append("SECRET")
     assert exported_environment(environ, str(here))["SECRET"] == "x"
 
 

@@ -1,5 +1,6 @@
 """Table of checkpoints, their conversion scripts, and launcher programs."""
 
+from windlass.compat import checkpoint_constants
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 
 _WHOLE = "windlass.compat.checkpoint.consolidated"
@@ -15,18 +16,7 @@ _NAMES = (
 _FILES = "windlass.compat.checkpoint_constants"
 _LAYOUT = "windlass.compat.checkpoint_layout"
 _FILE_NAMES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
-_FILE_KEYS = (
-    "MODEL_FILE_PREFIX ZERO_FILE_PREFIX LAYER_FILE_PREFIX BF16_ZERO_FILE_PREFIX FP16_ZERO_FILE_PREFIX "
-    "OPTIM_FILE_SUFFIX MODEL_FILE_SUFFIX OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE "
-    "BASE_OPTIMIZER_STATE_STEP SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARTITION_COUNT "
-    "ZERO_STAGE CLIP_GRAD FP32_WEIGHT_KEY LOSS_SCALER PARAM_SLICE_MAPPINGS PARAM PARAM_SHAPES BUFFER_NAMES "
-    "FROZEN_PARAM_SHAPES FROZEN_PARAM_FRAGMENTS CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE CHECKPOINT_TP_DEGREE "
-    "DS_VERSION AUTOEP_LAYERS_KEY UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
-    "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCAB_TENSOR PADDED_VOCAB_SIZE ORIGINAL_VOCAB_SIZE CAT_DIM PARAM_N_SUB_PARAMS "
-    "SUB_PARAM_SHAPE SUB_PARAMS_SHAPE VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
-    "PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS "
-    "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS"
-)
+_FILE_KEYS = tuple(name for name in vars(checkpoint_constants) if name.isupper())
 _READER = refused("DeepSpeed's checkpoint reader is not built; load_checkpoint and zero_to_fp32 read its files")
 
 _HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
@@ -48,7 +38,7 @@ TABLE: dict[str, StandInEntry] = {
     **{f"deepspeed.checkpoint.utils.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
     **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
     "deepspeed.checkpoint.constants": works(_FILES),
-    **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_KEYS.split()},
+    **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_KEYS},
     "deepspeed.checkpoint.model_3d_desc": works("windlass.compat.checkpoint_reshape:model_3d_desc"),
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": works(
         "windlass.compat.launcher_constants:MIN_SWAPPABLE_BYTES"
