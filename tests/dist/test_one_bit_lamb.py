@@ -66,14 +66,14 @@ class LambSimulation(Simulation):
             if ranks > 1:
                 sent += self.worker[rank][name]
             for part in self.pieces[name]:
-                message = passed(sent[part], ranks)
+                message = passed(sent[part], self.case)
                 if ranks > 1:
                     self.worker[rank][name][part] = sent[part] - message
                 total[part] += message
         mean = total * (1 / ranks)
         for part in self.pieces[name] if ranks > 1 and not self.case.stage else ():
             owed = mean[part] + self.server[name][part]
-            mean[part] = passed(owed, ranks)
+            mean[part] = passed(owed, self.case)
             self.server[name][part] = owed - mean[part]
         if self.case.stage:
             mean = BETA1 * before + mean
@@ -96,7 +96,7 @@ class LambSimulation(Simulation):
             self.replicas[name] = self.x[name].to(self.case.dtype)
             return
         for part in self.pieces[name]:
-            move = passed(self.x[name][part] - self.replicas[name][part].float(), ranks)
+            move = passed(self.x[name][part] - self.replicas[name][part].float(), self.case)
             self.replicas[name][part] = (self.replicas[name][part].float() + move).to(self.case.dtype)
 
 

@@ -156,14 +156,14 @@ class ZeroOneSimulation(Simulation):
         for rank, part in enumerate(parts):
             sent = part + self.worker[rank][name] if ranks > 1 else part
             for piece in self.pieces[name]:
-                message = passed(sent[piece], ranks)
+                message = passed(sent[piece], self.case)
                 if ranks > 1:
                     self.worker[rank][name][piece] = sent[piece] - message
                 total[piece] += message
         mean = total * (1 / ranks)
         for piece in self.pieces[name] if self.case.stage == 0 and ranks > 1 else ():
             owed = mean[piece] + self.server[name][piece]
-            mean[piece] = passed(owed, ranks)
+            mean[piece] = passed(owed, self.case)
             self.server[name][piece] = owed - mean[piece]
         return mean
 
@@ -186,7 +186,7 @@ class ZeroOneSimulation(Simulation):
     def _send_change(self, name: str) -> None:
         replica = self.of_rank[0][name].clone()
         for piece in self.pieces[name]:
-            move = passed(self.x[name][piece] - replica[piece].float(), self.case.ranks)
+            move = passed(self.x[name][piece] - replica[piece].float(), self.case)
             replica[piece] = (replica[piece].float() + move).to(self.case.dtype)
         for one in self.of_rank:
             one[name] = replica

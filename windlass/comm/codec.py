@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from windlass.base.errors import CodecError
-from windlass.comm.lossy_codecs import Fp8Codec, Int4Codec, Int8Codec, SignCodec, TopKCodec
+from windlass.comm.lossy_codecs import FineSignCodec, Fp8Codec, Int4Codec, Int8Codec, SignCodec, TopKCodec
 from windlass.comm.low_rank_codec import LowRankCodec
 
 _BF16_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -139,6 +139,7 @@ _ALL = (
     IdentityCodec(),
     Bf16Codec(),
     SignCodec(),
+    FineSignCodec(),
     Int8Codec(),
     Int4Codec(),
     Fp8Codec(),

@@ -202,6 +202,13 @@ class SignCodec(ScaledCodec):
         unpack_signs(codes, out)
 
 
+class FineSignCodec(SignCodec):
+    """Codec of one bit for each element, and the mean absolute value of each block of 256. Bytes: n / 8 and n / 64."""
+
+    name = "fine_sign"
+    block = 256
+
+
 class _IntegerCodec(ScaledCodec):
     """Codec of integers in [-highest, highest]; the scale is the largest absolute value of a block over `highest`.
 

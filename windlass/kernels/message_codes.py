@@ -15,7 +15,7 @@ from windlass.base.errors import ModelError
 from windlass.base.native_memory import native_access_problem
 from windlass.kernels.kernel_dispatch import get_active_kernel_path
 
-_KINDS = {"sign": 0, "int8": 1, "int4": 2}  # as in windlass/kernels/native/codecs.cpp
+_KINDS = {"sign": 0, "int8": 1, "int4": 2, "fine_sign": 3}  # as in windlass/kernels/native/codecs.cpp
 
 
 def can_encode(codec: str, tensor: torch.Tensor) -> bool:

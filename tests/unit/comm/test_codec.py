@@ -13,7 +13,10 @@ from windlass.comm import codec as codecs
 from windlass.comm.codec import Codec, accumulation_dtype, get_codec, list_codecs, register_codec
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-ALL: list[Codec] = [*map(get_codec, ("identity", "bf16", "sign", "int8", "int4", "fp8", "topk")), BlockInt8Codec()]
+ALL: list[Codec] = [
+    *map(get_codec, ("identity", "bf16", "sign", "fine_sign", "int8", "int4", "fp8", "topk")),
+    BlockInt8Codec(),
+]
 
 
 @pytest.fixture
@@ -80,13 +83,13 @@ def test_sums_are_in_float32_or_wider() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_codec_registry() -> None:
-    assert list_codecs() == ["bf16", "fp8", "identity", "int4", "int8", "lowrank", "sign", "topk"]
+    assert list_codecs() == ["bf16", "fine_sign", "fp8", "identity", "int4", "int8", "lowrank", "sign", "topk"]
     local = SignCodec()
     register_codec(local)
     register_codec(local)  # registering the same codec again is not an error
     assert get_codec("toy-sign") is local and "toy-sign" in list_codecs()
     with pytest.raises(CodecError, match="'toy-sign' is registered already"):
         register_codec(SignCodec())
-    names = "bf16, fp8, identity, int4, int8, lowrank, sign, topk, toy-sign"
+    names = "bf16, fine_sign, fp8, identity, int4, int8, lowrank, sign, topk, toy-sign"
     with pytest.raises(WindlassError, match=f"no codec named 'zip'; use one of {names}"):
         get_codec("zip")

@@ -23,7 +23,7 @@ from windlass.comm.codec import Codec, get_codec
 from windlass.comm.error_feedback import add_decoded, begin_message, end_message
 from windlass.kernels import message_codes
 
-NAMES = ("sign", "int8", "int4", "fp8", "topk", "lowrank")
+NAMES = ("sign", "fine_sign", "int8", "int4", "fp8", "topk", "lowrank")
 NUMELS = st.one_of(st.integers(1, 9), st.sampled_from([127, 128, 129, 255, 257, 2047, 2048, 2049, 4099]))
 SEEDS = st.integers(0, 2**20)
 
@@ -102,6 +102,7 @@ def test_a_product_of_low_rank_is_exact_and_all_others_are_projected() -> None:
 def test_sizes_are_exact() -> None:
     sizes = {name: [get_codec(name).encoded_size(n, torch.float32) for n in (0, 1, 8, 257, 1 << 20)] for name in NAMES}
     assert sizes["sign"] == [0, 5, 5, 37, (1 << 17) + 4 * 512]
+    assert sizes["fine_sign"] == [0, 5, 5, 41, (1 << 17) + 4 * 4096]
     assert sizes["int8"] == sizes["fp8"] == [0, 5, 12, 265, (1 << 20) + 4 * 4096]
     assert sizes["int4"] == [0, 5, 8, 141, (1 << 19) + 4 * 8192]
     assert sizes["topk"] == [0, 8, 8, 24, 8 * 10486]
@@ -170,7 +171,7 @@ NATIVE = pytest.mark.skipif(not message_codes.can_encode("sign", torch.zeros(1))
 @given(
     st.one_of(NUMELS, st.sampled_from([2**16 - 1, 2**16 + 9])),
     SEEDS,
-    st.sampled_from(("sign", "int8", "int4")),
+    st.sampled_from(("sign", "fine_sign", "int8", "int4")),
     st.sampled_from([1.0, 1e-40, 1e30]),
 )
 def test_native_messages_are_those_of_the_reference_bit_for_bit(numel: int, seed: int, name: str, size: float) -> None:
@@ -195,7 +196,7 @@ def test_native_messages_are_those_of_the_reference_bit_for_bit(numel: int, seed
 
 
 @NATIVE
-@pytest.mark.parametrize("name", ["sign", "int8", "int4"])
+@pytest.mark.parametrize("name", ["sign", "fine_sign", "int8", "int4"])
 def test_native_errors_stay_where_a_value_is_not_finite(name: str) -> None:
     codec, values, error = get_codec(name), drawn(3000, 1), torch.ones(3000)
     values[2500] = math.inf

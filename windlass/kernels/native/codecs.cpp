@@ -18,7 +18,7 @@ constexpr std::int64_t kPart = 1 << 16;  // elements that a thread processes at 
 constexpr int kColumns = 256;            // sums of a block of signs, added to each other by halves
 constexpr float kLeast = 1.17549435e-38f;
 
-enum class Kind : int { sign = 0, int8 = 1, int4 = 2 };
+enum class Kind : int { sign = 0, int8 = 1, int4 = 2, fine_sign = 3 };
 
 typedef float F8 __attribute__((vector_size(32)));
 typedef std::int32_t I8 __attribute__((vector_size(32)));
@@ -248,9 +248,10 @@ struct Message {
     float* errors;
     float* decoded;  // output of `decode`
 
-    std::int64_t block() const { return kind == Kind::sign ? 2048 : kind == Kind::int8 ? 256 : 128; }
+    bool is_sign() const { return kind == Kind::sign || kind == Kind::fine_sign; }
+    std::int64_t block() const { return kind == Kind::sign ? 2048 : kind == Kind::int4 ? 128 : 256; }
     std::uint8_t* codes_at(std::int64_t element) const {
-        return codes + (kind == Kind::sign ? element / 8 : kind == Kind::int8 ? element : element / 2);
+        return codes + (is_sign() ? element / 8 : kind == Kind::int8 ? element : element / 2);
     }
 };
 
@@ -261,7 +262,7 @@ WINDLASS_INLINE bool scale_blocks(const Message& m, std::int64_t begin, std::int
         const std::int64_t count = std::min(block, end - at);
         float* values = m.values + at;
         const float* errors = owed ? m.errors + at : nullptr;
-        const float scale = m.kind == Kind::sign ? sign_scale<owed>(values, errors, count)
+        const float scale = m.is_sign() ? sign_scale<owed>(values, errors, count)
                                                  : integer_scale<owed>(values, errors, count,
                                                                        m.kind == Kind::int8 ? 127.0f : 7.0f);
         m.scales[at / block] = scale;
@@ -276,7 +277,7 @@ WINDLASS_INLINE void code_blocks(const Message& m, std::int64_t begin, std::int6
         const std::int64_t count = std::min(block, end - at);
         const float scale = m.scales[at / block];
         float *errors = owed ? m.errors + at : nullptr, *decoded = kept ? m.decoded + at : nullptr;
-        if (m.kind == Kind::sign) {
+        if (m.is_sign()) {
             sign_codes<owed, kept>(m.values + at, scale, count, m.codes_at(at), errors, decoded);
         } else if (m.kind == Kind::int8) {
             int8_codes<owed, kept>(m.values + at, scale, count, m.codes_at(at), errors, decoded);
@@ -291,7 +292,7 @@ WINDLASS_INLINE void decode_blocks(const Message& m, std::int64_t begin, std::in
     for (std::int64_t at = begin, block = m.block(); at < end; at += block) {
         const std::int64_t count = std::min(block, end - at);
         const float scale = m.scales[at / block];
-        if (m.kind == Kind::sign) {
+        if (m.is_sign()) {
             sign_values<adds>(m.codes_at(at), scale, count, m.decoded + at);
         } else if (m.kind == Kind::int8) {
             int8_values<adds>(m.codes_at(at), scale, count, m.decoded + at);
@@ -356,7 +357,7 @@ bool run(Task task, const Message& m, int threads) {
 
 Message message(int kind, std::int64_t count, std::uint64_t values, std::uint64_t scales, std::uint64_t codes,
                 std::uint64_t errors, std::uint64_t decoded) {
-    if (kind < 0 || kind > 2) throw std::invalid_argument("there is no such codec");
+    if (kind < 0 || kind > 3) throw std::invalid_argument("there is no such codec");
     if (count < 0) throw std::invalid_argument("a message of fewer than no elements");
     return {static_cast<Kind>(kind),
             count,

@@ -24,7 +24,7 @@ from windlass.zero.update.rank_state import RankState, RelayRule, mean_of_ranks
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
-CODEC = "sign"
+CODEC, FINE_CODEC = "sign", "fine_sign"
 WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE, SUMMED = "worker_error", "server_error", "local_change", "summed"
 _UNSENT = (WORKER_ERROR, SERVER_ERROR, LOCAL_CHANGE, SUMMED)
 
@@ -40,7 +40,8 @@ class CompressedPhase:
     Args:
         chunks: chunks of the update; chunks that are added later are seen.
         keys: names of the other per-rank states, beside the error feedback.
-        codec: registered name of the codec of messages.
+        codec: registered name of the codec of messages; None: one bit for each element, with a scale for 2048 elements
+            at stage 0, else for 256: there gradients travel, not momenta, and their elements differ more in size.
         errors: names of the error feedback; by default those of both phases at stage 0, else that of the senders.
     """
 
@@ -50,10 +51,11 @@ class CompressedPhase:
         context: UpdateContext,
         chunks: list[UpdateChunk],
         keys: tuple[str, ...] = (),
-        codec: str = CODEC,
+        codec: str | None = None,
         errors: tuple[str, ...] | None = None,
     ) -> None:
         self._optimizer, self._chunks, self.shards = optimizer, chunks, context.shards_states
+        codec = codec or (FINE_CODEC if self.shards else CODEC)
         self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
         if errors is None:
             errors = (WORKER_ERROR,) if self.shards else (WORKER_ERROR, SERVER_ERROR)

@@ -37,7 +37,6 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.compressed_messages import Batch
 from windlass.zero.update.compressed_phase import (
-    CODEC,
     LOCAL_CHANGE,
     CompressedPhase,
     Options,
@@ -73,9 +72,9 @@ class OneBitAdamUpdate(ElementwiseUpdate):
             self._phase.begin()
 
     @classmethod
-    def codec_of(cls, optimizer: torch.optim.Optimizer) -> str:
-        """Return the name of the codec of messages."""
-        return CODEC
+    def codec_of(cls, optimizer: torch.optim.Optimizer) -> str | None:
+        """Return the name of the codec of messages; None: see `CompressedPhase`."""
+        return None
 
     @classmethod
     def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
