@@ -166,6 +166,10 @@ def test_harmless_fields_and_null_are_accepted(client: TestClient) -> None:
     echoed = {"role": "assistant", "content": "hi", "refusal": None, "audio": None, "tool_calls": None}
     body = {"messages": [*HELLO["messages"], echoed, *HELLO["messages"]], **harmless, **empty}
     assert client.post(CHAT, json=body).status_code == 200
+    options = {"stream_options": {"include_usage": None, "continuous_usage_stats": None}, "length_penalty": 1.0}
+    answer = client.post(CHAT, json={**body, **options, "stream": True})
+    assert answer.status_code == 200
+    assert '"usage"' not in answer.text
 
 
 def test_other_bad_requests(client: TestClient) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.harness import client_of, events_of
+from windlass.inference.outputs import Logprob
 from windlass.inference.sampling_params import SamplingParams
 from windlass.serving.event_stream import encode_event
 from windlass.serving.logprob_format import LogprobFormat
@@ -160,6 +162,17 @@ def test_bytes_of_tokens_that_are_parts_of_a_character() -> None:
     format_ = LogprobFormat(ByteLevel())
     entries = [format_._entry(token, -1.0, {}) for token in (1, 2, 3)]
     assert [bytes(entry["bytes"]) for entry in entries] == [b"\xc3", b"\xa9", "�".encode()]
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_shown() -> None:
+    row: dict[int, Logprob] = {
+        number: Logprob(-float(number), number, "�" if number < 3 else "a") for number in (1, 2, 3)
+    }
+    shown = LogprobFormat(None).completion([2], [row], 3, [0])
+    assert shown["top_logprobs"] == [{"token_id:1": -1.0, "token_id:2": -2.0, "token_id:3": -3.0}]
+    shown = LogprobFormat(SimpleNamespace()).completion([2], [row], 3, [0])
+    assert shown["top_logprobs"] == [{"�": -1.0, "a": -3.0}]
+    assert shown["token_logprobs"] == [-2.0]
 
 
 def test_the_text_of_tokens_and_back() -> None:

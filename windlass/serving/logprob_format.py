@@ -59,7 +59,10 @@ class LogprobFormat:
                 continue
             result["token_logprobs"].append(_finite(row[token].logprob))
             shown = dict.fromkeys([*_likeliest(row, top), token])
-            result["top_logprobs"].append({self.token_text(one, row): _finite(row[one].logprob) for one in shown})
+            entries: dict[str, float] = {}
+            for one in shown:  # tokens with parts of characters share a text: the likeliest is kept
+                entries.setdefault(self.token_text(one, row), _finite(row[one].logprob))
+            result["top_logprobs"].append(entries)
         return result
 
     def token_text(self, token: int, row: TokenLogprobs | None) -> str:

@@ -25,6 +25,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
     "spaces_between_special_tokens": (True,),
 }
 
@@ -113,8 +114,8 @@ class StreamOptions(RequestModel):
         continuous_usage_stats: send it with every event.
     """
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class StructuredOutputsField(RequestModel):
@@ -264,12 +265,12 @@ class SamplingFields(CommonSamplingFields):
     @property
     def wants_usage_event(self) -> bool:
         """True if the last event of a stream gives the number of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_usage_in_each_event(self) -> bool:
         """True if the client requests the number of tokens in every event."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 def _token_of(key: str) -> int:
