@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start, whole_params
@@ -31,10 +32,10 @@ def test_mixed_tiers_train_as_the_oracle(tmp_path: Path) -> None:
     hold("four_blocks", RECIPE, settings, LATE)
 
 
-def resumes(folder: str) -> dict[str, Any]:
+def resumes(folder: str, transport: str) -> dict[str, Any]:
     """Train and save with chosen tiers, and continue with everything on the device."""
     subject = specimen("four_blocks")
-    mixed = ds_config(RECIPE, Setting(stage=3, config=(*limits(folder), ("comm", {"transport": "gloo"}))))
+    mixed = ds_config(RECIPE, Setting(stage=3, config=(*limits(folder), ("comm", {"transport": transport}))))
     found: dict[str, Any] = {}
     saved: dict[str, torch.Tensor] = {}
     for name, config in (("chosen", mixed), ("device", ds_config(RECIPE, Setting(stage=2)))):
@@ -58,13 +59,31 @@ def resumes(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_each_tier_is_used_and_a_checkpoint_loads_with_other_tiers(tmp_path: Path) -> None:
-    first, second = run_ranks(resumes, 2, str(tmp_path), env=LATE)
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_each_tier_is_used_and_a_checkpoint_loads_with_other_tiers(tmp_path: Path, transport: str) -> None:
+    first, second = run_ranks(resumes, 2, str(tmp_path), transport, env=LATE)
     assert first["units"] == second["units"]
     for found in (first, second):
         assert {tier for _, tier in found["slots"]} == {"device", "host", "nvme"}
         assert found["peak"] <= 5200 << 10
         assert found["loaded"]
+
+
+def shared_bytes() -> tuple[int, int]:
+    """Return the device bytes that this rank counts for parameters at rest, and those of the whole parameters."""
+    engine = start(
+        specimen("four_blocks"), ds_config(RECIPE, Setting(stage=3, config=(("comm", {"transport": "shm"}),)))
+    )
+    held = engine._sharded.ledger._bytes_of_holder
+    counted = sum(nbytes for holder, nbytes in held.items() if str(holder).startswith("parameters of"))
+    whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    engine.destroy()
+    return counted, whole
+
+
+def test_a_rank_counts_its_part_of_shared_parameters() -> None:
+    for counted, whole in run_ranks(shared_bytes, 2, env=LATE):
+        assert whole / 2 <= counted < 0.55 * whole
 
 
 def too_small() -> str:

@@ -173,7 +173,8 @@ class Unit:
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
-        self._account_memory(self.nbytes)
+        # All ranks share one buffer, and each counts its own part of it.
+        self._account_memory(self.nbytes // self.transport.group.size if buffer.shared else self.nbytes)
         if self.frees_memory:
             self.transport.allocate_memory(buffer)
             self.shard_slot = make_shard_slot(self, self.local_shard.numel())
