@@ -21,6 +21,7 @@ from windlass.base.device_memory import device_has_own_memory, emulated_device_m
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.base.text import plural
+from windlass.comm.choose_transport import choose_transport_name
 from windlass.comm.mesh import Mesh
 from windlass.comm.mesh_shape import AXES
 from windlass.config.offload_section import AutoOffload
@@ -100,6 +101,8 @@ def plan_tiers(
             if kind.steps_whole_units
             else measure_state_bytes(optimizer, settings.state_dtype or torch.float32)
         )
+    group = mesh.dense.shard if settings.policy.state else mesh.dense.data
+    transport, _ = choose_transport_name(settings.transport, group, device)
     units, sizes = sizes_of_units(
         model,
         settings,
@@ -107,6 +110,7 @@ def plan_tiers(
         state_bytes,
         trains=optimizer is not None,
         separates_masters=separates,
+        shares_memory=transport == "shm" and not settings.wire_options.quantizes,
         staging=staging.limit if staging is not None else 0,
     )
     traffic = step_traffic(accumulation, settings)
@@ -137,6 +141,7 @@ def sizes_of_units(
     *,
     trains: bool,
     separates_masters: bool = False,
+    shares_memory: bool = False,
     staging: int = 0,
 ) -> tuple[list[Unit], TierSizes]:
     """Return the units of `model`, without memory, and their bytes on this rank. Arguments: see `tier_sizes`."""
@@ -146,7 +151,15 @@ def sizes_of_units(
         groups.append(DataParallelGroup(data, group, cast(Any, _NoTransport(group)), "planned"))
     _, plans = plan_units(model, settings.unit_rules)
     units = make_units(plans, settings, settings.tiers, mesh, groups, _NO_CALLBACKS, trains=trains)
-    sizes = tier_sizes(units, plans, settings, state_bytes, separates_masters=separates_masters, staging=staging)
+    sizes = tier_sizes(
+        units,
+        plans,
+        settings,
+        state_bytes,
+        separates_masters=separates_masters,
+        shares_memory=shares_memory,
+        staging=staging,
+    )
     return units, sizes
 
 

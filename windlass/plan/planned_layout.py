@@ -173,7 +173,7 @@ def plan_layout(
     choice = None
     if config.offload is not None:
         staging = staging_bytes(config) if config.offload.nvme_path else 0
-        settings, choice = _with_chosen_tiers(model, config, settings, mesh, state_bytes, staging, memory)
+        settings, choice = _with_chosen_tiers(model, config, settings, mesh, state_bytes, staging, memory, target)
         staging = staging if choice.is_on_disk else 0
     tiers = _effective_tiers(settings, target)
     dp_groups = _planned_dp_groups(mesh, sharded=settings.policy.state)
@@ -204,7 +204,7 @@ def plan_layout(
         batch_numel=min(settings.sub_group_size, pipeline_numel(reducer.slots), tiers.max_update_numel),
         state_bytes=state_bytes,
         target=target,
-        shares_memory=target.shares_memory(dp_groups[0].group.size) and not settings.wire_options.quantizes,
+        shares_memory=_shares_memory(target, settings, dp_groups[0]),
         staging=staging,
         mesh=mesh,
         built_numel=built_numel,
@@ -228,6 +228,7 @@ def _with_chosen_tiers(
     state_bytes: int,
     staging: int,
     memory: TierMemory | None,
+    target: Target,
 ) -> tuple[ZeroSettings, TierChoice]:
     """Return `settings` with the tiers that `offload` chooses for `memory`, as the engine does at its start."""
     if memory is None:
@@ -235,12 +236,25 @@ def _with_chosen_tiers(
             '"offload" is set, and its tiers follow from limits of memory that are unknown here; give them to '
             "`windlass plan` (--gpu, --host-memory), or write zero_optimization.offload_optimizer and offload_param"
         )
-    units, sizes = sizes_of_units(model, settings, mesh, state_bytes, trains=True, staging=staging)
+    units, sizes = sizes_of_units(
+        model,
+        settings,
+        mesh,
+        state_bytes,
+        trains=True,
+        shares_memory=_shares_memory(target, settings, _planned_dp_groups(mesh, sharded=settings.policy.state)[0]),
+        staging=staging,
+    )
     traffic = step_traffic(config.gradient_accumulation_steps or 1, settings)
     choice = choose_tiers(sizes.units, PLANNED_RATES, memory, sizes.fixed, traffic)
     live = sizes.max_live_numel(choice, max((unit.dtype.itemsize for unit in units), default=4))
     settings = with_placement(settings, choice.units, live)
     return replace(settings, policy=policy_of(config, mesh, settings.tiers)), choice
+
+
+def _shares_memory(target: Target, settings: ZeroSettings, data: DataParallelGroup) -> bool:
+    """Return True if sharded parameters on the device are in memory that the ranks of `data` read."""
+    return target.shares_memory(data.group.size) and not settings.wire_options.quantizes
 
 
 def optimizer_state_bytes(config: Config, dtype: torch.dtype) -> int:

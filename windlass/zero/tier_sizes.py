@@ -44,6 +44,7 @@ def tier_sizes(
     state_bytes: int,
     *,
     separates_masters: bool = False,
+    shares_memory: bool = False,
     staging: int = 0,
 ) -> TierSizes:
     """Return the bytes of `units` under `settings`.
@@ -52,6 +53,7 @@ def tier_sizes(
         plans: Their plans, with the parameters as the script built them.
         state_bytes: Bytes per element of optimizer states.
         separates_masters: Parameters never serve as master weights.
+        shares_memory: Sharded parameters on the device are in memory that all ranks read.
         staging: Bytes of host memory that stage NVMe transfers.
     """
     policy, accumulate = settings.policy, settings.accumulation_dtype.itemsize
@@ -92,8 +94,13 @@ def tier_sizes(
     if accumulate < 4:
         temporary += 4 * max(spans)  # the optimizer receives float32 gradients
     param_width = max((unit.dtype.itemsize for unit in units), default=4)
+    unsharded = (_LIVE + _BEYOND) * block
     fixed = FixedBytes(
-        device=whole + (gradients + 2 * sum(rings.values())) * accumulate + (_LIVE + _BEYOND) * block + temporary,
+        device=whole
+        + (gradients + 2 * sum(rings.values())) * accumulate
+        + temporary
+        + (0 if shares_memory else unsharded),
+        device_if_params_offloaded=unsharded if shares_memory else 0,
         device_if_offloaded=2 * max(spans) * accumulate if policy.grad else 0,
         host_if_offloaded=max(spans) * (2 * param_width + accumulate),
         host_if_on_disk=staging,

@@ -68,12 +68,15 @@ class FixedBytes:
 
     Attributes:
         device: Whole parameters, gradient buffers, and units that are unsharded at the same time.
+        device_if_params_offloaded: Units that are unsharded at the same time, where those on the device are in memory
+            that ranks share, and only those off the device are unsharded into memory of their own.
         device_if_offloaded: Buffers of gradients on their way, once the states of a unit are off the device.
         host_if_offloaded: Buffers of an update on the host.
         host_if_on_disk: Staging of NVMe transfers, once anything is on NVMe.
     """
 
     device: int = 0
+    device_if_params_offloaded: int = 0
     device_if_offloaded: int = 0
     host_if_offloaded: int = 0
     host_if_on_disk: int = 0
@@ -293,6 +296,7 @@ class _Groups:
         disk += on_disk
         offloads, uses_disk = (at.state_host > 0).to(torch.int64), ((at.param_disk + at.state_disk) > 0).to(torch.int64)
         device += fixed.device + fixed.device_if_offloaded * offloads
+        device += fixed.device_if_params_offloaded * (at.param_host > 0).to(torch.int64)
         host += fixed.host_if_offloaded * offloads + fixed.host_if_on_disk * uses_disk
         if memory.host is None:
             device, host = device + host, torch.zeros_like(host)
