@@ -15,6 +15,7 @@ from tests.dist.test_offload import LATE, hold
 from tests.models import Place
 from tests.oracle import Recipe
 from windlass.base import device_memory
+from windlass.optim.cpu_optimizer import CPUOptimizer
 
 RECIPE = Recipe(ranks=2, accumulation=2, steps=2, optimizer="AdamW", optimizer_params=ADAMW)
 
@@ -30,6 +31,24 @@ def test_mixed_tiers_train_as_the_oracle(tmp_path: Path) -> None:
         Setting(stage=2, config=(("offload", {"device_memory": "6M"}),)),
     ]
     hold("four_blocks", RECIPE, settings, LATE)
+
+
+def state_tiers(config: dict[str, Any]) -> set[str]:
+    """Return the tiers of the states of a model under `config`."""
+    engine = start(specimen("four_blocks"), config)
+    found = {one.state.value for one in engine._sharded.settings.tiers.of_units}
+    update = engine._sharded.update
+    assert all(isinstance(update._inner_of([chunk]), CPUOptimizer) for chunk in update.chunks)
+    engine.destroy()
+    return found
+
+
+def test_memory_and_disk_of_a_cpu_train_as_the_oracle(tmp_path: Path) -> None:
+    """Without a device of its own, memory is one tier, and the native update steps all states."""
+    section = {"nvme_path": str(tmp_path), "host_memory": "5300K"}
+    setting = Setting(stage=3, transport="shm", config=(("offload", section),))
+    hold("four_blocks", RECIPE, [setting], {})
+    assert run_ranks(state_tiers, 2, ds_config(RECIPE, setting), env={})[0] == {"device", "nvme"}
 
 
 def resumes(folder: str, transport: str) -> dict[str, Any]:
@@ -53,6 +72,8 @@ def resumes(folder: str, transport: str) -> dict[str, Any]:
             engine.step()
         found |= {"peak": place.peak, "slots": engine.report()["slots"], "units": engine._sharded.settings.tiers}
         found["units"] = [(one.param.value, one.state.value) for one in found["units"].of_units]
+        update = engine._sharded.update
+        found["native"] = isinstance(update._inner, CPUOptimizer), isinstance(update._on_device, CPUOptimizer)
         saved = whole_params(engine.module)
         engine.save_checkpoint(folder)
         engine.destroy()
@@ -67,6 +88,7 @@ def test_each_tier_is_used_and_a_checkpoint_loads_with_other_tiers(tmp_path: Pat
         assert {tier for _, tier in found["slots"]} == {"device", "host", "nvme"}
         assert found["peak"] <= 5200 << 10
         assert found["loaded"]
+        assert found["native"] == (True, False)
 
 
 def shared_bytes() -> tuple[int, int]:

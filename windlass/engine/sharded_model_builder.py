@@ -160,7 +160,7 @@ def _without_unused_disk(tiers: Placements) -> Placements:
     if tiers.disk is None or Tier.NVME in (tiers.param, tiers.state, tiers.gradient):
         return tiers
     tiers.disk.close()
-    return replace(tiers, disk=None, staging=None)
+    return replace(tiers, disk=None, staging=None, max_update_numel=_max_update_numel(None))
 
 
 def _accumulation_of(config: Config, mesh: Mesh) -> int:

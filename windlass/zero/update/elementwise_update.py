@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from windlass.base.device_memory import device_has_own_memory
 from windlass.base.errors import ModelError
 from windlass.kernels.page_sums import PageSums
 from windlass.optim.cpu_optimizer import CPUOptimizer, StateFormat
@@ -98,7 +99,9 @@ class ElementwiseUpdate(OrdinaryUpdate):
         self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, state_offload, masters
         self._inner = self._native() or clone_optimizer(optimizer)
         state_offload.states = self._inner.state
-        self._scales = supports_grad_scale(self._inner)
+        # Steps chunks in a device's own memory beside a native optimizer, which steps those in host memory.
+        self._on_device = clone_optimizer(optimizer) if self._has_native_twin else self._inner
+        self._on_device.state = self._inner.state
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
         self._sub_group = context.sub_group_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
@@ -120,10 +123,9 @@ class ElementwiseUpdate(OrdinaryUpdate):
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """Return True if master weights of this dtype on tier `tier` cannot be updated together with the existing ones.
 
-        This is so if the native kernel replaces the user's class: it updates only float32 in host memory.
+        This is so if the native kernel replaces the user's class: off the device it updates only float32.
         """
-        native = isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
-        return native and (dtype != torch.float32 or tier is Tier.DEVICE)
+        return self._has_native_twin and dtype != torch.float32 and tier is not Tier.DEVICE
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
         """Yield the state entries of one unit or all, one for each fragment that this rank updates."""
@@ -154,12 +156,9 @@ class ElementwiseUpdate(OrdinaryUpdate):
             used: by unit index: one flag for each parameter. False: the parameter has no gradient and is skipped.
             divisor: divisor of the gradients (loss scale over clip coefficient).
         """
-        session = OptimizerStepSession(self.optimizer, self._inner)
+        session = OptimizerStepSession(self.optimizer)
         session.keep_options()
         group_of = self._groups()
-        # Check the user's optimizer: its groups may have changed, and a clone has none before the first part.
-        scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
-        self._scales = supports_grad_scale(scaled)
         return self._run(session, used, divisor, group_of)
 
     def _run(
@@ -168,12 +167,13 @@ class ElementwiseUpdate(OrdinaryUpdate):
         sums_pages = updates_page_sums(self._inner)
         for batch in self.state_offload.iterate_batches(self._batches, sums_pages=sums_pages):
             chosen: dict[int, list[ParameterSegment]] = defaultdict(list)
+            inner = self._inner_of(batch)
             widened: list[tuple[UpdateChunk, torch.Tensor]] = []
             for chunk in batch:
                 self._masters.drop_lowered_params(chunk)  # a failed step may have left them
                 if chunk.gradient is None:  # the unit has no gradient in this step
                     continue
-                gradient, values = self._gradient(chunk, chunk.gradient, divisor), chunk.values()
+                gradient, values = self._gradient(inner, chunk, chunk.gradient, divisor), chunk.values()
                 if _widened(chunk):
                     self.state_offload.compare_pages(chunk)  # the narrow master weights are changed below
                     values = values.to(chunk.state_dtype)
@@ -193,8 +193,8 @@ class ElementwiseUpdate(OrdinaryUpdate):
                         skipped = True
                 # The kernel writes only stepped segments, so a skipped one would leave a gap in the 16-bit copy.
                 if not skipped and values is chunk.master:
-                    self._lower(chunk)
-            self._step(session, chosen, divisor)
+                    self._lower(inner, chunk)
+            self._step(session, inner, chosen, divisor)
             for chunk, values in widened:
                 chunk.values().copy_(values)  # rounds to the dtype of the master weights
                 for segment in self._of_chunk[id(chunk)]:
@@ -202,25 +202,38 @@ class ElementwiseUpdate(OrdinaryUpdate):
             yield batch
         session.end()
 
+    @property
+    def _has_native_twin(self) -> bool:
+        return isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
+
+    def _inner_of(self, batch: list[UpdateChunk]) -> torch.optim.Optimizer:
+        """Return the optimizer that steps a batch, whose chunks are on one tier."""
+        # The memory of a CPU is host memory, unless it emulates a device.
+        in_host_memory = batch[0].tier is not Tier.DEVICE or not device_has_own_memory(batch[0].device)
+        is_native = in_host_memory and all(chunk.state_dtype == torch.float32 for chunk in batch)
+        return self._inner if is_native else self._on_device
+
     def _native(self) -> torch.optim.Optimizer | None:
         """Return the native equivalent of the optimizer, which steps host memory in one pass.
 
-        None if there is none, or if any chunk is on the device or has another state dtype than float32.
+        None if there is none, if no chunk is off the device, or if one that is has another state dtype than float32.
         """
         held = [chunk for chunk in self.chunks if chunk.numel]
-        if any(chunk.tier is Tier.DEVICE or chunk.state_dtype != torch.float32 for chunk in held):
+        offloaded = [chunk for chunk in held if chunk.tier is not Tier.DEVICE]
+        # A rank without elements decides as those do that have some off the device.
+        if (held and not offloaded) or any(chunk.state_dtype != torch.float32 for chunk in offloaded):
             return None
         native = make_native_cpu_equivalent(self.optimizer)
         if native is not None:  # it has copies of the user's states and groups; segments have their own
             native.state, native.param_groups = defaultdict(dict), []
         return native
 
-    def _lower(self, chunk: UpdateChunk) -> None:
+    def _lower(self, inner: torch.optim.Optimizer, chunk: UpdateChunk) -> None:
         """Prepare the 16-bit parameters of a chunk as output of the same pass, if the optimizer supports that.
 
         All segments of the chunk must be stepped.
         """
-        if not isinstance(self._inner, CPUOptimizer) or chunk.unit.dtype not in (torch.bfloat16, torch.float16):
+        if not isinstance(inner, CPUOptimizer) or chunk.unit.dtype not in (torch.bfloat16, torch.float16):
             return
         chunk.lowered_params = self._masters.lowered_output(chunk)
         for segment in self._of_chunk[id(chunk)]:
@@ -231,17 +244,28 @@ class ElementwiseUpdate(OrdinaryUpdate):
         """Return the group number of each parameter, by id. Read at every step, since groups may change."""
         return {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
-    def _gradient(self, chunk: UpdateChunk, gradient: torch.Tensor, divisor: float) -> torch.Tensor:
+    def _gradient(
+        self, inner: torch.optim.Optimizer, chunk: UpdateChunk, gradient: torch.Tensor, divisor: float
+    ) -> torch.Tensor:
         if gradient.dtype != chunk.state_dtype:
             gradient = gradient.to(chunk.state_dtype)
         # In place is safe, because the gradient is dropped after the step. Fused kernels divide by themselves.
-        if divisor != 1.0 and not self._scales:
+        if divisor != 1.0 and not self._scales(inner):
             gradient.div_(divisor)
         return gradient
 
-    def _step(self, session: OptimizerStepSession, chosen: dict[int, list[ParameterSegment]], divisor: float) -> None:
-        inner = self._inner
-        if self._scales and divisor != 1.0 and chosen:
+    def _scales(self, inner: torch.optim.Optimizer) -> bool:
+        # The user's groups may have changed, and a clone has none before the first part.
+        return supports_grad_scale(inner if isinstance(inner, CPUOptimizer) else self.optimizer)
+
+    def _step(
+        self,
+        session: OptimizerStepSession,
+        inner: torch.optim.Optimizer,
+        chosen: dict[int, list[ParameterSegment]],
+        divisor: float,
+    ) -> None:
+        if divisor != 1.0 and chosen and self._scales(inner):
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             # `GradScaler` sets both attributes. Zero, because a step with non-finite gradients does not get here.
@@ -251,25 +275,28 @@ class ElementwiseUpdate(OrdinaryUpdate):
         if self._lowered:
             inner.low_precision_copies = self._lowered  # type: ignore[attr-defined]
         try:
-            for part in self._parts(chosen):
-                session.step(part)
+            for part in self._parts(inner, chosen):
+                session.step(inner, part)
         finally:  # also after an error: the next batch sets its own divisor and copies, or none
             for name in ("grad_scale", "found_inf", "low_precision_copies", "page_sums"):
                 inner.__dict__.pop(name, None)
             self._lowered, self._page_sums = {}, []
 
-    def _parts(self, chosen: dict[int, list[ParameterSegment]]) -> list[dict[int, list[nn.Parameter]]]:
+    @staticmethod
+    def _parts(
+        inner: torch.optim.Optimizer, chosen: dict[int, list[ParameterSegment]]
+    ) -> list[dict[int, list[nn.Parameter]]]:
         """Divide the tensors, by group number, into parts for one optimizer call each.
 
         Torch's fused SGD requires that either all tensors of a call have a momentum or none.
         """
         tensors = {number: [segment.tensor for segment in segments] for number, segments in chosen.items()}
-        if type(self._inner) is not torch.optim.SGD:
+        if type(inner) is not torch.optim.SGD:
             return [tensors]
         parts: list[dict[int, list[nn.Parameter]]] = [{}, {}]
         for number, group in tensors.items():
             for tensor in group:
-                parts[bool(self._inner.state.get(tensor))].setdefault(number, []).append(tensor)
+                parts[bool(inner.state.get(tensor))].setdefault(number, []).append(tensor)
         return [part for part in parts if part]
 
     def _shard_existing_state(self, chunk: UpdateChunk) -> None:

@@ -35,15 +35,14 @@ class OptimizerStepSession:
 
     Args:
         optimizer: the user's optimizer.
-        inner: optimizer whose `step` is called: a clone of `optimizer`, or another class with the same results.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-        self._optimizer, self._inner = optimizer, inner
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
         self._options = [_without(group, ("params",)) for group in optimizer.param_groups]
-        self._own = self._attributes(optimizer)
+        self._own = _without(optimizer.__dict__, _NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
         # Of the groups and, last, of the attributes: plain values after a part with parameters, and keys that changed.
@@ -55,18 +54,24 @@ class OptimizerStepSession:
         for options in self._options:
             options.update({k: v.detach().clone() for k, v in options.items() if isinstance(v, torch.Tensor)})
 
-    def step(self, tensors: dict[int, list[nn.Parameter]]) -> None:
-        """Step one part: `tensors`, by group number. Their gradients are dropped afterwards."""
-        inner = self._inner
+    def step(self, inner: torch.optim.Optimizer, tensors: dict[int, list[nn.Parameter]]) -> None:
+        """Step one part: `tensors`, by group number. Their gradients are dropped afterwards.
+
+        Args:
+            inner: optimizer whose `step` is called: a clone of the user's, or another class with the same results.
+        """
         # Undo changes of the previous part, so that every part starts from the values before the step.
-        inner.__dict__.update(self._own)
+        shares_attributes = type(inner) is type(self._optimizer)  # another class has other ones
+        own = self._own if shares_attributes else {}
+        inner.__dict__.update(own)
         inner.param_groups = [{**options, "params": tensors.get(n, [])} for n, options in enumerate(self._options)]
         with traced("update"):
             inner.step()
         for new, options, group in zip(self._new_options, self._options, inner.param_groups, strict=True):
             new.update(_changed(_without(group, ("params",)), options))
-        self._new.update(_changed(self._attributes(inner), self._own))
-        self._compare_values(tensors)
+        attributes = _without(inner.__dict__, _NOT_SHARED) if shares_attributes else {}
+        self._new.update(_changed(attributes, own))
+        self._compare_values(tensors, [*self._options, own], [*inner.param_groups, attributes])
         for stepped in tensors.values():
             for tensor in stepped:
                 tensor.grad = None
@@ -89,10 +94,10 @@ class OptimizerStepSession:
             group.update(new)
         self._optimizer.__dict__.update(self._new)
 
-    def _compare_values(self, tensors: dict[int, list[nn.Parameter]]) -> None:
+    def _compare_values(
+        self, tensors: dict[int, list[nn.Parameter]], before: list[dict[str, Any]], after: list[dict[str, Any]]
+    ) -> None:
         """Compare plain options and attributes after this part with those after the parts before it."""
-        before = [*self._options, self._own]
-        after = [*self._inner.param_groups, self._attributes(self._inner)]
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if tensors.get(number) if number < len(self._options) else any(tensors.values()):
                 values = _plain(new)
@@ -115,10 +120,6 @@ class OptimizerStepSession:
                     "them at a time, on the rank that owns them; use an optimizer whose update of a parameter depends "
                     "on that parameter alone"
                 )
-
-    def _attributes(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        # An inner optimizer of another class has other attributes, so none are copied.
-        return _without(optimizer.__dict__, _NOT_SHARED) if type(self._inner) is type(self._optimizer) else {}
 
 
 def _without(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

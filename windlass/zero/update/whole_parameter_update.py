@@ -154,7 +154,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective."""
-        session = OptimizerStepSession(self.optimizer, self._inner)
+        session = OptimizerStepSession(self.optimizer)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         requested = self._wanted(used, group_of)
         for batch in self.state_offload.iterate_batches(self._batches):
@@ -172,7 +172,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
                     owned.tensor.grad = self._assemble(owned, gradients[id(owned)].view(shape)).div_(divisor)
                     self._join_states(owned)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
-            session.step(tensors)
+            session.step(self._inner, tensors)
             for owned in todo:
                 # The step computed the full parameter; this rank stores only its part of weight and states.
                 if id(owned) in values and not owned.placement.is_full:
