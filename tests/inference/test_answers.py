@@ -255,6 +255,24 @@ def test_containers_of_the_caller_may_change_while_a_request_runs() -> None:
     assert outputs[0].outputs[0].token_ids == whole
 
 
+def test_parameters_may_be_set_like_those_of_vllm() -> None:
+    with serve(llama()) as llm:
+        params = llm.get_default_sampling_params()
+        params.min_tokens, params.max_tokens, params.temperature = 20, 20, 0
+        llm.engine.add_request("one", [5, 6, 7], params)
+        params.max_tokens = params.min_tokens = 3
+        outputs = []
+        while llm.engine.has_requests():
+            outputs += llm.engine.step()
+        assert len(outputs[0].outputs[0].token_ids) == 20
+        assert len(llm.generate([5, 6, 7], params)[0].outputs[0].token_ids) == 3
+        params.top_p = 2.0
+        with pytest.raises(RequestError, match="top_p is 2.0"):
+            llm.generate([5, 6, 7], params)
+    with pytest.raises(AttributeError, match="max_token"):
+        params.max_token = 5  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("stop", 5), ("stop_token_ids", 5), ("allowed_token_ids", "5"), ("bad_words", "word"), ("logit_bias", [5])],

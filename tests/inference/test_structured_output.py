@@ -100,6 +100,50 @@ def test_any_object_is_json() -> None:
     assert all(isinstance(json.loads(text), dict) for text in texts)
 
 
+GBNF = """
+root ::= select | "nothing"   # a comment
+select ::= "SELECT " column " where " column "= " [0-9]+ ";"
+column ::= "col_" ("1" | "2") " "
+"""
+
+
+def test_grammars_in_gbnf_are_those_of_other_servers() -> None:
+    tokenizer = byte_level_tokenizer()
+    params = SamplingParams(
+        n=6, seed=3, temperature=2.0, max_tokens=150, structured_outputs=StructuredOutputsParams(grammar=GBNF)
+    )
+    with LLM(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        (output,) = llm.generate("a", params)
+        for answer in output.outputs:
+            assert re.fullmatch(r"nothing|SELECT col_[12]  where col_[12] = [0-9]+;", answer.text), answer.text
+        with pytest.raises(RequestError, match="cannot be compiled: .*GBNF"):
+            llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(grammar="root ::= (")))
+
+
+def test_whitespace_and_properties_of_json_can_be_limited() -> None:
+    tokenizer = byte_level_tokenizer()
+    inner = {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]}
+    found = {"properties": inner, "list": {"type": "array", "items": inner, "maxItems": 3}}
+    schema = {"type": "object", "properties": found, "required": ["list"]}
+
+    def texts(**options: Any) -> list[str]:
+        structure = StructuredOutputsParams(json=schema, **options)
+        params = SamplingParams(n=5, seed=2, temperature=2.0, max_tokens=220, structured_outputs=structure)
+        return [answer.text for answer in llm.generate("a", params)[0].outputs]
+
+    with LLM(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        plain = texts(disable_any_whitespace=True, disable_additional_properties=True)
+        for text in plain:
+            assert re.fullmatch(r'[\[\]{}",:a-z]*', text), text
+        assert {key for text in texts() for key in re.findall(r'"([^"]*)"\s*:', text)} > {"list", "flag"}
+        for text in texts(whitespace_pattern=" ?", disable_additional_properties=True):
+            assert not re.search(r"\s\s|[\t\r\n]", text), text
+    for wrong in ({"regex": "a"}, {"json": {}, "disable_any_whitespace": True}):
+        with pytest.raises(RequestError, match="structured_outputs") as raised:
+            StructuredOutputsParams(whitespace_pattern=" ", **wrong)
+        assert raised.value.parameter == "structured_outputs"
+
+
 def test_a_complete_structure_ends_whatever_min_tokens_and_ignore_eos_ask() -> None:
     tokenizer = byte_level_tokenizer()
     params = SamplingParams(

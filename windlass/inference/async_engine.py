@@ -154,6 +154,7 @@ class AsyncLLMEngine:
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         loop = asyncio.get_running_loop()
         subscriber = _Subscriber(loop)
+        params = params.clone()  # the caller may change its object before the engine's thread reads it
         constraint: OutputConstraint | None = None
         if params.structured_outputs is not None:
             # a schema can take seconds, during which other requests get their tokens

@@ -146,7 +146,7 @@ class LLMEngine:
         limit = self.options.max_queued
         if limit is not None and len(self._table.waiting) >= limit:
             raise EngineOverloadedError(f"{limit} requests are waiting, which is the limit; try again later")
-        text, ids, max_tokens = self._factory.read_prompt(prompt, params)
+        params, text, ids, max_tokens = self._factory.read_prompt(prompt, params)
         salt = b""
         if lora_name is not None:
             adapters = self._adapters()

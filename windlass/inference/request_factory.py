@@ -41,8 +41,10 @@ class RequestFactory:
         self._numbers = itertools.count()
         self._seeds = random.Random(options.seed)
 
-    def read_prompt(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[str | None, list[int], int]:
-        """Return text and token ids of a prompt, and the most tokens of its answer.
+    def read_prompt(
+        self, prompt: str | Sequence[int], params: SamplingParams
+    ) -> tuple[SamplingParams, str | None, list[int], int]:
+        """Return a copy of the parameters, text and token ids of a prompt, and the most tokens of its answer.
 
         Raises:
             RequestError: the prompt or a parameter does not fit the model.
@@ -52,10 +54,11 @@ class RequestFactory:
                 f"the sampling parameters are {one_line(repr(params), 80)}; give SamplingParams(...)",
                 parameter="sampling_params",
             )
+        params = params.clone()  # the caller may change its object while the request runs
         text, ids = self.encode(prompt)
         self._check_prompt(ids, params)
         room = self._max_model_len - len(ids)
-        return text, ids, room if params.max_tokens is None else min(params.max_tokens, room)
+        return params, text, ids, room if params.max_tokens is None else min(params.max_tokens, room)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         """Return text and token ids of a prompt.

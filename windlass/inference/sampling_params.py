@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.base.errors import RequestError
@@ -18,19 +18,25 @@ MAX_LOGPROBS = 64
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # beyond them, divided logits would overflow or vanish
 _MAX_STOPS = 64
 _MAX_BAD_WORDS = 1024
+_CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 _MAX_TEXT = 1000  # characters of a stop text or a bad word; each token is compared with all of them
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Constraint of the generated text. Exactly one field is set.
+    """Constraint of the generated text. Exactly one of the first five fields is set.
 
     Attributes:
         json: a JSON Schema, as a dict or as text.
         json_object: any JSON object.
         regex: a regular expression that the whole text matches.
         choice: the texts of which one is generated.
-        grammar: a context-free grammar in Lark's syntax.
+        grammar: a context-free grammar in the syntax of Lark (with a rule `start`), or in GBNF (with a rule `root`).
+        disable_any_whitespace: JSON has no whitespace between its tokens.
+        disable_additional_properties: an object of the JSON Schema has the properties that it names, and no others,
+            unless the schema gives `additionalProperties`.
+        whitespace_pattern: regular expression of the whitespace between the tokens of JSON.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -38,13 +44,27 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs sets {', '.join(given) or 'nothing'}; set exactly one of json, json_object, "
                 "regex, choice and grammar",
+                parameter="structured_outputs",
+            )
+        of_json = [name for name in _JSON_OPTIONS if getattr(self, name) not in (None, False)]
+        if of_json and given[0] not in ("json", "json_object"):
+            raise RequestError(
+                f"structured_outputs.{of_json[0]} concerns JSON, and the text obeys {given[0]}; leave it out",
+                parameter="structured_outputs",
+            )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError(
+                "structured_outputs sets disable_any_whitespace and whitespace_pattern; set one of them",
                 parameter="structured_outputs",
             )
         if self.choice is not None:
@@ -54,9 +74,9 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(choice))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SamplingParams:
-    """Parameters of one request. Immutable; `replace` returns a changed copy.
+    """Parameters of one request. A request copies them and checks the copy, so fields may be set before and after.
 
     Attributes:
         n: number of answers that are returned.
@@ -137,7 +157,11 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def clone(self) -> SamplingParams:
-        """Return a copy."""
+        """Return a copy.
+
+        Raises:
+            RequestError: a value that was set since is out of range.
+        """
         return replace(self)
 
     def replace(self, **changes: Any) -> SamplingParams:
@@ -156,13 +180,13 @@ class SamplingParams:
                 continue
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise RequestError(f"{name} is {value!r}; give a list", parameter=name)
-            object.__setattr__(self, name, value.tolist() if hasattr(value, "tolist") else list(value))
+            setattr(self, name, value.tolist() if hasattr(value, "tolist") else list(value))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(
                     f"logit_bias is {self.logit_bias!r}; give a dict from token ids to numbers", parameter="logit_bias"
                 )
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            self.logit_bias = dict(self.logit_bias)
 
     def _check_counts(self) -> None:
         _check_integer("n", self.n, 1, MAX_CANDIDATES)

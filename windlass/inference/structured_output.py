@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,9 @@ class StructuredOutputCompiler:
             RequestError: llguidance is missing, the tokenizer cannot be used, or the constraint cannot be compiled.
         """
         self.load()
-        library = self._llguidance.LLMatcher
         try:
-            matcher = library(self._vocabulary, _make_grammar(library, params))
+            grammar = _make_grammar(self._llguidance, params)
+            matcher = self._llguidance.LLMatcher(self._vocabulary, grammar)
             matcher.compute_bitmask()  # a large constraint takes its time here, not in a step of all requests
             problem = matcher.get_error() if matcher.is_error() else None
         except (ValueError, TypeError, RecursionError) as error:
@@ -114,14 +114,42 @@ class OutputConstraint:
         return OutputConstraint(self._matcher.deep_copy(), self._vocab_size)
 
 
-def _make_grammar(library: Any, params: StructuredOutputsParams) -> str:
-    if params.json_object:
-        return str(library.grammar_from_json_schema(json.dumps({"type": "object"})))
-    if params.json is not None:
-        schema = params.json if isinstance(params.json, str) else json.dumps(dict(params.json))
-        return str(library.grammar_from_json_schema(schema))
+def _make_grammar(llguidance: Any, params: StructuredOutputsParams) -> str:
+    library = llguidance.LLMatcher
+    if params.json_object or params.json is not None:
+        schema = json.loads(params.json) if isinstance(params.json, str) else params.json or {"type": "object"}
+        if params.disable_additional_properties:
+            schema = _closed(schema)
+        options: dict[str, Any] = {}
+        if params.disable_any_whitespace:
+            options["whitespace_flexible"] = False
+        if params.whitespace_pattern is not None:
+            options["whitespace_pattern"] = params.whitespace_pattern
+        text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
+        return str(library.grammar_from_json_schema(text, overrides=options))
     if params.regex is not None:
         return str(library.grammar_from_regex(params.regex))
     if params.choice is not None:
         return str(library.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice)))
-    return str(library.grammar_from_lark(str(params.grammar)))
+    return str(llguidance.grammar_from("grammar", str(params.grammar)))
+
+
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
+
+
+def _closed(schema: Any) -> Any:
+    """Return a JSON Schema whose objects have no other properties than those that it names."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: _closed(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _closed(value)
+    if "properties" in schema or "patternProperties" in schema:
+        found.setdefault("additionalProperties", False)
+    return found
