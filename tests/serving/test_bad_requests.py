@@ -80,17 +80,17 @@ def test_a_body_that_is_no_json_object(client: TestClient, body: bytes, part: st
         ({"prompt": "a", "n": 100_000}, "n", "at most 128"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"prompt": "a", "max_tokens": 301}, "max_tokens", "allows 300"),
-        ({"prompt": "a", "max_tokens": 511}, "max_tokens", "context window"),
+        ({"prompt": "a", "max_tokens": 511}, "max_tokens", "maximum context length"),
         ({"prompt": "a", "best_of": 3, "stream": True}, "best_of", "stream = false"),
         ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
-        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "Extra"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x'"),
         ({"prompt": "a", "stop": [""]}, "stop", "non-empty"),
         ({"prompt": "a", "tempurature": 1}, "tempurature", "did you mean temperature"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search", "beam search"),
         ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "both constrain"),
         ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "nothing"),
-        ({"prompt": "a", "structured_outputs": {"rege": "a"}}, "rege", "did you mean regex"),
+        ({"prompt": "a", "structured_outputs": {"rege": "a"}}, "structured_outputs", "did you mean regex"),
         ({"prompt": "a", "sla": {"first_token_seconds": 0}}, "sla", "positive"),
     ],
 )
@@ -147,6 +147,10 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "send one"),
         ({"functions": []}, "functions", "use tools"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "chat_template_kwargs"),
+        ({"thinking": {"type": "disabled"}}, "thinking", "chat_template_kwargs"),
+        ({"stream_options": {"usage": True}, "stream": True}, "stream_options", "'stream_options.usage'"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "use grammar"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
         ({"store": True}, "store", "write false"),
         ({"modalities": ["text", "audio"]}, "modalities", "text only"),
         ({"chat_template": "x"}, "chat_template", "--chat-template"),
@@ -166,7 +170,9 @@ def test_harmless_fields_and_null_are_accepted(client: TestClient) -> None:
     echoed = {"role": "assistant", "content": "hi", "refusal": None, "audio": None, "tool_calls": None}
     body = {"messages": [*HELLO["messages"], echoed, *HELLO["messages"]], **harmless, **empty}
     assert client.post(CHAT, json=body).status_code == 200
-    options = {"stream_options": {"include_usage": None, "continuous_usage_stats": None}, "length_penalty": 1.0}
+    usage = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": False}
+    options = {"stream_options": usage, "length_penalty": 1.0, "include_reasoning": True, "tool_choice": "auto"}
+    options |= {"guided_decoding_backend": "guidance", "tools": [], "vllm_xargs": None}
     answer = client.post(CHAT, json={**body, **options, "stream": True})
     assert answer.status_code == 200
     assert '"usage"' not in answer.text
@@ -179,6 +185,10 @@ def test_other_bad_requests(client: TestClient) -> None:
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
     answer = client.post(TEXT, content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_content_type"
+    kind = {"content-type": "application/json"}
+    compressed = client.post(TEXT, content=b"\x1f\x8b", headers={"content-encoding": "gzip", **kind})
+    assert compressed.status_code == 415 and "without compression" in compressed.json()["error"]["message"]
+    assert client.post(TEXT, content=b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', headers=kind).status_code == 200
     error = refused(client, "/v1/embeddings", {"input": "a", "dimensions": 3})
     assert error["param"] == "dimensions"
     assert refused(client, "/v1/embeddings", {"input": "a" * 600})["code"] == "context_length_exceeded"

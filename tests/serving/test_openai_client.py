@@ -115,7 +115,7 @@ def test_errors_are_the_clients_own_types(client: openai.OpenAI) -> None:
     assert found.value.param == "temperature" and found.value.type == "invalid_request_error"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="context window of 512") as long:
+    with pytest.raises(openai.BadRequestError, match="this model's maximum context length is 512 tokens") as long:
         client.completions.create(model="m", prompt="a" * 600)
     assert long.value.code == "context_length_exceeded"
 

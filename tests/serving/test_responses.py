@@ -144,7 +144,7 @@ BAD = [
     ({"input": "hi", "max_tokens": 3}, "max_tokens", "write max_output_tokens"),
     ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
     ({"input": "hi", "max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens is 1,000,000"),
-    ({"input": "x" * 600}, "input", "context window of 512"),
+    ({"input": "x" * 600}, "input", "context length is 512"),
     ({"input": []}, "input", "input is empty"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "'robot'"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "text only"),
@@ -165,6 +165,14 @@ BAD = [
     ({"input": "hi", "temprature": 1.0}, "temprature", "did you mean temperature?"),
     ({"input": "hi", "temperature": -1.0}, "temperature", "temperature is -1.0"),
 ]
+
+
+def test_harmless_parts_of_fields_are_accepted() -> None:
+    body = {"input": "hi", "text": {"verbosity": "medium"}, "reasoning": {"effort": None, "summary": "auto"}}
+    client = client_of(FakeEngine())
+    assert client.post("/v1/responses", json=body).status_code == 200
+    stream = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    assert client.post("/v1/responses", json={**body, **stream}).status_code == 200
 
 
 @pytest.mark.parametrize(("body", "parameter", "text"), BAD, ids=lambda value: value if isinstance(value, str) else "")

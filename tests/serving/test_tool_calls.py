@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inference.text_models import byte_level_tokenizer
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, events_of
 from windlass.inference.sampling_params import StructuredOutputsParams
 from windlass.inference.structured_output import StructuredOutputCompiler
@@ -177,6 +177,26 @@ def test_the_response_format_becomes_a_constraint(form: Any, field: str | None) 
     assert (constraint is None) == (field is None)
     if constraint is not None:
         assert getattr(constraint, str(field)) == (form["json_schema"]["schema"] if field == "json" else True)
+
+
+def test_a_forced_call_is_no_text_and_has_no_response_format() -> None:
+    engine = FakeEngine()
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": "required"}
+    assert client_of(engine).post(CHAT, json={**body, "response_format": form}).status_code == 200
+    assert client_of(engine).post(CHAT, json=body).status_code == 200
+    assert engine.seen[0][1] == engine.seen[1][1] and engine.seen[0][1].structured_outputs.json["type"] == "array"
+
+
+def test_the_effort_of_reasoning_is_passed_to_a_template_that_reads_it() -> None:
+    engine = FakeEngine(tokenizer=CharacterTokenizer(chat_template="effort: {{ reasoning_effort }}"))
+    client = client_of(engine)
+    messages = [{"role": "user", "content": "hi"}]
+    assert client.post(CHAT, json={"messages": messages, "reasoning_effort": "low"}).status_code == 200
+    answer = client.post("/v1/responses", json={"input": "hi", "reasoning": {"effort": "high", "summary": None}})
+    assert answer.json()["reasoning"] == {"effort": "high", "summary": None}
+    assert [engine.tokenizer.decode(seen[0]) for seen in engine.seen] == ["effort: low", "effort: high"]
 
 
 def test_a_conversation_with_calls_reaches_the_template_with_objects() -> None:

@@ -149,6 +149,12 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
     return found
 
 
+def reads_variable(template: Any, name: str) -> bool:
+    """Return True if a chat template in Jinja, or one of several by name, contains a variable's name."""
+    texts = template.values() if isinstance(template, Mapping) else [template]
+    return any(re.search(rf"\b{name}\b", text) for text in texts if isinstance(text, str))
+
+
 def render_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],

@@ -9,7 +9,14 @@ from typing import Any
 from windlass.base.text import one_line
 from windlass.inference.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
 from windlass.serving.api_errors import ApiError
-from windlass.serving.chat_prompt import ChatTool, forced_call_schema, normalize_messages, parse_tools, render_chat
+from windlass.serving.chat_prompt import (
+    ChatTool,
+    forced_call_schema,
+    normalize_messages,
+    parse_tools,
+    reads_variable,
+    render_chat,
+)
 from windlass.serving.generation import encode_text
 from windlass.serving.request_fields import RequestModel, SamplingFields
 from windlass.serving.server_context import ServerContext
@@ -30,6 +37,7 @@ class ChatFields(RequestModel):
         add_generation_prompt: end the prompt with the header of the assistant's message.
         continue_final_message: continue the last message in place of a new one.
         chat_template_kwargs: values that the chat template reads.
+        reasoning_effort: the same for its variable of this name.
         add_special_tokens: let the tokenizer add its beginning-of-text token; templates usually have it.
     """
 
@@ -38,6 +46,7 @@ class ChatFields(RequestModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
 
 
@@ -90,15 +99,27 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
             "continue_final_message and add_generation_prompt exclude each other",
             parameter="continue_final_message",
         )
+    tokenizer, template = context.engine.tokenizer, context.settings.chat_template
+    arguments = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        if not reads_variable(template or getattr(tokenizer, "chat_template", None), "reasoning_effort"):
+            raise ApiError(
+                400,
+                f"reasoning_effort = {one_line(repr(fields.reasoning_effort), 80)} is not supported: the chat template "
+                "does not read it; pass the template's own switch in chat_template_kwargs",
+                parameter="reasoning_effort",
+                code="unsupported_parameter",
+            )
+        arguments.setdefault("reasoning_effort", fields.reasoning_effort)
     text = await context.in_tokenizer_thread(
         lambda: render_chat(
-            context.engine.tokenizer,
+            tokenizer,
             messages,
             tools,
-            template=context.settings.chat_template,
+            template=template,
             add_generation_prompt=fields.add_generation_prompt is not False and not continued,
             continue_final_message=continued,
-            template_arguments=fields.chat_template_kwargs or {},
+            template_arguments=arguments,
         )
     )
     return await encode_text(context, text, bool(fields.add_special_tokens))
@@ -119,6 +140,8 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
     several = fields.parallel_tool_calls is not False
     if choice == "none":
         return ToolChoice([], None, PlainText)
+    if not tools and choice == "auto" and fields.tools is not None:
+        return ToolChoice([], None, PlainText)  # agents without tools send an empty list
     if not tools:
         raise ApiError(400, "tool_choice needs tools", parameter="tool_choice")
     if choice == "auto":
@@ -144,8 +167,9 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form = fields.response_format
     kind = form.get("type") if form is not None else "text"
+    form_constraint: StructuredOutputsParams | None = None
     if form is not None and kind == "json_object":
-        found.append(("response_format", StructuredOutputsParams(json_object=True)))
+        form_constraint = StructuredOutputsParams(json_object=True)
     elif form is not None and kind == "json_schema":
         wrapper = form.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
@@ -153,7 +177,7 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
             raise ApiError(
                 400, "response_format.json_schema.schema is missing; send a JSON Schema", parameter="response_format"
             )
-        found.append(("response_format", StructuredOutputsParams(json=schema)))
+        form_constraint = StructuredOutputsParams(json=schema)
     elif kind != "text":
         shown = one_line(repr(kind), 80)
         raise ApiError(
@@ -161,6 +185,8 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
             f"response_format.type is {shown}; write text, json_object or json_schema",
             parameter="response_format",
         )
+    if form_constraint is not None and not choice.forced:  # the form concerns text, which a forced call lacks
+        found.append(("response_format", form_constraint))
     own = fields.constraint_field
     if own is not None:
         found.append((own, StructuredOutputsParams(json_object=True)))

@@ -52,12 +52,15 @@ async def create_embeddings(request: Request) -> Response:
     given = normalize_prompts(fields.input, "input", context.settings.max_prompts)
     prompts = [one if isinstance(one, list) else await encode_text(context, one, True) for one in given]
     for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) <= context.engine.max_model_len:
+        window = context.engine.max_model_len
+        if not prompt:
+            raise ApiError(400, f"input.{index} has no tokens; send some text", parameter="input")
+        if len(prompt) > window:
             raise ApiError(
                 400,
-                f"input.{index} has {len(prompt):,} tokens; the model takes 1 to {context.engine.max_model_len:,}",
+                f"input.{index} has {len(prompt):,} tokens; this model's maximum context length is {window} tokens",
                 parameter="input",
-                code="context_length_exceeded" if prompt else None,
+                code="context_length_exceeded",
             )
     vectors = await until_disconnect(request, context.engine.embed(prompts))
     data = [

@@ -203,8 +203,9 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
         asked = f" and max_tokens is {params.max_tokens:,}" if left >= 1 else ""
         raise ApiError(
             400,
-            f"the prompt has {len(prompt):,} tokens{asked}; together they must fit the context window of {window:,} "
-            "tokens",
+            # clients find these words of OpenAI's error, to shorten the conversation and try again
+            f"the prompt has {len(prompt):,} tokens{asked}; this model's maximum context length is {window} tokens"
+            + (", of prompt and answer together" if asked else ""),
             parameter="max_tokens" if left >= 1 else field,
             code="context_length_exceeded",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from typing import Any
 
@@ -24,7 +25,7 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """Read the body of a request and return its JSON object.
 
     Raises:
-        ApiError: another content type, too many bytes, invalid UTF-8, or invalid JSON.
+        ApiError: another content type, a compressed body, too many bytes, invalid UTF-8, or invalid JSON.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -33,6 +34,14 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
             415,
             f"Content-Type is {content_type[:80] or 'not given'!r}; send the body as application/json",
             code="unsupported_content_type",
+            closes_connection=True,
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding is {encoding[:80]!r}; send the body without compression",
+            code="unsupported_content_encoding",
             closes_connection=True,
         )
     body = await read_body(request, max_bytes)
@@ -96,7 +105,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
             refused.
     """
     try:
-        text = body.decode("utf-8")
+        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 lets a parser ignore the mark
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8 at byte {error.start}") from error
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,22 +27,34 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0, 1),
     "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),  # a model's reasoning is part of its text
+    "guided_decoding_backend": _ANY,  # the language of a constraint is the same with any compiler
 }
 
 _REFUSED = {
     "audio": "the server generates text only",
     "chat_template": "the template is chosen at start by --chat-template",
+    "documents": "pass them in chat_template_kwargs, if the template reads them",
+    "enable_thinking": "pass it in chat_template_kwargs",
+    "extra_body": "send its fields beside the others",
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "include_reasoning": "the reasoning is part of the text",
+    "kv_transfer_params": "each server computes its own keys and values",
     "length_penalty": "beam search is not served",
     "logits_processors": "the server runs no code of requests",
+    "mm_processor_kwargs": "the server takes text only",
     "modalities": "the server generates text only",
     "prediction": "leave it out",
     "reasoning_effort": "pass the template's own switch in chat_template_kwargs",
     "service_tier": "leave it out",
     "store": "the server keeps no answers; write false",
+    "thinking": "pass the template's own switch in chat_template_kwargs",
+    "thinking_token_budget": "pass the template's own switch in chat_template_kwargs",
+    "truncate_prompt_tokens": "shorten the prompt",
     "use_beam_search": "beam search is not served",
     "verbosity": "leave it out",
+    "vllm_xargs": "the server runs no code of requests",
     "web_search_options": "the server searches nothing",
 }
 
@@ -64,27 +76,44 @@ class RequestModel(BaseModel):
     refused: ClassVar[Mapping[str, str]] = _REFUSED
 
     @classmethod
-    def parse(cls: type[Model], data: Mapping[str, Any]) -> Model:
+    def parse(cls: type[Model], data: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Model:
         """Validate a JSON object.
+
+        Args:
+            parents: names of the fields that the object is the value of, from the outermost one.
 
         Raises:
             ApiError: a field that is unknown, refused, of another type or missing, with its name.
         """
-        known = {name: value for name, value in data.items() if _has_effect(name, value, cls)}
+        known: dict[str, Any] = {}
+        for name, value in data.items():
+            if _has_effect(name, value, cls, parents):
+                part = _part_model(cls, name)
+                nests = part is not None and isinstance(value, Mapping)
+                known[name] = part.parse(value, (*parents, name)) if part is not None and nests else value
         try:
             return cls.model_validate(known)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False)
             # the most specific place, because each member of a union reports its own problem
-            place = ".".join(str(part) for part in problems[0]["loc"])
-            field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+            path = (*parents, *(str(part) for part in problems[0]["loc"]))
+            place, field = ".".join(path), path[0] if path else None
             message = f"{place}: {problems[0]['msg']}"
             if problems[0]["type"] != "missing":
                 message += f" (it is {one_line(repr(problems[0]['input']), 100)})"
             raise ApiError(400, message, parameter=field) from error
 
 
-def _has_effect(name: str, value: Any, model: type[RequestModel]) -> bool:
+def _part_model(model: type[RequestModel], name: str) -> type[RequestModel] | None:
+    """Return the model of a field whose value is an object with fields of its own; None for other fields."""
+    annotation = model.model_fields[name].annotation
+    for kind in get_args(annotation) or (annotation,):
+        if isinstance(kind, type) and issubclass(kind, RequestModel):
+            return kind
+    return None
+
+
+def _has_effect(name: str, value: Any, model: type[RequestModel], parents: tuple[str, ...]) -> bool:
     """Return False for a harmless field, and raise for one that is refused."""
     if name in model.model_fields:
         return True
@@ -93,17 +122,16 @@ def _has_effect(name: str, value: Any, model: type[RequestModel]) -> bool:
         return False
     if isinstance(allowed, tuple) and any(value == one and type(value) is type(one) for one in allowed):
         return False
-    shown = one_line(repr(value), 100)
+    place, shown = one_line(".".join((*parents, name)), 80), one_line(repr(value), 100)
+    field = parents[0] if parents else place
     if name in model.refused or allowed is not None:
         reason = model.refused.get(name, "leave it out")
         raise ApiError(
-            400, f"{name} = {shown} is not supported: {reason}", parameter=name, code="unsupported_parameter"
+            400, f"{place} = {shown} is not supported: {reason}", parameter=field, code="unsupported_parameter"
         )
     near = nearest_name(name, model.model_fields)
     hint = f"; did you mean {near}?" if near else ""
-    raise ApiError(
-        400, f"unknown field {one_line(name, 80)!r}{hint}", parameter=one_line(name, 80), code="unknown_parameter"
-    )
+    raise ApiError(400, f"unknown field {place!r}{hint}", parameter=field, code="unknown_parameter")
 
 
 class StreamOptions(RequestModel):
@@ -114,6 +142,9 @@ class StreamOptions(RequestModel):
         continuous_usage_stats: send it with every event.
     """
 
+    harmless: ClassVar = {"include_obfuscation": (False, True)}
+    refused: ClassVar = {}
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -121,22 +152,32 @@ class StreamOptions(RequestModel):
 class StructuredOutputsField(RequestModel):
     """Constraint of the text, in vLLM's form."""
 
+    harmless: ClassVar = {"disable_fallback": (False, True)}  # there is one compiler
+    refused: ClassVar = {"structural_tag": "use grammar"}
+
     json_: str | dict[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> StructuredOutputsParams:
         """Return the constraint."""
-        field = cls.parse({"json_" if name == "json" else name: value for name, value in data.items()})
+        known = {"json_" if name == "json" else name: value for name, value in data.items()}
+        field = cls.parse(known, ("structured_outputs",))
         return StructuredOutputsParams(
             json=field.json_,
             json_object=bool(field.json_object),
             regex=field.regex,
             choice=field.choice,
             grammar=field.grammar,
+            disable_any_whitespace=bool(field.disable_any_whitespace),
+            disable_additional_properties=bool(field.disable_additional_properties),
+            whitespace_pattern=field.whitespace_pattern,
         )
 
 
@@ -192,6 +233,7 @@ class SamplingFields(CommonSamplingFields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     _PLAIN: ClassVar[tuple[str, ...]] = (
         *("n", "best_of", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -228,8 +270,11 @@ class SamplingFields(CommonSamplingFields):
 
     def constraint(self) -> StructuredOutputsParams | None:
         """Return the constraint on the text that vLLM's fields request; None without one."""
+        options = {"whitespace_pattern": self.guided_whitespace_pattern}
+        if self.guided_whitespace_pattern is not None and self.guided_json is None:
+            raise ApiError(400, "guided_whitespace_pattern needs guided_json", parameter="guided_whitespace_pattern")
         found = [
-            (name, StructuredOutputsParams(**{name.removeprefix("guided_"): value}))
+            (name, StructuredOutputsParams(**{name.removeprefix("guided_"): value, **options}))
             for name in _GUIDED
             if (value := getattr(self, name)) is not None
         ]

@@ -134,7 +134,7 @@ class _Answer:
             "output": self.items.output if ended else [],
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": self.params.temperature,

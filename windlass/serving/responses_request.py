@@ -20,7 +20,7 @@ _SAME = (*CommonSamplingFields.model_fields, "parallel_tool_calls", "chat_templa
 """Fields that a chat completion has under the same name."""
 
 CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
-              "response_format": "text"}  # fmt: skip
+              "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
 """Fields of a chat completion, for errors about them, each with the name that it has here."""
 
 
@@ -28,6 +28,7 @@ class TextFields(RequestModel):
     """Form of the text."""
 
     harmless: ClassVar = {"verbosity": ("medium",)}
+    refused: ClassVar = {}
 
     format: dict[str, Any] | None = None
 
@@ -36,6 +37,23 @@ class StreamFields(RequestModel):
     """Options of the stream."""
 
     harmless: ClassVar = {"include_obfuscation": (False, True)}
+    refused: ClassVar = {}
+
+
+class ReasoningFields(RequestModel):
+    """Effort of the reasoning before the answer.
+
+    Attributes:
+        effort: value for the chat template.
+    """
+
+    harmless: ClassVar = {"summary": ("auto",), "generate_summary": ("auto",)}
+    refused: ClassVar = {
+        "summary": "the server summarizes nothing",
+        "generate_summary": "the server summarizes nothing",
+    }
+
+    effort: str | None = None
 
 
 class ResponsesRequest(CommonSamplingFields):
@@ -45,7 +63,6 @@ class ResponsesRequest(CommonSamplingFields):
         **RequestModel.harmless,
         "background": (False,),
         "truncation": ("disabled",),
-        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
     }
     refused: ClassVar = {
         **RequestModel.refused,
@@ -57,7 +74,6 @@ class ResponsesRequest(CommonSamplingFields):
         "messages": "write input",
         "previous_response_id": "the server keeps no answers; send all items as input",
         "prompt": "the server has no stored prompts; write instructions and input",
-        "reasoning": "pass the template's own switch in chat_template_kwargs",
         "response_format": "write text.format",
         "truncation": "shorten the input",
     }
@@ -65,6 +81,7 @@ class ResponsesRequest(CommonSamplingFields):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    reasoning: ReasoningFields | None = None
     text: TextFields | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -97,6 +114,7 @@ class ResponsesRequest(CommonSamplingFields):
             tool_choice=choice,
             response_format=_chat_format(self.text.format if self.text is not None else None),
             max_completion_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
             logprobs=self.shows_logprobs or None,
             **values,
         )
