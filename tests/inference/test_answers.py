@@ -14,6 +14,7 @@ from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
 from windlass.base.errors import ModelError, RequestError
+from windlass.inference.chat_template import reads_parts
 from windlass.inference.detokenizer import Detokenizer, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
@@ -417,6 +418,33 @@ def test_conversations_become_prompts_by_a_template() -> None:
         with pytest.raises(RequestError, match="refuses the messages: only pairs"):
             llm.chat(user, GREEDY, chat_template="{{ raise_exception('only pairs') }}")
         assert len(llm.chat([user, begun], GREEDY, chat_template=TEMPLATE)) == 2
+
+
+_LOOP = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+
+
+CONTENT_FORMS = [
+    (_LOOP, True),
+    ("{% set found = message['content'] %}" + _LOOP.replace("message.content", "found"), True),
+    ("{{ message['content'][0]['text'] }}", True),
+    ("{% generation %}{{ message.content[0].text }}{% endgeneration %}", True),
+    ("{% if message.content is string %}{{ message.content }}{% else %}" + _LOOP + "{% endif %}", False),
+    ("{{ message.content | trim }}{% for call in message.tool_calls or [] %}{% endfor %}", False),
+    ("{{ message.content.split('x')[0] }}{% if message.content[:1] == 'a' %}{% endif %}", False),
+]
+
+
+def test_contents_have_the_form_that_the_template_reads() -> None:
+    tokenizer = byte_level_tokenizer()
+    messages = [{"role": "system", "content": "the fo"}, {"role": "user", "content": [{"type": "text", "text": "1"}]}]
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        for body, parts in CONTENT_FORMS:
+            template = "{% for message in messages %}<{{ message.role }}>" + body + "{% endfor %}"
+            assert reads_parts(template) == parts
+            (output,) = llm.chat(messages, GREEDY, chat_template=template)
+            assert output.prompt == "<system>the fo<user>1", body
+        with pytest.raises(RequestError, match="chat_template_content_format"):
+            llm.chat(messages, GREEDY, chat_template=template, chat_template_content_format="text")
 
 
 def test_tokens_beyond_the_tokenizer_have_no_text() -> None:

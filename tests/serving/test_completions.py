@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, events_of
 from windlass.inference.outputs import Logprob
 from windlass.inference.sampling_params import SamplingParams
@@ -59,6 +59,14 @@ def test_the_default_length_is_16_tokens_of_a_completion_and_the_window_of_a_cha
     client.post(CHAT, json={"messages": [{"role": "user", "content": "a" * 50}]})
     lengths = [params.max_tokens for _, params, *_ in engine.seen]
     assert lengths == [16, 9, 80, 100 - len("<user><assistant>") - 50]
+
+
+def test_a_template_that_reads_parts_gets_parts() -> None:
+    loop = "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}"
+    engine = FakeEngine(tokenizer=CharacterTokenizer(chat_template=loop))
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "c"}]}]
+    assert client_of(engine).post(CHAT, json={"messages": messages}).status_code == 200
+    assert engine.tokenizer.decode(engine.seen[0][0]) == "ab;c;"
 
 
 def test_echo_with_logprobs_alone_generates_nothing() -> None:

@@ -121,11 +121,14 @@ class Conversation:
     def _prompt(self) -> str | list[int]:
         from jinja2.exceptions import TemplateError
 
+        from windlass.inference.chat_template import with_content_form
+
         tokenizer = self._engine.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in self.messages)
         try:
-            text = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+            messages = with_content_form(self.messages, tokenizer, None)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from error
         return list(tokenizer.encode(text, add_special_tokens=False))  # templates write special tokens themselves

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.inference.beam_search import BeamSearchOutput, search_beams
+from windlass.inference.chat_template import with_content_form
 from windlass.inference.embeddings import embed_prompts
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
@@ -197,6 +198,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
         **arguments: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of several, by a chat template.
@@ -209,6 +211,8 @@ class LLM:
                 `add_generation_prompt=False`.
             tools: functions that the template shows to the model, in OpenAI's form.
             chat_template_kwargs: values that the template reads.
+            chat_template_content_format: `string` passes contents as texts, `openai` as parts, and `auto` as the
+                template reads them.
             arguments: further arguments of `generate`.
 
         Raises:
@@ -220,7 +224,12 @@ class LLM:
         texts: list[str] = []
         prompts: list[Prompt] = []
         for conversation in conversations:
-            shown = [_with_text(message) for message in conversation]
+            shown = with_content_form(
+                [_with_text(message) for message in conversation],
+                self.tokenizer,
+                chat_template,
+                chat_template_content_format,
+            )
             try:
                 text = self.tokenizer.apply_chat_template(
                     shown,

@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 
 from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.text import one_line
+from windlass.inference.chat_template import with_content_form
 from windlass.serving.api_errors import ApiError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -187,8 +188,9 @@ def render_chat(
     }
     if tools:
         arguments["tools"] = [dict(tool.definition) for tool in tools]
+    shown = with_content_form(messages, tokenizer, template)
     try:
-        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)
+        text = tokenizer.apply_chat_template(shown, chat_template=template, tokenize=False, **arguments)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         # Templates check the order of roles and types themselves and raise with a text for the user.
         raise ApiError(

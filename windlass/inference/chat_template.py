@@ -1,0 +1,82 @@
+"""Form of a message's content that a chat template reads: a text, or a list of parts."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from windlass.base.errors import RequestError
+
+CONTENT_FORMATS = ("auto", "string", "openai")
+"""Forms of content, with vLLM's names: that which the template reads, a text, and parts of the type `text`."""
+
+
+def with_content_form(
+    messages: Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, form: str = "auto"
+) -> list[Mapping[str, Any]]:
+    """Return messages whose texts have the form that a template reads.
+
+    A template that iterates over the parts of a content would iterate over the characters of a text, and leave it out.
+
+    Args:
+        template: template in Jinja; None: that of the tokenizer.
+        form: one of `CONTENT_FORMATS`.
+
+    Raises:
+        RequestError: another form.
+    """
+    if form not in CONTENT_FORMATS:
+        raise RequestError(
+            f"chat_template_content_format is {form!r}; write one of {', '.join(CONTENT_FORMATS)}",
+            parameter="chat_template_content_format",
+        )
+    found = template if template is not None else getattr(tokenizer, "chat_template", None)
+    if isinstance(found, Mapping):
+        found = found.get("default")
+    if form == "string" or (form == "auto" and not (isinstance(found, str) and reads_parts(found))):
+        return list(messages)
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+@functools.lru_cache(maxsize=16)
+def reads_parts(template: str) -> bool:
+    """Return True if a template takes the content of messages for a list of parts, and has no case for a text."""
+    import jinja2
+    from jinja2 import nodes
+
+    # a tag of transformers' own, which changes no text
+    plain = re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 if true \2%}{%\1 endif \2%}", template)
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateError:
+        return False  # the error belongs to the call that renders it
+    names = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, {"content"}):
+            names.add(assign.target.name)
+    cases = (test.node for test in tree.find_all(nodes.Test) if test.name in ("string", "sequence", "iterable"))
+    if any(_is_content(node, names) for node in cases):
+        return False
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)) or any(
+        _is_content(part.node, names) and isinstance(part.arg, nodes.Const) and isinstance(part.arg.value, int)
+        for access in tree.find_all((nodes.Getattr, nodes.Getitem))
+        if isinstance(part := access.node, nodes.Getitem)
+    )
+
+
+def _is_content(node: Any, names: set[str]) -> bool:
+    """Return True for `message.content`, `message["content"]`, and a variable with one of these names."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Getattr):
+        return bool(node.attr == "content")
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name in names
