@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from windlass.inference.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from windlass.inference.inference_model import init_inference as init_inference
     from windlass.inference.llm import LLM as LLM
+    from windlass.inference.llm import TextPrompt as TextPrompt
+    from windlass.inference.llm import TokensPrompt as TokensPrompt
     from windlass.inference.lora_request import LoRARequest as LoRARequest
+    from windlass.inference.outputs import CompletionOutput as CompletionOutput
+    from windlass.inference.outputs import RequestOutput as RequestOutput
     from windlass.inference.sampling_params import BeamSearchParams as BeamSearchParams
     from windlass.inference.sampling_params import SamplingParams as SamplingParams
     from windlass.inference.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -40,16 +44,20 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "CompletionOutput",
     "Engine",
     "LLM",
     "LayerSpec",
     "LoRARequest",
     "MoE",
     "PipelineModule",
+    "RequestOutput",
     "SamplingParams",
     "StackedMLP",
     "StructuredOutputsParams",
+    "TextPrompt",
     "TiedLayerSpec",
+    "TokensPrompt",
     "WindlassError",
     "__version__",
     "add_config_arguments",
@@ -70,16 +78,20 @@ __all__ = [
 _MODULE_OF = {
     "AsyncLLMEngine": "windlass.inference.async_engine",
     "BeamSearchParams": "windlass.inference.sampling_params",
+    "CompletionOutput": "windlass.inference.outputs",
     "Engine": "windlass.engine.training_engine",
     "LLM": "windlass.inference.llm",
     "LayerSpec": "windlass.parallel.pipeline.layer_specs",
     "LoRARequest": "windlass.inference.lora_request",
     "MoE": "windlass.parallel.experts.mixture_of_experts",
     "PipelineModule": "windlass.parallel.pipeline.pipeline_sequential",
+    "RequestOutput": "windlass.inference.outputs",
     "SamplingParams": "windlass.inference.sampling_params",
     "StackedMLP": "windlass.parallel.experts.stacked_mlp",
     "StructuredOutputsParams": "windlass.inference.sampling_params",
+    "TextPrompt": "windlass.inference.llm",
     "TiedLayerSpec": "windlass.parallel.pipeline.layer_specs",
+    "TokensPrompt": "windlass.inference.llm",
     "WindlassError": "windlass.base.errors",
     "add_config_arguments": "windlass.launch.config_arguments",
     "from_pretrained": "windlass.from_pretrained",

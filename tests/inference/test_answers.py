@@ -552,7 +552,7 @@ def test_embeddings_are_normalized_hidden_states_of_the_last_token() -> None:
             with torch.no_grad():
                 hidden = model.model(input_ids=torch.tensor([output.prompt_token_ids])).last_hidden_state[0, -1]
             torch.testing.assert_close(torch.tensor(output.outputs.embedding), hidden / hidden.norm())
-        assert found[1].prompt_token_ids == [5, 6, 7]
+        assert found[1].prompt_token_ids == [5, 6, 7] and found[1].outputs.hidden_size == hidden.shape[0]
         with pytest.raises(RequestError, match="an input has 0 tokens"):
             llm.embed([[]])
 

@@ -64,11 +64,19 @@ def reads_parts(template: str) -> bool:
     cases = (test.node for test in tree.find_all(nodes.Test) if test.name in ("string", "sequence", "iterable"))
     if any(_is_content(node, names) for node in cases):
         return False
-    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)) or any(
-        _is_content(part.node, names) and isinstance(part.arg, nodes.Const) and isinstance(part.arg.value, int)
-        for access in tree.find_all((nodes.Getattr, nodes.Getitem))
-        if isinstance(part := access.node, nodes.Getitem)
-    )
+    if any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
+        return True
+    for access in tree.find_all((nodes.Getattr, nodes.Getitem)):  # content[0].text
+        part = access.node if isinstance(access, nodes.Getattr | nodes.Getitem) else None
+        if isinstance(part, nodes.Getitem) and _is_content(part.node, names) and _is_number(part.arg):
+            return True
+    return False
+
+
+def _is_number(node: Any) -> bool:
+    from jinja2 import nodes
+
+    return isinstance(node, nodes.Const) and isinstance(node.value, int)
 
 
 def _is_content(node: Any, names: set[str]) -> bool:

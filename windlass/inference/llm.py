@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, SupportsIndex, TypedDict, TypeVar, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,19 @@ _NOT_BUILT = {
     "llm_engine": "use engine, stats, tokenizer and max_model_len",
 }
 """Members of vLLM's class that are not built, and what to use instead."""
+
+
+class TextPrompt(TypedDict):
+    """Prompt as a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""

@@ -111,6 +111,11 @@ class EmbeddingOutput:
 
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        """Number of features."""
+        return len(self.embedding)
+
 
 @dataclass
 class EmbeddingRequestOutput:

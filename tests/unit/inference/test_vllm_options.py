@@ -27,6 +27,10 @@ def test_options_of_a_script_for_vllm_become_windlasss() -> None:
         disable_log_stats=True,
         cpu_offload_gb=0,
         max_logprobs=20,
+        override_generation_config={},
+        enable_sleep_mode=False,
+        logprobs_mode="raw_logprobs",
+        worker_extension_cls="",
     )
     assert (options.max_sequences, options.max_tokens_per_step, options.prefix_caching) == (4, 64, False)
     assert (options.kv_dtype, options.cuda_graphs, options.swap_bytes) == ("bf16", False, 1 << 29)
@@ -47,6 +51,8 @@ def test_options_of_a_script_for_vllm_become_windlasss() -> None:
         ({"cpu_offload_gb": 4}, "weights_tier='host'"),
         ({"max_logprobs": 100}, "up to 64"),
         ({"data_parallel_size": 2}, "--replicas"),
+        ({"logprobs_mode": "processed_logprobs"}, "before penalties"),
+        ({"enable_sleep_mode": True}, "use close"),
         ({"enable_expert_parallel": True}, "ep="),
         ({"max_num_seqs": 4, "max_sequences": 4}, "are the same"),
         ({"no_such_option": 1}, "no option 'no_such_option'"),
