@@ -61,6 +61,16 @@ def test_the_default_length_is_16_tokens_of_a_completion_and_the_window_of_a_cha
     assert lengths == [16, 9, 80, 100 - len("<user><assistant>") - 50]
 
 
+def test_one_constraint_in_its_older_and_its_newer_form_is_one() -> None:
+    engine = FakeEngine()
+    both = {"guided_json": {"type": "object"}, "guided_whitespace_pattern": " ?"}
+    newer = {"structured_outputs": {"json": {"type": "object"}, "whitespace_pattern": " ?"}}
+    for fields in (both, newer, {**both, **newer}):
+        assert client_of(engine).post(TEXT, json={"prompt": "a", "max_tokens": 1, **fields}).status_code == 200
+    structures = [params.structured_outputs for _, params, *_ in engine.seen]
+    assert structures[0] == structures[1] == structures[2] and structures[0].whitespace_pattern == " ?"
+
+
 def test_a_template_that_reads_parts_gets_parts() -> None:
     loop = "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}"
     engine = FakeEngine(tokenizer=CharacterTokenizer(chat_template=loop))

@@ -280,7 +280,7 @@ class SamplingFields(CommonSamplingFields):
         ]
         if self.structured_outputs is not None:
             found.append(("structured_outputs", StructuredOutputsField.of(self.structured_outputs)))
-        if len(found) > 1:
+        if any(params != found[0][1] for _, params in found):  # clients send the older and the newer form of one
             names = " and ".join(name for name, _ in found)
             raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
         return found[0][1] if found else None
