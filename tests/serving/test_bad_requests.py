@@ -134,7 +134,7 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
             "tool_choice",
             "function of tools",
         ),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "excludes"),
+        ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "excludes"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "both"),

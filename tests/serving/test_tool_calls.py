@@ -231,21 +231,64 @@ def test_the_schema_of_all_calls_can_be_compiled() -> None:
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}}, "additionalProperties": False}
     item = {"type": "object", "properties": {"item": {"$ref": "#/$defs/I"}}, "$defs": {"I": {"const": 3}}}
     schema = forced_call_schema([ChatTool("tree", tree, {}), ChatTool("item", item, {})], None)
-    tokenizer = byte_level_tokenizer()
-    compiler = StructuredOutputCompiler(tokenizer, len(tokenizer))
     for text, allowed in (
         ('[{"name": "tree", "parameters": {"left": {"left": {}}}}]', True),
         ('[{"name": "item", "parameters": {"item": 3}}]', True),
         ('[{"name": "item", "parameters": {"item": 4}}]', False),
         ('[{"name": "tree", "parameters": {"left": {"name": "tree"}}}]', False),
     ):
-        constraint = compiler.compile(StructuredOutputsParams(json=schema))
-        accepted = True
-        for token in tokenizer(text, add_special_tokens=False).input_ids:
-            accepted = accepted and bool(constraint.allowed()[token])
-            if accepted:
-                constraint.accept(token)
-        assert accepted == allowed, text
+        assert accepts(StructuredOutputsParams(json=schema), text) == allowed, text
+
+
+def accepts(params: StructuredOutputsParams, text: str) -> bool:
+    """Return True if a text obeys a structure and may end."""
+    tokenizer = byte_level_tokenizer()
+    constraint = StructuredOutputCompiler(tokenizer, len(tokenizer)).compile(params)
+    for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+        if token == tokenizer.eos_token_id and constraint.is_complete():
+            return True
+        if not constraint.allowed()[token]:
+            return False
+        constraint.accept(token)
+    return True
+
+
+ANSWER = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/C"}}, "$defs": {"C": {"type": "string"}}}
+BLOCKS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
+OBJECT = '{"name": "weather", "parameters": {"city": "Łódź"}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "several", "text", "allowed"),
+    [
+        ("auto", True, '{"x": 3}', True),
+        ("auto", True, '{"x": "3"}', False),
+        ("auto", True, BLOCKS, True),
+        ("auto", True, f"{BLOCKS}\n{BLOCKS}", True),
+        ("auto", False, f"{BLOCKS}\n{BLOCKS}", False),
+        ("auto", True, BLOCKS.replace('"Łódź"', "3"), False),
+        ("auto", True, f"{OBJECT}; {OBJECT}", True),
+        ("llama3_json", True, BLOCKS, False),
+        ("hermes", True, OBJECT.replace("name", "x"), False),
+        ("hermes", True, f"{BLOCKS} and text", False),
+    ],
+)
+def test_a_text_is_the_answer_of_a_form_or_calls(form: str, several: bool, text: str, allowed: bool) -> None:
+    engine = FakeEngine(answer=text)
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": CITY}}, TOOLS[1]],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": ANSWER}},
+        "parallel_tool_calls": several,
+        "max_tokens": len(text),
+    }
+    answer = client_of(engine, tool_calls=form).post(CHAT, json=body).json()
+    structure = engine.seen[0][1].structured_outputs
+    assert accepts(structure, text) == allowed
+    if allowed:
+        message = answer["choices"][0]["message"]
+        assert (message["content"] == text) == (text[:4] == '{"x"') == (not message.get("tool_calls"))
 
 
 def test_numbers_beyond_every_type_are_passed_on_as_they_are_written() -> None:

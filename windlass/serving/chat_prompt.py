@@ -224,6 +224,40 @@ def forced_call_schema(tools: list[ChatTool], name: str | None, *, several: bool
     return {"type": "array", **bounds, "items": {"anyOf": calls}}
 
 
+def answer_or_calls_grammar(answer: Mapping[str, Any], tools: list[ChatTool], form: str, *, several: bool) -> str:
+    """Return the grammar, in Lark's syntax, of a text that is JSON of a schema, or calls of tools.
+
+    Args:
+        answer: the JSON Schema.
+        form: form of calls: `hermes`, `llama3_json`, or `auto` for either.
+        several: the text may have more than one call.
+    """
+    starts, rules = ["answer"], [f"answer: %json {json.dumps(dict(answer))}"]
+    for name, key, before, after, between in _CALL_FORMS:
+        if form not in ("auto", name):
+            continue
+        calls = [f"{name}_{index}" for index in range(len(tools))]
+        starts.append(name)
+        more = f" ({between} {name}_call)*" if several else ""
+        rules += [f"{name}: {name}_call{more}", f"{name}_call: {before} ({' | '.join(calls)}) {after}"]
+        for rule, tool in zip(calls, tools, strict=True):
+            schema = {
+                "type": "object",
+                "properties": {"name": {"const": tool.name}, key: _moved(tool.parameters, f"#/properties/{key}")},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            rules.append(f"{rule}: %json {json.dumps(schema)}")
+    return "\n".join([f"start: {' | '.join(starts)}", *rules])
+
+
+_CALL_FORMS = (
+    ("hermes", "arguments", '"<tool_call>" /[ \\n]*/', '/[ \\n]*/ "</tool_call>"', "/[ \\n]*/"),
+    ("llama3_json", "parameters", "", "", "/[ \\n]*[;,]?[ \\n]*/"),
+)
+"""Forms of calls in a text: name, key of the arguments, and what stands before, after and between calls."""
+
+
 def _moved(schema: Any, root: str) -> Any:
     """Return a schema whose references point to its parts below `root`: two tools may have definitions of one name."""
     if isinstance(schema, list):

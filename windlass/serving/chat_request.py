@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from windlass.inference.sampling_params import MAX_LOGPROBS, SamplingParams, Str
 from windlass.serving.api_errors import ApiError
 from windlass.serving.chat_prompt import (
     ChatTool,
+    answer_or_calls_grammar,
     forced_call_schema,
     normalize_messages,
     parse_tools,
@@ -69,6 +70,7 @@ class ToolChoice:
     Attributes:
         schema: JSON Schema of the text; None: the model may write any text.
         forced: the answer is a call.
+        form: form of calls that the text is searched for; `none`: it has none.
         several: the answer may have more than one call.
     """
 
@@ -77,6 +79,7 @@ class ToolChoice:
     new_parser: Callable[[], ToolCallParser]
     forced: bool = False
     several: bool = True
+    form: str = "none"
 
     def limit_calls(self, parsed: ParsedText) -> ParsedText:
         """Remove all calls after the first one if the request allows at most one."""
@@ -146,7 +149,7 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
         raise ApiError(400, "tool_choice needs tools", parameter="tool_choice")
     if choice == "auto":
         parser = PlainText if form == "none" else lambda: OptionalCalls(names, form)
-        return ToolChoice(tools, None, parser, several=several)
+        return ToolChoice(tools, None, parser, several=several, form=form)
     if choice == "required":
         schema = forced_call_schema(tools, None, several=several)
         return ToolChoice(tools, schema, RequiredCalls, forced=True, several=several)
@@ -186,18 +189,18 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
             parameter="response_format",
         )
     if form_constraint is not None and not choice.forced:  # the form concerns text, which a forced call lacks
+        if choice.shown and choice.form != "none":
+            schema = form_constraint.json if isinstance(form_constraint.json, Mapping) else {"type": "object"}
+            grammar = answer_or_calls_grammar(schema, choice.shown, choice.form, several=choice.several)
+            form_constraint = StructuredOutputsParams(grammar=grammar)
         found.append(("response_format", form_constraint))
     own = fields.constraint_field
     if own is not None:
         found.append((own, StructuredOutputsParams(json_object=True)))
     if len(found) > 1:
         raise ApiError(400, f"{found[0][0]} and {found[1][0]} both constrain the text; keep one", parameter=found[1][0])
-    if found and choice.shown and not choice.forced:
-        raise ApiError(
-            400,
-            f'{found[0][0]} excludes calls of tools; send tool_choice = "none"',
-            parameter=found[0][0],
-        )
+    if own is not None and choice.shown and not choice.forced:
+        raise ApiError(400, f'{own} excludes calls of tools; send tool_choice = "none"', parameter=own)
     name, constraint = found[0] if found else (None, None)
     return name, None if name == own else constraint
 
