@@ -52,31 +52,37 @@ def test_memory_and_disk_of_a_cpu_train_as_the_oracle(tmp_path: Path) -> None:
 
 
 def resumes(folder: str, transport: str) -> dict[str, Any]:
-    """Train and save with chosen tiers, and continue with everything on the device."""
+    """Train and save with chosen tiers, and continue; load with everything on the device, and continue."""
     subject = specimen("four_blocks")
-    mixed = ds_config(RECIPE, Setting(stage=3, config=(*limits(folder), ("comm", {"transport": transport}))))
-    found: dict[str, Any] = {}
-    saved: dict[str, torch.Tensor] = {}
-    for name, config in (("chosen", mixed), ("device", ds_config(RECIPE, Setting(stage=2)))):
-        engine = start(subject, config)
-        if name == "device":
-            engine.load_checkpoint(folder)
-            found["loaded"] = all(torch.equal(v, saved[k]) for k, v in whole_params(engine.module).items())
-            engine.destroy()
-            break
-        place = device_memory.emulated_device_memory()
-        assert place is not None
-        place.peak = place.used
-        for micro in range(4):
+
+    def train(engine: Any, micros: range) -> dict[str, torch.Tensor]:
+        for micro in micros:
             subject.train(engine, subject.batch(Place(micro, 0, torch.distributed.get_rank())), engine.backward)
             engine.step()
-        found |= {"peak": place.peak, "slots": engine.report()["slots"], "units": engine._sharded.settings.tiers}
-        found["units"] = [(one.param.value, one.state.value) for one in found["units"].of_units]
-        update = engine._sharded.update
-        found["native"] = isinstance(update._inner, CPUOptimizer), isinstance(update._on_device, CPUOptimizer)
-        saved = whole_params(engine.module)
-        engine.save_checkpoint(folder)
-        engine.destroy()
+        return whole_params(engine.module)
+
+    engine = start(
+        subject, ds_config(RECIPE, Setting(stage=3, config=(*limits(folder), ("comm", {"transport": transport}))))
+    )
+    place = device_memory.emulated_device_memory()
+    assert place is not None
+    place.peak = place.used
+    saved, update = train(engine, range(4)), engine._sharded.update
+    found: dict[str, Any] = {
+        "peak": place.peak,
+        "slots": engine.report()["slots"],
+        "units": [(one.param.value, one.state.value) for one in engine._sharded.settings.tiers.of_units],
+        "native": (isinstance(update._inner, CPUOptimizer), isinstance(update._on_device, CPUOptimizer)),
+    }
+    engine.save_checkpoint(folder)
+    continued = train(engine, range(4, 6))
+    engine.destroy()
+    engine = start(subject, ds_config(RECIPE, Setting(stage=2)))
+    engine.load_checkpoint(folder)
+    found["loaded"] = all(torch.equal(v, saved[k]) for k, v in whole_params(engine.module).items())
+    apart = ((v - continued[k]).abs().max() for k, v in train(engine, range(4, 6)).items())
+    found["apart"] = float(max(apart))
+    engine.destroy()
     return found
 
 
@@ -89,6 +95,7 @@ def test_each_tier_is_used_and_a_checkpoint_loads_with_other_tiers(tmp_path: Pat
         assert found["peak"] <= 5200 << 10
         assert found["loaded"]
         assert found["native"] == (True, False)
+        assert found["apart"] < 1e-6
 
 
 def shared_bytes() -> tuple[int, int]:
