@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -84,15 +85,17 @@ def _evaluate_predicate(
         return predicate.function(samples[:, None, None, None], head, queries[:, None], keys)
     from transformers.masking_utils import sdpa_mask  # has the workaround for indexing with scalars inside vmap
 
+    if "q_length" in inspect.signature(sdpa_mask).parameters:
+        positions = {"q_length": len(queries), "q_offset": queries[:1], "device": queries.device}
+    else:  # older releases take the positions
+        positions = {"cache_position": queries}
     dense: torch.Tensor = sdpa_mask(
         batch_size=len(samples),
-        q_length=len(queries),
         kv_length=len(keys),
-        q_offset=queries[:1],
         kv_offset=keys[:1],
         mask_function=predicate.function,
         allow_is_causal_skip=False,
         use_vmap=True,
-        device=queries.device,
+        **positions,
     )
     return dense

@@ -51,7 +51,7 @@ def _collect(function: MaskFunction, found: RecognizedMask) -> bool:
 
     if function is masking_utils.causal_mask_function:
         return _add_pattern(CAUSAL, found)
-    if function is masking_utils.bidirectional_mask_function:
+    if function is getattr(masking_utils, "bidirectional_mask_function", None):  # older releases have none
         return True
     kind = _known_codes().get(getattr(function, "__code__", None))
     if kind is None:

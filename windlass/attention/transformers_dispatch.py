@@ -144,18 +144,26 @@ def attention_forward(
 
 
 def make_transformers_mask(
+    *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
+    q_length: int | None = None,
     q_offset: int | torch.Tensor = 0,
+    cache_position: torch.Tensor | None = None,
     kv_offset: int = 0,
     mask_function: Callable[..., torch.Tensor] | None = None,
     attention_mask: torch.Tensor | None = None,
-    use_vmap: bool = False,
+    use_vmap: bool | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Any:
     """Make the mask that transformers passes to the layers of a model. The arguments are those of its `sdpa_mask`.
+
+    Args:
+        q_length, q_offset, device: number of queries, position of the first one, and device of the mask.
+        cache_position: `[queries]`, the positions, which older releases (5.0) pass instead of these three.
+        use_vmap: the mask function has a part that its caller wrote. None, in releases that do not pass it (4.57): it
+            may have one.
 
     Raises:
         ModelError: an argument is not known, or the active backend cannot compute the pattern.
@@ -164,18 +172,12 @@ def make_transformers_mask(
     if backend is None:
         from transformers.masking_utils import sdpa_mask
 
-        if mask_function is not None:
-            kwargs["mask_function"] = mask_function
+        given = {"mask_function": mask_function, "use_vmap": use_vmap, "cache_position": cache_position}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        if cache_position is None:
+            kwargs |= {"q_length": q_length, "q_offset": q_offset, "device": device}
         return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            use_vmap=use_vmap,
-            device=device,
-            **kwargs,
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs
         )
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in MASK_ARGUMENTS)
     if unknown:
@@ -183,7 +185,16 @@ def make_transformers_mask(
             f'transformers requests an attention mask with {unknown}, which the backend "{backend.name}" does not '
             "receive; this release of transformers needs a newer windlass, or attn_implementation without a backend"
         )
-    parts = RecognizedMask(CAUSAL) if mask_function is None else recognize_mask(mask_function, needs_vmap=use_vmap)
+    if cache_position is not None:
+        q_length, device = cache_position.shape[0], cache_position.device
+        # Where there are as many keys as queries, both begin at the same token; the value stays on its device.
+        q_offset = kv_offset if q_length == kv_length else cache_position[0]
+        use_vmap = use_vmap is not False
+    elif q_length is None:
+        raise ModelError("a mask is requested without q_length and without cache_position; pass one of them")
+    parts = (
+        RecognizedMask(CAUSAL) if mask_function is None else recognize_mask(mask_function, needs_vmap=bool(use_vmap))
+    )
     padding = parts.padding if attention_mask is None else attention_mask
     if attention_mask is not None and parts.padding is not None:
         padding = attention_mask.bool() & parts.padding.bool()

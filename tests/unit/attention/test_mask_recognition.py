@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,17 +64,36 @@ def masks() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     yield "bidirectional", MaskPredicate, {"and_mask_function": lambda b, h, q, k: (q - k).abs() < 2}
 
 
-def make(kind: str, implementation: str, arguments: dict[str, Any]) -> Any:
+def make(kind: str, implementation: str, given: dict[str, Any], *, first: int = 0, queries: int = LENGTH) -> Any:
+    """Let the installed transformers make a mask. Skip the test if it cannot.
+
+    Args:
+        first: position of the first query.
+    """
     from transformers import masking_utils
 
-    factory = getattr(masking_utils, f"create_{kind}_mask")
-    more = {} if "bidirectional" in kind else {"allow_is_causal_skip": False}
-    given = {"past_key_values": None, "attention_mask": None, **more, **arguments}
-    return factory(config=config(implementation), inputs_embeds=torch.zeros(SAMPLES, LENGTH, 8), **given)
+    arguments = dict(given)
+    factory = getattr(masking_utils, f"create_{kind}_mask", None)
+    if factory is None:
+        pytest.skip(f"this transformers has no create_{kind}_mask")
+    takes = inspect.signature(factory).parameters
+    embeds = torch.zeros(SAMPLES, queries, 8)
+    optional = {"allow_is_causal_skip": False, "inputs_embeds": embeds, "input_embeds": embeds}
+    optional |= dict.fromkeys(("past_key_values", "cache"), arguments.pop("past_key_values", None))
+    if missing := [name for name in arguments if name not in takes]:
+        pytest.skip(f"create_{kind}_mask of this transformers takes no {missing}")
+    if "inputs_embeds" not in takes:  # transformers 5.0 and older: positions are not optional
+        optional["cache_position"] = torch.arange(first, first + queries)
+    known = {name: value for name, value in optional.items() if name in takes}
+    return factory(config=config(implementation), **{"attention_mask": None, **known, **arguments})
 
 
-def full(mask: Tensor | None) -> Tensor:
-    return torch.ones(SAMPLES, 1, LENGTH, LENGTH, dtype=torch.bool) if mask is None else mask
+def full(kind: str, mask: Tensor | None, queries: int = LENGTH, keys: int = LENGTH) -> Tensor:
+    """Return the dense mask. None is a causal or full one, which older releases always leave to a kernel's flag."""
+    ones = torch.ones(SAMPLES, 1, queries, keys, dtype=torch.bool)
+    if mask is None:
+        return ones if "bidirectional" in kind else ones.tril(keys - queries)
+    return mask
 
 
 @pytest.mark.parametrize(("kind", "pattern", "arguments"), list(masks()))
@@ -86,7 +106,7 @@ def test_mask_description_equals_dense_sdpa_mask(kind: str, pattern: Any, argume
     assert (description.padding is not None) == ("attention_mask" in arguments)
     packed = "position_ids" in arguments and not isinstance(description.pattern, MaskPredicate)
     assert (description.sequence_ids is not None) == packed
-    assert torch.equal(description.to_dense(), full(make(kind, "sdpa", arguments)))
+    assert torch.equal(description.to_dense(), full(kind, make(kind, "sdpa", arguments)))
 
 
 def test_bidirectional_windows() -> None:
@@ -100,31 +120,41 @@ def test_bidirectional_windows() -> None:
 @pytest.mark.parametrize("kind", ["causal", "sliding_window_causal"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_masks_with_a_cache_have_offsets(kind: str, steps: int) -> None:
-    from transformers import masking_utils
     from transformers.cache_utils import DynamicCache
 
     made = []
     for name in (ATTENTION_NAME, "sdpa"):
         cache = DynamicCache(config=config(name))
         cache.update(torch.zeros(SAMPLES, 2, 7, 4), torch.zeros(SAMPLES, 2, 7, 4), 0)
+        given = {"attention_mask": PADDING[:, : 7 + steps], "past_key_values": cache}
         with use_backend(Describing() if name == ATTENTION_NAME else None):
-            made.append(
-                getattr(masking_utils, f"create_{kind}_mask")(
-                    config=config(name),
-                    inputs_embeds=torch.zeros(SAMPLES, steps, 8),
-                    attention_mask=PADDING[:, : 7 + steps],
-                    past_key_values=cache,
-                    allow_is_causal_skip=False,
-                )
-            )
+            made.append(make(kind, name, given, first=7, queries=steps))
     dense = made[0].mask.to_dense()
     assert made[0].mask.q_offset == 7
-    assert torch.equal(dense, made[1])
+    assert torch.equal(dense, full(kind, made[1], *dense.shape[2:]))
 
 
 def test_mask_without_a_backend_equals_sdpa_mask() -> None:
     for arguments in ({}, {"attention_mask": PADDING}, {"position_ids": POSITIONS}):
-        assert torch.equal(make("causal", ATTENTION_NAME, arguments), make("causal", "sdpa", arguments))
+        found, expected = (full("causal", make("causal", name, arguments)) for name in (ATTENTION_NAME, "sdpa"))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("first", "queries"), [(0, LENGTH), (7, 1), (7, 3)])
+def test_positions_of_the_queries_describe_the_mask_of_an_offset(first: int, queries: int) -> None:
+    """transformers 5.0 and older give `cache_position` instead of a number of queries and an offset."""
+    sizes = {"batch_size": SAMPLES, "kv_length": first + queries, "attention_mask": PADDING[:, : first + queries]}
+    positions = torch.arange(first, first + queries)
+    with use_backend(Describing()):
+        for function in (None, lambda b, h, q, k: (q + 2 * k) % 3 > 0):
+            by_positions = make_transformers_mask(**sizes, cache_position=positions, mask_function=function)
+            by_offset = make_transformers_mask(
+                **sizes, q_length=queries, q_offset=first, mask_function=function, use_vmap=function is not None
+            )
+            assert by_positions.mask.q_offset == first
+            assert torch.equal(by_positions.mask.to_dense(), by_offset.mask.to_dense())
+        with pytest.raises(ModelError, match="without q_length and without cache_position"):
+            make_transformers_mask(**sizes)
 
 
 def test_unknown_argument_is_refused_by_name() -> None:

@@ -89,6 +89,10 @@ CASES = [
 
 @pytest.mark.parametrize(("backend", "name", "kind"), CASES)
 def test_every_backend_equals_eager_attention(backend: str | None, name: str, kind: str) -> None:
+    from transformers import masking_utils
+
+    if name == "bert" and not hasattr(masking_utils, "create_bidirectional_mask"):
+        pytest.skip("BERT of transformers 4.57 computes its attention itself")
     model = build(name)
     install_attention(model)
     assert model.config._attn_implementation == ATTENTION_NAME
