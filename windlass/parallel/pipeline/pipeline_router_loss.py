@@ -97,12 +97,18 @@ def record_router_logits(model: nn.Module) -> int:
                 "records; set it to False"
             )
         return 0
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    if not any(getattr(module, "_output_capturing_hooks_installed", False) for module in inner.modules()):
-        maybe_install_capturing_hooks(inner)  # once: a second call would install the hooks of nested models again
     loss.collect_logits = _collect
+    _install_recording_hooks(inner)
     return routers
+
+
+def _install_recording_hooks(model: Any) -> None:
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ModuleNotFoundError:  # transformers 5.0 and older look for the modules to record in each forward
+        return
+    if not any(getattr(module, "_output_capturing_hooks_installed", False) for module in model.modules()):
+        maybe_install_capturing_hooks(model)  # once: a second call would install the hooks of nested models again
 
 
 def _wants_router_loss(model: nn.Module) -> bool:
