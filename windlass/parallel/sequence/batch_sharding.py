@@ -114,7 +114,8 @@ def mark_sharded_batch(
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     if positions is None:
         raise ModelError(
-            "a batch of local tokens has no position_ids; pass them, because the positions cannot be derived"
+            "a batch of local tokens has no position_ids, and they cannot be derived; let UlyssesSPDataLoaderAdapter "
+            "shard the batches, as transformers' Trainer does from version 5.0 on, or pass position_ids"
         )
     sizes = axis.all_gather(torch.tensor([ids.shape[1]], device=ids.device)).tolist()
     if positions.dim() == 2:

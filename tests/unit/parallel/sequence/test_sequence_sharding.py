@@ -7,6 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.base.errors import ModelError
+from windlass.comm.mesh_axis import single_rank_axis
+from windlass.parallel.sequence.batch_sharding import mark_sharded_batch
 from windlass.parallel.sequence.sequence_sharding import (
     SequenceShardPattern,
     count_tokens,
@@ -87,3 +90,10 @@ def test_intersection_of_ranges(ranges: tuple, part: tuple, wanted: tuple) -> No
 def test_adjacent_ranges_are_merged() -> None:
     assert merge_ranges([(0, 2), (2, 5), (7, 7), (7, 9)]) == ((0, 5), (7, 9))
     assert merge_ranges([]) == ((0, 0),) and count_tokens(merge_ranges([])) == 0
+
+
+def test_local_batch_without_positions_is_refused() -> None:
+    """A client that does not shard its batches, as the Trainer of transformers 4, must not train on whole sequences."""
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long)}
+    with pytest.raises(ModelError, match="no position_ids.*UlyssesSPDataLoaderAdapter .*Trainer does from version 5"):
+        mark_sharded_batch(batch, single_rank_axis("sp"), 1)
