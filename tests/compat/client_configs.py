@@ -9,6 +9,7 @@ _AUTO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto"},  # without this section transformers 4.57 casts batches, e.g. DPO's, to fp16
     "bf16": {"enabled": "auto"},
     "optimizer": {
         "type": "AdamW",
