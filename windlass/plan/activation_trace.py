@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from windlass.base.errors import ModelError
 from windlass.base.tensor_tree import iterate_tensors
@@ -35,6 +36,7 @@ from windlass.parallel.pipeline.planned_transfers import PlannedTransfers
 from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
 from windlass.plan.heap_model import BLOCK_ENDED
 
+_BELOW = {getattr(getattr(torch.ops.aten, name), kind) for name in ("lt", "le") for kind in ("Scalar", "Tensor")}
 _ALLOCATION = 64  # bytes: every block of memory is a multiple of this, in torch's CPU allocator
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -104,6 +106,7 @@ class _LiveStorages(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: dict[int, Any] = {}
         self._log, self._numbers = log, count(1)
+        self._draws, self._unmet = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count the memory of `tensor`."""
@@ -116,12 +119,18 @@ class _LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
+            if args[0] in self._unmet:
+                return False
             # No values exist. True for a condition: transformers asks whether a batch is a plain one.
             return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
         if func is torch.ops.aten._grouped_mm.default:
             result = _grouped_product(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.rand.default and result.numel() == 1:
+            self._draws[result] = None
+        elif func in _BELOW and args[0] in self._draws:
+            self._unmet[result] = None  # a draw below a small probability, as LayerDrop's, skips a layer
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()

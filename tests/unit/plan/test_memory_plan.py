@@ -124,6 +124,22 @@ def test_bytes_of_linear_layers_equal_the_formula() -> None:
     assert names == [(FORWARD, "begin"), (FORWARD, "end"), (BACKWARD, "begin")]
 
 
+class LayerDropped(Narrow):
+    """The same layers, each skipped with a small probability, which is drawn as models of transformers draw it."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.1 or torch.rand([]) <= torch.tensor(0.1):
+                continue
+            rows = layer(rows)
+        return rows
+
+
+def test_layers_that_are_dropped_at_random_are_traced() -> None:
+    dropped, plain = (trace_step(kind(), lambda: torch.zeros(4, 32), [""]) for kind in (LayerDropped, Narrow))
+    assert dropped.saved_by_autograd == plain.saved_by_autograd > 0
+
+
 def test_checkpointing_saves_less_and_trains_alike() -> None:
     model = llama()
     plain = plan(model, settings(micro=2))
