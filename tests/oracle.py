@@ -84,14 +84,16 @@ def train(
     recipe: Recipe,
     optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     model: nn.Module | None = None,
+    *,
+    by_rank: bool = False,
 ) -> Trace:
     """Train the specimen on the global batch of `ranks x accumulation` micro-batches a step.
 
-    The gradient of a step is the mean over all its micro-batches. Gradients of a 16-bit model are taken micro-batch by
-    micro-batch in 16 bits, widened, and averaged in fp32; clipping and the step see the fp32 sum and the fp32 master
-    weights, which
-    start from the values before the model was cast and of which it holds a rounded copy. Buffers follow DDP: each
-    rank's forward starts from rank 0's.
+    The gradient of a step is the mean over all its micro-batches: added in their order, as one process does, or with
+    `by_rank` that of the means of each rank, as DistributedDataParallel does. Both are plain PyTorch, and they differ
+    by rounding. Gradients of a 16-bit model are taken micro-batch by micro-batch in 16 bits, widened, and averaged in fp32; clipping
+    and the step see the fp32 sum and the fp32 master weights, which start from the values before the model was cast and
+    of which it holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's.
     """
     model = build(specimen) if model is None else model
     if recipe.precision == "fp32" and recipe.delayed_from is None:
@@ -104,7 +106,7 @@ def train(
     optimizer = optimizer_factory(masters) if optimizer_factory else make_optimizer(recipe, masters)
     trace = Trace()
     for step in range(recipe.steps):
-        sums: list[Tensor | None] = [None] * len(named)
+        by_place: list[list[Tensor | None]] = [[None] * len(named) for _ in range(recipe.ranks if by_rank else 1)]
         losses: list[list[float]] = [[] for _ in range(recipe.ranks)]
         for micro in range(recipe.accumulation):
             before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -112,10 +114,13 @@ def train(
             for rank in range(recipe.ranks):
                 _restore(model, before)
                 losses[rank].append(_micro_batch(model, specimen, recipe, Place(step, micro, rank)))
-                _move_gradients(named, sums, recipe.accumulation * (1 if recipe.summed else recipe.ranks))
+                parts = recipe.accumulation * (1 if recipe.summed or by_rank else recipe.ranks)
+                _move_gradients(named, by_place[rank if by_rank else 0], parts)
                 if rank == 0:
                     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
             _restore(model, kept)
+        means = 1 if recipe.summed else len(by_place)
+        sums = [_sum(of_ranks, means) for of_ranks in zip(*by_place, strict=True)]
         trace.losses.append(losses)
         trace.grads.append({name: s for (name, _), s in zip(named, sums, strict=True)})
         _give(named, masters)  # the delayed update of the previous step
@@ -153,6 +158,11 @@ def _move_gradients(named: list[tuple[str, nn.Parameter]], sums: list[Tensor | N
         parameter.grad = None
 
 
+def _sum(parts: tuple[Tensor | None, ...], divisor: int) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return sum(present[1:], present[0]) / divisor if present else None
+
+
 def _step(
     masters: list[nn.Parameter],
     sums: list[Tensor | None],
@@ -184,12 +194,17 @@ def _restore(model: nn.Module, values: dict[str, Tensor]) -> None:
             buffer.copy_(values[name])
 
 
-def relative_error(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> tuple[float, str]:
+def relative_error(
+    found: Mapping[str, Tensor | None],
+    wanted: Mapping[str, Tensor | None],
+    reordered: Mapping[str, Tensor | None] | None = None,
+) -> tuple[float, str]:
     """Return the largest relative error of any tensor, and its name.
 
     The error of a tensor is |found - wanted| / max(|wanted|, rms * sqrt(numel)), with | | the 2-norm and rms that of
     all wanted elements together: relative to the tensor itself, or to one of typical elements if this one is smaller.
-    A tensor present on one side only is an infinite error.
+    A tensor present on one side only is an infinite error. |reordered - wanted| is not counted as an error: what the
+    order of a sum changes in plain PyTorch, which is more than rounding errors of `wanted` where its terms cancel.
     """
     if found.keys() != wanted.keys():
         return float("inf"), f"names {sorted(found.keys() ^ wanted.keys())} on one side only"
@@ -208,6 +223,9 @@ def relative_error(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tens
         if want.numel() == 0:
             continue
         difference = float((have.double() - want.double()).norm())
+        if reordered is not None:
+            other = reordered[name]
+            difference -= 0.0 if other is None else min(difference, float((other.double() - want.double()).norm()))
         error = difference / max(float(want.double().norm()), rms * want.numel() ** 0.5, 1e-30)
         if error != error:
             return float("inf"), f"{name}: NaN"

@@ -85,3 +85,16 @@ def test_oracle_detects_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:
     name = next(iter(grads))
     assert relative_error({**grads, name: None}, grads)[0] == float("inf")
     assert relative_error({**grads, name: torch.full_like(grads[name], torch.nan)}, grads)[1] == f"{name}: NaN"  # type: ignore[arg-type]
+
+
+def test_the_order_of_a_sum_excuses_no_other_error() -> None:
+    recipe = Recipe(ranks=3, accumulation=3, clipping=0.0)
+    one, other = (expected("mlp", recipe, by_rank=by_rank).grads[4] for by_rank in (False, True))
+    assert 0.0 < relative_error(other, one)[0] < FP32_BOUND
+    assert relative_error(other, one, other)[0] == 0.0
+    for name, gradient in one.items():
+        assert gradient is not None
+        wrong = {**one, name: gradient * (1 + 5 * FP32_BOUND)}
+        error, where = relative_error(wrong, one, other)
+        assert where == name and error > (FP32_BOUND if gradient.norm() >= gradient.numel() ** 0.5 else 0)
+    assert relative_error({**one, name: None}, one, other)[0] == float("inf")
