@@ -91,9 +91,9 @@ def train(
 
     The gradient of a step is the mean over all its micro-batches: added in their order, as one process does, or with
     `by_rank` that of the means of each rank, as DistributedDataParallel does. Both are plain PyTorch, and they differ
-    by rounding. Gradients of a 16-bit model are taken micro-batch by micro-batch in 16 bits, widened, and averaged in fp32; clipping
-    and the step see the fp32 sum and the fp32 master weights, which start from the values before the model was cast and
-    of which it holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's.
+    by rounding. Gradients of a 16-bit model are taken micro-batch by micro-batch in 16 bits, widened, and averaged in
+    fp32; clipping and the step see the fp32 sum and the fp32 master weights, which start from the values before the
+    model was cast and of which it holds a rounded copy. Buffers follow DDP: each rank's forward starts from rank 0's.
     """
     model = build(specimen) if model is None else model
     if recipe.precision == "fp32" and recipe.delayed_from is None:
