@@ -13,6 +13,7 @@ from torch import nn
 from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_of
 from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from windlass.attention import attention
+from windlass.base.errors import ConfigError
 from windlass.inference.llm import LLM
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
@@ -135,6 +136,27 @@ def test_a_model_with_the_state_of_one_batch_in_its_layers_is_computed_again(che
 def test_models_without_a_maximum_take_any_length() -> None:
     with LLM(recurrent("MambaForCausalLM"), max_sequences=1, kv_cache_tokens=8192, max_model_len=8192) as llm:
         assert llm.max_model_len == 8192
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_scaled_rotation_takes_the_length_that_it_is_scaled_to(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 16
+    model = build("llama", max_position_embeddings=16, rope_parameters=rope).eval()
+    prompts = make_prompts(6, 41, longest=30)
+    with LLM(model, max_tokens_per_step=16, max_sequences=4, kv_cache_tokens=256) as llm:
+        assert llm.max_model_len == 16
+    with LLM(model, max_tokens_per_step=16, max_sequences=4, kv_cache_tokens=256, max_model_len=64) as llm:
+        for output in llm.generate(prompts, GREEDY.replace(max_tokens=30)):
+            ids = torch.tensor([output.prompt_token_ids])
+            found = model.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None, use_cache=True)
+            assert output.outputs[0].token_ids == found[0, ids.shape[1] :].tolist()
+    with pytest.raises(ConfigError, match="attends to 64 tokens"):
+        LLM(model, max_model_len=65)
+    rope["rope_type"] = "dynamic"  # frequencies depend on the sequences before, so requests would depend on each other
+    with pytest.raises(ConfigError, match="attends to 16 tokens"):
+        LLM(build("llama", max_position_embeddings=16, rope_parameters=rope), max_model_len=64)
 
 
 def test_a_paged_step_that_raises_at_load_is_not_used(

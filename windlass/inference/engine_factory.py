@@ -21,6 +21,7 @@ from windlass.inference.model_loading import (
     DEFAULT_LENGTH,
     find_eos_ids,
     find_max_length,
+    find_scaled_length,
     load_model,
     load_tokenizer_of,
 )
@@ -138,9 +139,10 @@ def _build(
     window = find_max_length(module)
     if window is None:
         window = options.max_model_len or DEFAULT_LENGTH
-    if options.max_model_len is not None and options.max_model_len > window:
+    limit = max(window, find_scaled_length(module) or 0)
+    if options.max_model_len is not None and options.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"
+            f"max_model_len is {options.max_model_len}, and the model attends to {limit} tokens; write at most that"
         )
     longest = options.max_model_len or window
     runner = make_runner(module, options, window, owned=owns, ranks=ranks, streamed=streamed)

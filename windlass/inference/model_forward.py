@@ -119,6 +119,17 @@ def own_modes(*, allocates: bool = False) -> Iterator[None]:
         yield
 
 
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the settings of rotary embeddings of a configuration, those of single kinds of layers too."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None)
+        if isinstance(settings, dict):
+            nested = [value for value in settings.values() if isinstance(value, dict)]
+            found += [settings, *nested]
+    return found
+
+
 def find_first_position(model: nn.Module) -> int:
     """Return the position of a sequence's first token: 0, except for RoBERTa and its relatives, which count from the
     number after that of their padding token.

@@ -14,7 +14,7 @@ from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.base.text import one_line
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
-from windlass.inference.model_forward import find_first_position
+from windlass.inference.model_forward import find_first_position, rope_settings
 from windlass.inference.staged_loading import StagedModelSource
 
 _DTYPES = {
@@ -36,6 +36,9 @@ _LENGTH_NAMES = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
     "max_target_positions",
 )
+
+_SCALING_ROPE = frozenset({"linear", "yarn"})
+# `dynamic` is scaled by the longest sequence that the module has seen, so requests would change each other's tokens
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -145,6 +148,22 @@ def find_max_length(model: Any) -> int | None:
         if isinstance(value, int) and value > 0:
             return value - (find_first_position(model) if isinstance(model, nn.Module) else 0)
     return None
+
+
+def find_scaled_length(model: Any) -> int | None:
+    """Return the number of tokens to which the rotary embeddings of a model are scaled; None if they are not.
+
+    A configuration may state a scale and the maximum before it, as Qwen's documentation of YaRN has it.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    maximum, lengths = find_max_length(model), []
+    for rope in rope_settings(config):
+        factor, kind = rope.get("factor"), rope.get("rope_type", rope.get("type"))
+        start = (rope.get("original_max_position_embeddings") if kind == "yarn" else None) or maximum
+        if kind in _SCALING_ROPE and isinstance(factor, int | float) and start is not None:
+            lengths.append(int(start * factor))
+    return max(lengths, default=None)
 
 
 def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: Any) -> Any:

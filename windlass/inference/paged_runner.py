@@ -15,7 +15,7 @@ from windlass.base.errors import ModelError
 from windlass.inference.cache_population import CachePopulation
 from windlass.inference.decode_graphs import Capture, DecodeGraphs
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import CausalForward, eval_mode, find_device
+from windlass.inference.model_forward import CausalForward, eval_mode, find_device, rope_settings
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
 from windlass.inference.row_positions import give_positions
@@ -266,7 +266,7 @@ def check_pageable(model: Any, max_model_len: int | None = None) -> None:
         raise ModelError(f"{name} has layers of the types {others}, whose state is not keys and values of tokens")
     if getattr(model, "_is_stateful", False) and not kinds:  # a hybrid class may have layers of attention alone
         raise ModelError(f"{name} keeps a recurrent state, not keys and values of tokens")
-    for rope in _rope_settings(config):
+    for rope in rope_settings(config):
         kind = rope.get("rope_type", rope.get("type"))
         if kind not in _LENGTH_DEPENDENT_ROPE:
             continue
@@ -284,16 +284,6 @@ def _find_rope_limit(config: Any, rope: dict[str, Any], kind: str) -> int | None
         return getattr(config, "max_position_embeddings", None)
     name = "original_max_position_embeddings"
     return rope.get(name) or getattr(config, name, None)
-
-
-def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    found = []
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = getattr(config, name, None)
-        if isinstance(settings, dict):
-            nested = [value for value in settings.values() if isinstance(value, dict)]
-            found += [settings, *nested]
-    return found
 
 
 def _install(model: Any) -> Callable[[], None]:
