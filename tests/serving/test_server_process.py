@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -148,6 +149,11 @@ def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_p
 def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, replicas=2, max_model_len=4096) as server:
         server.wait_until_ready()
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        connection.request("POST", TEXT, b"\x1f\x8b", headers)
+        assert connection.getresponse().status == 415  # by the router, which forwards bodies without their encoding
+        connection.close()
         for turn in range(1, 6):
             for letter in "ab":
                 body = {"messages": [{"role": "user", "content": letter * 200}] * turn, "max_tokens": 1}

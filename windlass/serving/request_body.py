@@ -25,7 +25,7 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """Read the body of a request and return its JSON object.
 
     Raises:
-        ApiError: another content type, a compressed body, too many bytes, invalid UTF-8, or invalid JSON.
+        ApiError: another content type, too many bytes, a compressed body, invalid UTF-8, or invalid JSON.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -34,14 +34,6 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
             415,
             f"Content-Type is {content_type[:80] or 'not given'!r}; send the body as application/json",
             code="unsupported_content_type",
-            closes_connection=True,
-        )
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise ApiError(
-            415,
-            f"Content-Encoding is {encoding[:80]!r}; send the body without compression",
-            code="unsupported_content_encoding",
             closes_connection=True,
         )
     body = await read_body(request, max_bytes)
@@ -54,9 +46,17 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the body.
 
     Raises:
-        ApiError: the body has more than `max_bytes` bytes.
+        ApiError: the body is compressed, or has more than `max_bytes` bytes.
         ClientDisconnect: the client went away.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding is {encoding[:80]!r}; send the body without compression",
+            code="unsupported_content_encoding",
+            closes_connection=True,
+        )
     declared = request.headers.get("content-length", "")
     too_large = ApiError(
         413,
