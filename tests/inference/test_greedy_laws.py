@@ -390,6 +390,21 @@ def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("policy", ["orca", "prefill-first"])
+def test_whole_prompts_have_the_bits_of_their_parts(policy: str, tmp_path: Any) -> None:
+    """A step of whole prompts may be longer than the recorded steps."""
+    build("llama", vocab_size=401, max_position_embeddings=128).save_pretrained(tmp_path)
+    prompts = make_prompts(10, 401, 80, seed=1)
+    params = GREEDY.replace(logprobs=3, max_tokens=12)
+    found = []
+    for budget, used in ((64, "splitfuse"), (20, policy)):
+        options = {"max_tokens_per_step": budget, "max_sequences": 8, "policy": used}
+        with LLM(tmp_path, skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate(prompts, params)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1]
+
+
 def test_training_on_a_served_module_is_untouched() -> None:
     model = build("llama", max_position_embeddings=96)
     ids = torch.tensor([make_prompts(1, VOCABULARY, 20)[0] * 2])

@@ -111,11 +111,19 @@ class PagedModelRunner:
         batch = batch.to(self.device)
         if self.graphs is not None and not adapted and self.graphs.takes(batch):
             return self.graphs.run(batch)
-        if self.program is not None and not adapted and self.program.takes(batch):
-            if self._packed is not None:
-                self._packed.begin_forward()
-            return self.program.run(batch)
-        return self._run_modules(batch)
+        if self.program is None or adapted:
+            return self._run_modules(batch)
+        if batch.num_tokens <= self.program.max_tokens:
+            return self._replay(self.program, batch)
+        # whole prompts may exceed a step; the modules would compute other bits than the replayed steps
+        return torch.cat([self._replay(self.program, part).clone() for part in batch.split(self.program.max_tokens)])
+
+    def _replay(self, program: StepProgram, batch: StepBatch) -> torch.Tensor:
+        if not program.takes(batch):
+            return self._run_modules(batch)
+        if self._packed is not None:
+            self._packed.begin_forward()
+        return program.run(batch)
 
     def compile(self, max_tokens: int, max_blocks: int) -> str | None:
         """Record the forward and replay it from now on, without the modules.

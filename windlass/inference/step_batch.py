@@ -21,7 +21,7 @@ class StepBatch:
         context_lengths: int32 `[sequences]`; computed tokens after the step.
         block_table: int32 `[sequences, max_blocks]`, rows padded with 0.
         slots: int64 `[tokens]`; place of each token in the KV cache, `block * block_size + offset`.
-        logit_rows: int64 `[rows]`; tokens whose logits are needed.
+        logit_rows: int64 `[rows]`; tokens whose logits are needed, in ascending order.
         sequence_ids: ids of each sequence.
         adapters: name of each sequence's LoRA adapter, or None.
     """
@@ -60,6 +60,32 @@ class StepBatch:
             name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **values)
+
+    def split(self, most: int) -> list[StepBatch]:
+        """Return batches of at most `most` tokens, to be run one after the other in place of this one.
+
+        A sequence that is cut continues in the next batch, with the keys and values that the one before has written.
+        """
+        starts, parts = self.query_start.tolist(), []
+        for begin in range(0, self.num_tokens, most):
+            end = min(begin + most, self.num_tokens)
+            chosen = [s for s in range(len(self.sequence_ids)) if starts[s] < end and starts[s + 1] > begin]
+            index = torch.tensor(chosen, device=self.query_start.device)
+            ends = self.query_start[index + 1].clamp(max=end)
+            rows = self.logit_rows
+            part = StepBatch(
+                self.token_ids[begin:end],
+                self.positions[begin:end],
+                torch.cat([self.query_start[index].clamp(min=begin), ends[-1:]]) - begin,
+                (self.positions[ends.long() - 1] + 1).to(self.context_lengths.dtype),
+                self.block_table[index],
+                self.slots[begin:end],
+                rows[(rows >= begin) & (rows < end)] - begin,
+                [self.sequence_ids[s] for s in chosen],
+                [self.adapters[s] for s in chosen] if self.adapters else [],
+            )
+            parts.append(part)
+        return parts
 
 
 SavedBlocks = list[torch.Tensor]
