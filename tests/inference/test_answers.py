@@ -427,9 +427,12 @@ CONTENT_FORMS = [
     (_LOOP, True),
     ("{% set found = message['content'] %}" + _LOOP.replace("message.content", "found"), True),
     ("{{ message['content'][0]['text'] }}", True),
+    (_LOOP.replace("message.content", "message['content'] | selectattr('type', 'equalto', 'text')"), True),
     ("{% generation %}{{ message.content[0].text }}{% endgeneration %}", True),
     ("{% if message.content is string %}{{ message.content }}{% else %}" + _LOOP + "{% endif %}", False),
     ("{{ message.content | trim }}{% for call in message.tool_calls or [] %}{% endfor %}", False),
+    ("{% set content = message.content.split('</think>') %}{{ content[0].strip() }}", False),
+    ("{% for character in message.content %}{{ character }}{% endfor %}", False),
     ("{{ message.content.split('x')[0] }}{% if message.content[:1] == 'a' %}{% endif %}", False),
 ]
 

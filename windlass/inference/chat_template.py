@@ -64,13 +64,28 @@ def reads_parts(template: str) -> bool:
     cases = (test.node for test in tree.find_all(nodes.Test) if test.name in ("string", "sequence", "iterable"))
     if any(_is_content(node, names) for node in cases):
         return False
-    if any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
-        return True
-    for access in tree.find_all((nodes.Getattr, nodes.Getitem)):  # content[0].text
-        part = access.node if isinstance(access, nodes.Getattr | nodes.Getitem) else None
-        if isinstance(part, nodes.Getitem) and _is_content(part.node, names) and _is_number(part.arg):
-            return True
-    return False
+    for loop in tree.find_all(nodes.For):
+        if isinstance(loop.target, nodes.Name) and _is_content(loop.iter, names):
+            target = loop.target.name
+            if any(isinstance(part, nodes.Name) and part.name == target for part in _parts_read(loop)):
+                return True
+    indexed = (part for part in _parts_read(tree) if isinstance(part, nodes.Getitem))  # content[0].text
+    return any(_is_content(part.node, names) and _is_number(part.arg) for part in indexed)
+
+
+def _parts_read(tree: Any) -> list[Any]:
+    """Return the expressions whose `type` or `text` is read."""
+    from jinja2 import nodes
+
+    by_name = [node.node for node in tree.find_all(nodes.Getattr) if node.attr in _PART_KEYS]
+    return by_name + [
+        node.node
+        for node in tree.find_all(nodes.Getitem)
+        if isinstance(node.arg, nodes.Const) and node.arg.value in _PART_KEYS
+    ]
+
+
+_PART_KEYS = ("type", "text")
 
 
 def _is_number(node: Any) -> bool:
@@ -83,6 +98,8 @@ def _is_content(node: Any, names: set[str]) -> bool:
     """Return True for `message.content`, `message["content"]`, and a variable with one of these names."""
     from jinja2 import nodes
 
+    if isinstance(node, nodes.Filter) and node.name in ("selectattr", "rejectattr"):
+        return _is_content(node.node, names)
     if isinstance(node, nodes.Getattr):
         return bool(node.attr == "content")
     if isinstance(node, nodes.Getitem):
