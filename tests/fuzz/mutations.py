@@ -81,6 +81,8 @@ _VALUES: tuple[Any, ...] = (
     {"$": ["float", []]},
     {"$": ["array", ["<f8", [1 << 40], {"$": ["bytes", "00"]}]]},
     {"$": ["namespace", []]},
+    {"$": ["object", []]},
+    {"$": ["object", ["torch.distributed.device_mesh", "DeviceMesh", {"$": ["tuple", []]}]]},
     {"$": ["bytes", "zz"]},
     {"$": ["dtype", {}]},
 )

@@ -18,6 +18,7 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.key_validation import KeyValidator
+from windlass.checkpoint.stored_objects import UnknownObject, from_stored_object, to_stored_object
 
 # a tagged value is an object with this one key: {"$": [kind, payload]}
 TAG = "$"
@@ -64,7 +65,8 @@ def encode(
 
     Tuples, sets, bytes, dtypes, numpy arrays, dictionaries with other keys than strings, infinities and NaNs are
     restored exactly; namespaces as argparse's, numpy numbers as Python's, paths as text. Members of enumerations are
-    stored by name, or as the number or text that they are.
+    stored by name, or as the number or text that they are. Objects of classes that a load may rebuild are stored as
+    their state ([Note: stored objects]).
 
     Args:
         prefix: prefix of each tensor's name, such as `plain/`.
@@ -186,6 +188,13 @@ def _enum_member(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyVal
     return UnknownEnumMember(module, qualname, name)
 
 
+def _object(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> Any:
+    module, qualname, state = payload
+    if not isinstance(module, str) or not isinstance(qualname, str):
+        raise TypeError("an object without the name of its class")
+    return from_stored_object(UnknownObject(module, qualname, _decode(state, tensors, keys)))
+
+
 _ARRAY_CODE = re.compile(r"[<>|=][biufcMmSU][0-9]{1,9}(\[[0-9a-zA-Z]{1,20}\])?")
 # kind -> decoder of the payload
 _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], KeyValidator], Any]] = {
@@ -200,6 +209,7 @@ _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], KeyValidator], Any]]
     "namespace": _namespace,
     "array": _array,
     "enum": _enum_member,
+    "object": _object,
 }
 
 
@@ -271,10 +281,23 @@ def _encode_other(value: object, path: str, found: _FoundTensors, depth: int) ->
         name = f"{found.prefix}{len(found.tensors)}/{path}".encode("utf-8", "replace").decode()
         found.tensors[name] = raw
         return {TAG: ["array", [value.dtype.str, list(value.shape), {TAG: ["tensor", name]}]]}
+    return _encode_object(value, path, found, depth)
+
+
+def _encode_object(value: object, path: str, found: _FoundTensors, depth: int) -> Any:
+    """Encode an object of a class that a load may rebuild."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        stored = to_stored_object(value)
+    except ValueError as error:
+        raise CheckpointError(f"{path or 'the value'} is a {name}, which a checkpoint cannot hold: {error}") from error
+    if stored is not None:
+        return {TAG: ["object", [stored.module, stored.qualname, _encode(stored.state, path, found, depth + 1)]]}
     raise CheckpointError(
-        f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+        f"{path or 'the value'} is a {name}, which a checkpoint cannot "
         "hold: give None, bool, int, float, str, bytes, members of enumerations, tensors, arrays of numpy, or lists, "
-        "tuples, sets, dicts and namespaces of them (checkpoints are never pickled)"
+        "tuples, sets, dicts and namespaces of them (checkpoints are never pickled). To save its objects as their "
+        f"state, call torch.serialization.add_safe_globals([{type(value).__qualname__}]) before saving and loading"
     )
 
 

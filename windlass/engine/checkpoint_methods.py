@@ -137,7 +137,8 @@ class CheckpointMethods(EngineParts):
 
         Args:
             tag: name of the folder inside `save_dir`, a text or a number; `global_stepN` by default.
-            client_state: the caller's plain data, returned by `load_checkpoint`.
+            client_state: the caller's plain data, returned by `load_checkpoint`. Objects of classes declared with
+                `torch.serialization.add_safe_globals` are saved as their state.
             save_latest: write this tag to the file `latest`.
             exclude_frozen_parameters: leave out frozen parameters, and store a hash of each so that a load detects a
                 changed base model. None: leave them out if at most a tenth of all elements is trained (adapters).

@@ -37,6 +37,7 @@ from windlass.checkpoint.foreign_formats import (
 )
 from windlass.checkpoint.retention import remove_old_checkpoints
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.stored_objects import unknown_classes
 from windlass.comm.mesh_shape import AXES
 from windlass.config import Config
 from windlass.engine import average_checkpoint
@@ -386,7 +387,15 @@ def load_engine(
             _matching_scheduler_state(loaded_state.plain["schedule"], engine.lr_scheduler.state_dict())
         )
     _restore_position(engine, loaded_state, position, options)
-    return str(loaded_state.path), dict(loaded_state.plain["client"])
+    client_state = dict(loaded_state.plain["client"])
+    if unknown := sorted(unknown_classes(client_state)):
+        logger.warning(
+            "the client state of %s has objects that are not rebuilt (UnknownObject), of %s; import the class and "
+            "call torch.serialization.add_safe_globals([it]) before load_checkpoint",
+            loaded_state.path,
+            ", ".join(unknown[:3]),
+        )
+    return str(loaded_state.path), client_state
 
 
 def _tag_to_load(engine: EngineState, directory: str) -> str | None:

@@ -8,6 +8,7 @@ import enum
 import json
 import math
 import random
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.plain_data import UnknownEnumMember, decode, encode, tensor_names
+from windlass.checkpoint.stored_objects import UnknownObject, unknown_classes
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 keys = st.text(max_size=4) | st.just("$") | st.integers() | st.tuples(st.integers(), st.text(max_size=2))
@@ -109,6 +111,108 @@ def test_enumerations_are_stored_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert absent == UnknownEnumMember(__name__, "Kind", "ENCODER") and encode(absent, "")[0] == encoded["$"][1]["kind"]
     for forged in (["os", "path", "join"], ["os", "environ", "HOME"], ["builtins", "print", "x"]):
         assert isinstance(decode({"$": ["enum", forged]}, {}), UnknownEnumMember)
+
+
+class Meter:
+    """Object of a script, as torch rebuilds it from its `__dict__`."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total, self.seen = total, (1, 2)
+
+
+class Counter:
+    """Object with a state of its own."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __getstate__(self) -> int:
+        return self.count
+
+    def __setstate__(self, state: int) -> None:
+        self.count = int(state) + 0
+
+
+class SlottedMeter:
+    """Object without `__dict__`, whose state torch cannot rebuild without `__setstate__`."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 1
+
+
+class BuiltFromArguments:
+    """Object that is made from arguments of a pickle."""
+
+    def __new__(cls, size: int = 1) -> BuiltFromArguments:
+        raise AssertionError("a file cannot construct it")
+
+
+def test_objects_of_declared_classes_are_rebuilt_from_their_state() -> None:
+    """A class that the script declares to torch as safe is saved as its state; of others only the name is read."""
+    state = {"hub": {"loss": Meter(torch.arange(3)), "steps": [Counter(5)]}}
+    with pytest.raises(CheckpointError, match=r"hub\.loss is a .*Meter, .*add_safe_globals\(\[Meter\]\)"):
+        encode(state, "plain/")
+    with torch.serialization.safe_globals([Meter, Counter]):
+        encoded, tensors = encode(state, "plain/")
+        text = json.dumps(encoded)
+        back = decode(json.loads(text), tensors)
+        assert type(back["hub"]["loss"]) is Meter and back["hub"]["steps"][0].count == 5
+        assert torch.equal(back["hub"]["loss"].total, torch.arange(3)) and back["hub"]["loss"].seen == (1, 2)
+        forged = {"$": ["object", [__name__, "Meter", [1]]]}
+        with pytest.raises(CheckpointError, match="the state of an object is a list"):
+            decode(forged, {})
+    unread = decode(json.loads(text), tensors)  # as where the script does not declare them
+    assert unknown_classes(unread) == {f"{__name__}.Meter", f"{__name__}.Counter"}
+    assert encode(unread, "plain/")[0] == encoded
+
+
+def test_classes_with_constructors_of_their_own_are_refused() -> None:
+    with torch.serialization.safe_globals([SlottedMeter, BuiltFromArguments]):
+        with pytest.raises(CheckpointError, match="meter is a .*SlottedMeter, .*__slots__"):
+            encode({"meter": SlottedMeter()}, "plain/")
+        with pytest.raises(CheckpointError, match="__new__"):
+            decode({"$": ["object", [__name__, "BuiltFromArguments", None]]}, {})
+    for name in (["os", "system", "true"], ["subprocess", "Popen", {"args": "true"}], ["builtins", "dict", {}]):
+        assert isinstance(decode({"$": ["object", name]}, {}), UnknownObject)
+
+
+class HistoryBuffer:
+    """Class with the constructor and the members of mmengine's."""
+
+    def __init__(self, log_history: Any, count_history: Any, max_length: int = 1000000) -> None:
+        self.max_length, self._log_history, self._count_history = max_length, log_history, count_history
+        self.statistics_methods = {"min": min}  # not plain data
+
+    @property
+    def data(self) -> tuple[Any, Any]:
+        return self._log_history, self._count_history
+
+
+def test_history_of_mmengine_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mmengine's checkpoint hook saves the history of each scalar; `load_state_dict` skips other classes."""
+    module = types.ModuleType("mmengine.logging.history_buffer")
+    monkeypatch.setattr(HistoryBuffer, "__module__", module.__name__)
+    module.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]
+    encoded, tensors = encode(HistoryBuffer(numpy.array([0.5, 0.25]), numpy.array([1, 2]), 7), "plain/")
+    assert isinstance(decode(encoded, tensors), UnknownObject)  # mmengine is not imported
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    back = decode(json.loads(json.dumps(encoded)), tensors)
+    assert type(back) is HistoryBuffer and back.max_length == 7
+    assert back.data[0].tolist() == [0.5, 0.25] and back.data[1].tolist() == [1, 2]
+    name, array = [module.__name__, "HistoryBuffer"], numpy.zeros(2)
+    for forged in (
+        {"values": array, "counts": array, "max_length": 1},
+        {"values": array, "counts": [1, 2], "max_length": 9},
+        {"values": array, "counts": array},
+        None,
+    ):
+        state, tensors = encode(forged, "plain/")
+        with pytest.raises(CheckpointError, match="HistoryBuffer"):
+            decode({"$": ["object", [*name, state]]}, tensors)
 
 
 def test_object_array_is_refused() -> None:
