@@ -115,15 +115,32 @@ class _ReplayableCall:
             with (
                 winding,
                 restore_backends(self._attention_backends),  # the recomputation runs outside of `use_backend`
+                # TorchScript's first runs save other tensors for the backward than its later, optimized ones, and
+                # torch refuses a recomputation that saves other tensors than the forward.
+                torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
                 self._settings.profiler.call(recomputing=again, counters=counts),
             ):
                 return self._function(*args, **kwargs)
+        except RuntimeError as error:
+            if again and _is_stop_inside_script(error):
+                return None
+            raise
         finally:
             _depth.value -= 1
 
     @staticmethod
     def _fill_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
         return _map_instances(value, _TensorRef, lambda hole: tensors[hole.index])
+
+
+def _is_stop_inside_script(error: RuntimeError) -> bool:
+    """Return True if torch ended a recomputation early inside of a TorchScript function.
+
+    torch raises an exception without a text once the last saved tensor is there. TorchScript's interpreter turns it
+    into a RuntimeError. torch itself checks afterwards that every tensor was computed again.
+    """
+    text = str(error)
+    return "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
 
 
 def _map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:

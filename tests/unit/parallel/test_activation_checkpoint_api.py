@@ -151,3 +151,47 @@ def test_rng_streams_are_equal_or_distinct_over_ranks() -> None:
     with pytest.raises(ModelError, match="seed 2729"):
         named.add("another", 11 + 2718)  # Megatron's offset, by which its layers draw the same weights
     named.reset()
+
+
+_USES_TORCHSCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def _fused(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return residual + torch.nn.functional.dropout(torch.tanh(x + bias), p=0.25, training=True)
+
+
+def _fails(x: torch.Tensor, again: bool) -> torch.Tensor:
+    return x.view(7) if again else x * x
+
+
+@_USES_TORCHSCRIPT
+def test_torchscript_functions_are_recomputed() -> None:
+    """TorchScript saves other tensors in its first runs, and hides the end of a recomputation."""
+    fused = torch.jit.script(_fused)
+    linear, bias = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return fused(linear(x), bias, x)
+
+    found = []
+    for call in (checkpointing.checkpoint, lambda function, x: function(x)):
+        gradients = []
+        for step in range(4):  # TorchScript optimizes from the second run on
+            torch.manual_seed(step)
+            x = torch.randn(3, 4, requires_grad=True)
+            gradients.append(torch.autograd.grad(call(block, call(block, x)).sum(), [x, bias, *linear.parameters()]))
+        found.append(gradients)
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+@_USES_TORCHSCRIPT
+def test_an_error_of_a_torchscript_function_in_the_recomputation_is_raised() -> None:
+    calls, fails = [], torch.jit.script(_fails)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.sin(fails(x, len(calls) > 1))
+
+    with pytest.raises(RuntimeError, match="is invalid for input"):
+        checkpointing.checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
