@@ -473,4 +473,4 @@ def _build_lr_scheduler(engine: Engine, given: Any, config: Config) -> Any:
         return given(engine.optimizer.optimizer if engine.optimizer is not None else None)
     if config.scheduler is None or engine.optimizer is None:
         return None
-    return scheduler_factory.build_scheduler(config.scheduler.type, config.scheduler.params, engine.optimizer)
+    return scheduler_factory.build_scheduler(config.scheduler.type, config.scheduler.params, engine.optimizer.optimizer)

@@ -280,6 +280,7 @@ def _batch_changes() -> list[float]:
     engine.set_gradient_accumulation_boundary(True)
     _step(engine)
     assert engine.global_steps == 4
+    assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer  # lightning names learning rates by its class
     engine.destroy()
     return results
 
@@ -387,3 +388,30 @@ def test_bad_arguments_are_named(what: str, kind: str, text: str) -> None:
     with pytest.raises(RankError, match=text) as caught:
         run_ranks(_wrong, 1, what)
     assert kind in caught.value.kinds
+
+
+def _dtype_of_lightning_module(stage: int) -> list[torch.dtype]:
+    from lightning.pytorch import LightningModule
+
+    from windlass.compat.deepspeed_initialize import initialize
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x.to(self.dtype))
+
+    config = {**_config(stage), "fp16": {"enabled": True, "initial_scale_power": 4}}
+    module = Module()
+    engine = initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    dtypes = [engine.module.dtype, engine(torch.ones(2, 6)).dtype]
+    engine.destroy()
+    return dtypes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lightning_module_reports_the_dtype_of_fp16(stage: int) -> None:
+    """DeepSpeed calls `module.half()`, where lightning's modules take their `dtype` from."""
+    assert run_ranks(_dtype_of_lightning_module, 1, stage) == [[torch.float16, torch.float16]]

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError
 from windlass.compat import parallel_groups, parameter_attributes
+from windlass.compat.announced_dtype import announce_half
 from windlass.compat.collectives import initialize_mesh_device
 from windlass.compat.config_assertions import assert_supported_by_deepspeed
 from windlass.compat.config_sections import DeepSpeedZeroLeafModuleConfig
@@ -123,6 +124,8 @@ def initialize(
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
     engine.record_arguments(given, mpu, optimizer, lr_scheduler, training_data, collate_fn)
     engine.mesh_device = _make_mesh_device(mesh_param, given)
+    if engine.fp16_enabled():
+        announce_half(engine.module)
     if engine.zero_optimization_stage() in (1, 2) and engine.optimizer is not None:
         _log_flat_groups(engine)
     if engine.zero_optimization_stage() == 3:
