@@ -40,6 +40,10 @@ class LowRankCodec:
         if message.numel() == values.numel():
             message.copy_(values)
             return
+        # A power of two, which rounds nothing: the iteration multiplies by the matrix squared, which would overflow for
+        # elements above 1e19 and vanish for those below 1e-19.
+        scale = torch.ldexp(torch.ones((), device=values.device), torch.frexp(values.abs().amax()).exponent - 1)
+        values = values / scale
         matrix = torch.nn.functional.pad(values, (0, rows * columns - values.numel())).view(rows, columns)
         draw = torch.Generator().manual_seed(columns)
         basis = matrix @ torch.randn(columns, self._rank, generator=draw).to(values.device)
@@ -47,7 +51,7 @@ class LowRankCodec:
             basis = matrix @ (matrix.t() @ torch.linalg.qr(basis)[0])
         basis = torch.linalg.qr(basis)[0]
         message[: rows * self._rank].view(rows, self._rank).copy_(basis)
-        message[rows * self._rank :].view(columns, self._rank).copy_(matrix.t() @ basis)
+        message[rows * self._rank :].view(columns, self._rank).copy_((matrix.t() @ basis).mul_(scale))
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
         message = encoded.view(torch.float32)

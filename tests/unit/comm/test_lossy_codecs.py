@@ -204,3 +204,20 @@ def test_native_errors_stay_where_a_value_is_not_finite(name: str) -> None:
     with pytest.raises(CodecError, match="element 2500 of 3000 is inf"):
         begin_message(codec, values, error, encoded)
     assert bool((error == 1).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e20, 1e24, 1e34])
+def test_tiny_and_huge_values_are_decoded_as_those_of_usual_size(name: str, size: float) -> None:
+    codec = get_codec(name)
+    values = torch.randn(600, generator=torch.Generator().manual_seed(1))
+    decoded = []
+    for tensor in (values, values * size):
+        encoded = torch.empty(codec.encoded_size(600, torch.float32), dtype=torch.uint8)
+        codec.encode(tensor, encoded)
+        out = torch.empty(600)
+        codec.decode(encoded, out, torch.float32)
+        decoded.append(out.double())
+    error = (decoded[1] - (values * size).double()).norm() / (values * size).double().norm()
+    usual = (decoded[0] - values.double()).norm() / values.double().norm()
+    assert error <= 1.01 * usual or size < 1e-38 and error <= 1.0
