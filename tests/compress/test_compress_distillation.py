@@ -87,7 +87,7 @@ def test_an_interrupted_training_continues_with_the_same_numbers(
     def stop_after_three(self: Any, done: int, total: int) -> None:
         progress(self, done, total)
         if self.stage == "distilling" and done == 3:
-            Received.numbers.append(2)
+            Received.numbers.append(signal.SIGTERM)
 
     class Capture:
         def __init__(self, names: Any) -> None: ...
@@ -102,7 +102,7 @@ def test_an_interrupted_training_continues_with_the_same_numbers(
         patch.setattr(StageProgress, "__call__", stop_after_three)
         with pytest.raises(SystemExit) as ended:
             main(["compress", *map(str, [model, tmp_path / "out", *options])])
-    assert ended.value.code == 130 and not (tmp_path / "out").exists()
+    assert ended.value.code == 143 and not (tmp_path / "out").exists()
     assert "interrupted after 3 steps; the same command continues there" in capsys.readouterr().err
     shutil.rmtree(tmp_path / ".out.work" / ".distilled", ignore_errors=True)
     run(model, tmp_path / "out", *options)

@@ -15,6 +15,23 @@ WATCHDOG_EXIT_CODE = 86
 """Exit code of a rank that its watchdog ended. The cause is in the hang report, and usually on another rank."""
 
 
+class SignalInterrupt(KeyboardInterrupt):
+    """Request to end the program by a signal: its clean-up is that of Ctrl-C, its exit code that of the signal.
+
+    Attributes:
+        number: number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def interrupting_signal(error: KeyboardInterrupt) -> int:
+    """Return the number of the signal that raised `error`: SIGINT, unless it names another."""
+    return error.number if isinstance(error, SignalInterrupt) else int(signal.SIGINT)
+
+
 def forbid_world_writable_files() -> None:
     """Make new files of this process and its children not world-writable, even under umask 000."""
     before = os.umask(0o077)

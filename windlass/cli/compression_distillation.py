@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -20,6 +20,7 @@ from torch import nn
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError, LossError, ModelError
+from windlass.base.processes import SignalInterrupt
 from windlass.comm.bootstrap import end_distributed
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.compression_training import init_compression
@@ -94,7 +95,7 @@ def check_teacher_directory(teacher: Path, student: Path) -> None:
     check_tokenizers(load_tokenizer(student).backend, load_tokenizer(teacher).backend)
 
 
-class DistillationStopped(KeyboardInterrupt):
+class DistillationStopped(SignalInterrupt):
     """Raised after a stop request, once the training has saved its state."""
 
 
@@ -107,7 +108,7 @@ def distil_directory(
     length: int,
     checkpoints: Path,
     progress: Callable[[int, int], None],
-    is_stopped: Callable[[], bool] = lambda: False,
+    signals: Sequence[int] = (),
     trust_remote_code: bool = False,
 ) -> tuple[float, float]:
     """Train the model of `source` against the teacher, and write it to `target`, an existing empty directory.
@@ -115,7 +116,8 @@ def distil_directory(
     Args:
         length: tokens of a sequence.
         checkpoints: folder of the state of an interrupted training, which continues from there.
-        is_stopped: asked after each step; True: save and raise `DistillationStopped`.
+        signals: numbers of the signals received so far, read after each step; if there is one, save and raise
+            `DistillationStopped`.
 
     Returns:
         Distillation loss at the beginning and at the end, means of a few steps.
@@ -145,7 +147,7 @@ def distil_directory(
     tokens = open_tokens(corpus.tokens)
     loader = SequenceLoader(tokens.train, length, settings.rows, digest=tokens.header.digest)
     try:
-        losses = _train(model, config, loader, settings, checkpoints, progress, is_stopped)
+        losses = _train(model, config, loader, settings, checkpoints, progress, signals)
     finally:
         if is_own_group:
             end_distributed()
@@ -205,7 +207,7 @@ def _train(
     settings: DistillationSettings,
     checkpoints: Path,
     progress: Callable[[int, int], None],
-    is_stopped: Callable[[], bool],
+    signals: Sequence[int],
 ) -> tuple[float, float]:
     from windlass.initialize import initialize
 
@@ -229,12 +231,12 @@ def _train(
         engine.step()
         losses.append(float(loss.detach()))
         progress(len(losses), settings.steps)
-        stops = is_stopped() and len(losses) < settings.steps
+        stops = bool(signals) and len(losses) < settings.steps
         if stops or monotonic() - saved > _SAVE_SECONDS:
             _save(engine, checkpoints, {"loader": loader.state_dict(), "losses": losses})
             saved = monotonic()
         if stops:
-            raise DistillationStopped
+            raise DistillationStopped(signals[0])
     engine.destroy()
     few = max(len(losses) // 10, 1)
     return sum(losses[:few]) / few, sum(losses[-few:]) / few

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ConfigError
+from windlass.base.processes import SignalInterrupt
 from windlass.base.text import plural, print_escaped
 from windlass.cli.compression_choice import FormatChooser, budget_lines, loss_text, round_within_loss, tensor_bytes
 from windlass.cli.compression_distillation import check_teacher_directory, distil_directory
@@ -165,7 +166,7 @@ class CompressionRun:
                     length=self._length(),
                     checkpoints=work.kept("training"),
                     progress=self.progress,
-                    is_stopped=lambda: bool(received.numbers),
+                    signals=received.numbers,
                     trust_remote_code=settings.trust_remote_code,
                 )
             self.progress.end()
@@ -174,7 +175,7 @@ class CompressionRun:
 
         found = work.directory("distilled", write)
         if late:
-            raise KeyboardInterrupt
+            raise SignalInterrupt(late[0])
         shutil.rmtree(work.kept("training"))
         first, last = work.value("losses_of_training", tuple)
         how = f"as {chosen.format}" if chosen.format is not None else "wide"

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 import windlass
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import RunStoppedError
-from windlass.base.processes import exit_on_interrupted_import, forbid_world_writable_files
+from windlass.base.processes import SignalInterrupt, exit_on_interrupted_import, forbid_world_writable_files
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
 
@@ -108,6 +108,12 @@ class _LazyCommandGroup(TyperGroup):
             if not entry.takes_program:
                 rest = _strip_debug_flag(command, rest)
         return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SignalInterrupt as error:  # typer would exit with 130, as after every KeyboardInterrupt
+            raise typer.Exit(128 + error.number) from error
 
 
 app = typer.Typer(

@@ -75,7 +75,8 @@ def tune(
 ) -> None:
     """Run SCRIPT for a few steps under many configurations, and write the fastest as OUT/ds_config_optimal.json. What
     is "auto" in the configuration is searched, or a list of values; without either: stage, micro-batch, checkpointing,
-    tiers and buckets. Exit code 1: no trial could be measured; 130: interrupted, the best so far is written."""
+    tiers and buckets. Exit code 1: no trial could be measured; 130: interrupted by
+    Ctrl-C (143: by SIGTERM), the best so far is written."""
     if not program:
         raise ConfigError("nothing to tune: name a script; options of this command go before its name")
     if not Path(program[0]).is_file():
@@ -118,8 +119,8 @@ def tune(
     outcome = search_with_report(run, console, picture)
     if as_json:
         typer.echo(json.dumps(outcome_as_json(outcome), indent=1))
-    if outcome.interrupted:
-        raise typer.Exit(130)
+    if outcome.interrupted_by is not None:
+        raise typer.Exit(128 + outcome.interrupted_by)
 
 
 def _pairs(given: list[str] | None, option: str) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from windlass.base.printable_console import PrintableConsole
+from windlass.base.processes import SignalInterrupt
 from windlass.config import Config, load_config
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.visible_devices import count_devices
@@ -48,7 +49,7 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
         world_size: Number of ranks.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C.
+        The exit code: 0, or 128 plus the number of the signal: 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         LaunchError: the section `autotuning` is off.
@@ -65,8 +66,8 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
     command = ProgramCommand(tuple(launcher), tuple(program), path, mapped)
     console = PrintableConsole(stderr=True, soft_wrap=True, highlight=False, markup=False)
     outcome = search_with_report(TuningRun(raw, world_size, command, settings), console)
-    if outcome.interrupted or outcome.config is None:
-        return 130
+    if outcome.interrupted_by is not None or outcome.config is None:
+        return 128 + (outcome.interrupted_by or signal.SIGINT)
     if mode == "run":
         words = command.for_trial(settings.results / "ds_config_optimal.json", outcome.config)
         console.print(f"started with the best configuration: {settings.results / 'ds_config_optimal.json'}")
@@ -76,7 +77,7 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
 
 
 def search_with_report(run: TuningRun, console: PrintableConsole, picture: Path | None = None) -> TuningOutcome:
-    """Search, and print a line after each trial and a table at the end. SIGTERM counts as Ctrl-C."""
+    """Search, and print a line after each trial and a table at the end. SIGTERM ends the search as Ctrl-C does."""
     console.width = max(console.width, _TABLE_WIDTH)
     run.on_record = lambda record: console.print(trial_line(record))
     console.print(
@@ -127,7 +128,7 @@ def settings_of(config: Config) -> TuningSettings:
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise SignalInterrupt(number)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

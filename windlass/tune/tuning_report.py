@@ -70,7 +70,7 @@ def summary_lines(outcome: TuningOutcome) -> list[str]:
         for record in outcome.records
         for line in record.left_behind
     ]
-    if outcome.interrupted:
+    if outcome.interrupted_by is not None:
         lines.append(
             "interrupted: the best so far is written" if outcome.best else "interrupted before a trial ended well"
         )
@@ -87,7 +87,7 @@ def as_json(outcome: TuningOutcome) -> dict[str, Any]:
         "throughput": best.throughput if best is not None else None,
         "candidates": outcome.candidates,
         "seconds": outcome.seconds,
-        "interrupted": outcome.interrupted,
+        "interrupted": outcome.interrupted_by is not None,
         "trials": [record.as_json() for record in outcome.records],
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from windlass.base.bounded_json import JsonError, parse_json
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
+from windlass.base.processes import interrupting_signal
 from windlass.config.batch_sizes import MICRO
 from windlass.engine.trial_job import TrialJob
 from windlass.tune.memory_forecast import ATTRIBUTE, ForecastOrder, ForecastResult
@@ -101,7 +102,7 @@ class TuningOutcome:
         records: All trials, in their order; discarded candidates too.
         candidates: Number of candidates of the space.
         forecast: Facts and predictions.
-        interrupted: The search was stopped by Ctrl-C.
+        interrupted_by: Number of the signal that stopped the search; None: it ended by itself.
     """
 
     best: TrialRecord | None
@@ -110,7 +111,7 @@ class TuningOutcome:
     candidates: int
     forecast: ForecastResult
     seconds: float = 0.0
-    interrupted: bool = False
+    interrupted_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,23 +163,23 @@ class TuningRun:
         Raises:
             TuningError: no trial could be measured. The message has the errors, and the nearest configuration.
         """
-        interrupted = False
+        interrupted_by = None
         self.files.remove_best(self.command.config)
         try:
             self._search()
             self._repeat_best()
             self._spend_rest()
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt as error:
+            interrupted_by = interrupting_signal(error)
         records = list(self.state.records.values())
         best = self.state.best()
         self.files.write_summary(records, best, self.settings.metric)
-        if best is None and not interrupted:
+        if best is None and interrupted_by is None:
             raise TuningError(self._explain_failure(records))
         config = self.space.config_of(best.candidate) if best is not None else None
         forecast = self.forecast or ForecastResult()
         spent = sum(record.seconds for record in records)
-        return TuningOutcome(best, config, records, len(self.candidates), forecast, spent, interrupted)
+        return TuningOutcome(best, config, records, len(self.candidates), forecast, spent, interrupted_by)
 
     def measure(self, candidate: Candidate) -> TrialRecord:
         """Run the trial of a candidate, or discard it by its prediction."""

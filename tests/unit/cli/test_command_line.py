@@ -17,6 +17,7 @@ import typer
 
 import windlass
 from windlass.base.errors import CheckpointError, ConfigError
+from windlass.base.processes import SignalInterrupt
 from windlass.cli import main as command_line
 from windlass.cli.expected_errors import describe_expected_error
 from windlass.cli.main import COMMANDS, main
@@ -110,9 +111,11 @@ def test_other_errors_keep_their_traceback(failing: ModuleType) -> None:
         main(["fail"])
 
 
-def test_ctrl_c_exits_with_130(failing: ModuleType) -> None:
+def test_a_signal_gives_the_exit_code(failing: ModuleType) -> None:
     failing.error = KeyboardInterrupt()
     assert call("fail") == 130
+    failing.error = SignalInterrupt(signal.SIGTERM)
+    assert call("fail") == 143
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

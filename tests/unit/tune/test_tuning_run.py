@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from windlass.base.errors import ConfigError
+from windlass.base.printable_console import PrintableConsole
 from windlass.base.processes import descendants
 from windlass.config.batch_sizes import MICRO
+from windlass.tune.autotuning_command import search_with_report
 from windlass.tune.ray_trials import RayTrials
 from windlass.tune.result_files import metrics_of
 from windlass.tune.trial_command import ProgramCommand, find_config, replace_option
@@ -256,7 +258,8 @@ def test_nothing_fits(tmp_path: Path) -> None:
         run.run()
 
 
-def test_ctrl_c_writes_the_best_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_the_best_so_far(number: int, tmp_path: Path) -> None:
     body = "measured(0.1 / micro) if job['slow_s'] is None else time.sleep(60)"  # the second trial does not end
     run = tuning(tmp_path, body)
 
@@ -264,13 +267,13 @@ def test_ctrl_c_writes_the_best_so_far(tmp_path: Path) -> None:
         while len(list((tmp_path / "results").glob("z*/cmd.txt"))) < 2:
             time.sleep(0.01)
         time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    outcome = run.run()
+    outcome = search_with_report(run, PrintableConsole(stderr=True))
     thread.join()
-    assert outcome.interrupted and outcome.best is not None
+    assert outcome.interrupted_by == number and outcome.best is not None
     optimal = json.loads((tmp_path / "results" / "ds_config_optimal.json").read_text())
     assert optimal == run.space.config_of(outcome.best.candidate)
 
