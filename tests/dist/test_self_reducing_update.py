@@ -407,3 +407,19 @@ def test_settings_without_local_gradients_are_refused(name: str, ranks: int) -> 
     section, message = REFUSALS[name]
     with pytest.raises(RankError, match=f"(?s)ConfigError.*{message}"):
         run_ranks(initialize, ranks, {**Case().config, **section})
+
+
+def fail_inside_the_update() -> None:
+    engine = start(specimen("mlp"), Case(stage=1).config)
+    if dist.get_rank() == 1:
+
+        def broken(parameters: Any) -> None:
+            raise ValueError("a broken rule")
+
+        engine._sharded.update.step_parameters = broken
+    steps(engine, Case(stage=1), 0, 1)
+
+
+def test_a_rank_that_fails_inside_the_update_raises_although_the_others_wait_there() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*a broken rule"):
+        run_ranks(fail_inside_the_update, 2)

@@ -837,7 +837,8 @@ class ShardedModel:
         written: list[Pending] = []
         failed: Exception | None = None
         assert self.update is not None
-        publishes = self.update.publishes_itself  # read before the step, which may be the last one before a change
+        # read before the step, which may be the last one before a change
+        publishes, communicates = self.update.publishes_itself, self.update.takes_local_gradients
         try:
             for batch in batches:
                 _wait(written)
@@ -846,8 +847,8 @@ class ShardedModel:
                     if not publishes:
                         written.append(self.masters.write_back(chunk, keep=True))
         except Exception as error:
-            # The other ranks wait for the new parameters, so take part in the collectives below. The next step
-            # exchanges the error.
+            # The other ranks wait for the new parameters, so take part in the collectives below, unless they wait for
+            # messages of the update itself. The next step exchanges the error.
             failed = self.disk_health.update_error = error
             # Without sharded states all ranks update the same elements. The others may have succeeded, so the replicas
             # may differ although this rank changed nothing.
@@ -864,10 +865,11 @@ class ShardedModel:
             raise
         # All ranks must start the collectives in the same order.
         units = [updated[index] for index in sorted(updated, reverse=True)]
-        if publishes:
-            self.replicas.publish(units)
-        else:
-            self._gather_updated(units)
+        if failed is None or not communicates:  # else other ranks may still wait inside the update
+            if publishes:
+                self.replicas.publish(units)
+            else:
+                self._gather_updated(units)
         _mark_updated(units)
         for unit in units:
             # A backward through a graph from before this update must raise, as after an in-place change.
