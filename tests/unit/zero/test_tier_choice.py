@@ -51,7 +51,7 @@ all_rates = st.builds(TierRates, rate, rate, rate, rate, rate, rate)
 memories = st.builds(
     TierMemory, st.integers(0, 1 << 38), st.none() | st.integers(0, 1 << 38), st.none() | st.integers(0, 1 << 40)
 )
-fixed = st.builds(FixedBytes, *(st.integers(0, 1 << 20) for _ in range(4)))
+fixed = st.builds(FixedBytes, *(st.integers(0, 1 << 20) for _ in range(5)))
 traffic = st.builds(StepTraffic, st.integers(2, 8), st.integers(1, 4))
 
 
@@ -66,6 +66,8 @@ def counted(of: list[UnitBytes], tiers: list[UnitTiers], given: FixedBytes) -> d
             used[at.state] += unit.states
             serves = unit.shares_masters and at.param is at.state and at.state is not NVME
             used[at.state] += 0 if serves else unit.masters
+    if any(unit.can_move and at.param is not DEVICE for unit, at in zip(of, tiers, strict=True)):
+        used[DEVICE] += given.device_if_params_offloaded
     if any(at.state is not DEVICE for at in tiers):
         used[DEVICE] += given.device_if_offloaded
         used[HOST] += given.host_if_offloaded

@@ -296,7 +296,7 @@ class _Groups:
         disk += on_disk
         offloads, uses_disk = (at.state_host > 0).to(torch.int64), ((at.param_disk + at.state_disk) > 0).to(torch.int64)
         device += fixed.device + fixed.device_if_offloaded * offloads
-        device += fixed.device_if_params_offloaded * (at.param_host > 0).to(torch.int64)
+        device += fixed.device_if_params_offloaded * (self.param[at.param_host] > 0).to(torch.int64)
         host += fixed.host_if_offloaded * offloads + fixed.host_if_on_disk * uses_disk
         if memory.host is None:
             device, host = device + host, torch.zeros_like(host)

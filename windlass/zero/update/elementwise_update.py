@@ -123,9 +123,9 @@ class ElementwiseUpdate(OrdinaryUpdate):
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """Return True if master weights of this dtype on tier `tier` cannot be updated together with the existing ones.
 
-        This is so if the native kernel replaces the user's class: off the device it updates only float32.
+        This is so if the native kernel replaces the user's class: it updates only float32 in host memory.
         """
-        return self._has_native_twin and dtype != torch.float32 and tier is not Tier.DEVICE
+        return self._has_native_twin and (dtype != torch.float32 or tier is Tier.DEVICE)
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
         """Yield the state entries of one unit or all, one for each fragment that this rank updates."""
