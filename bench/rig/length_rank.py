@@ -96,7 +96,7 @@ class LengthRank(Worker):
 
     def _waiting(self) -> int:
         """Return the bytes in host memory, if that is separate from the device's."""
-        return sum(keeper.counts.now["cpu"] for keeper in self._keepers)
+        return sum(keeper.counters.stored_bytes["cpu"] for keeper in self._keepers)
 
     def _remember(self, kind: Any) -> None:
         plain, keepers = kind.__init__, self._keepers
