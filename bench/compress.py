@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.table import Table
 from rig.compressed_classifier import CLASSIFIERS, measure_classifier
-from rig.compressed_language_model import LANGUAGE_MODELS, measure_language_model, train_base
+from rig.compressed_language_model import LANGUAGE_MODELS, MODELS, measure_language_model, train_base
 
 from windlass.cli.benches.bar_chart import BarPanel, draw_bars
 from windlass.cli.benches.bench_console import bench_console as make_console
@@ -34,18 +34,24 @@ def main(
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     threads: Annotated[int, typer.Option(min=1)] = 1,
     steps: Annotated[int, typer.Option(min=10, help="Steps of the language model's training.")] = 900,
+    model: Annotated[str, typer.Option(help=f"The language model: {' or '.join(MODELS)}.")] = "2.6M",
     only: Annotated[str, typer.Option(help="Part of the names of rows.")] = "",
     work: Annotated[Path, typer.Option(help="Trained models, which later runs use again.")] = Path("build/compress"),
     results: Annotated[
-        Path, typer.Option(help="The JSON file, whose pieces are not measured again; the picture lies beside it.")
-    ] = _ROOT / "results" / "compress.json",
+        Path | None,
+        typer.Option(help="The JSON file, whose pieces are not measured again; the picture lies beside it."),
+    ] = None,
 ) -> None:
     """Run what is left of the measurement, a row and a seed at a time, then write the table and the picture."""
     torch.set_num_threads(threads)
+    if model not in MODELS:
+        raise typer.BadParameter(f"--model {model}: there are {' and '.join(MODELS)}")
+    is_demo = not MODELS[model]
+    results = results or _ROOT / "results" / ("compress.json" if is_demo else f"compress_{model}.json")
     work.mkdir(parents=True, exist_ok=True)
     done = _stored_pieces(results, steps)
     started, left, commit = time.monotonic(), 0, run_facts()["commit"]
-    for kind, row, seed in _order(seeds):
+    for kind, row, seed in _order(seeds, classifies=is_demo):
         name = f"{kind}/{row}/{seed}"
         if name in done or only not in name:
             continue
@@ -53,10 +59,11 @@ def main(
             break
         left += 1
         before = time.process_time()
-        measured = _MEASURES[kind](row, seed, work, steps)
+        base = train_base(work / (f"base-{steps}" if is_demo else f"base-{model}-{steps}"), steps, model)
+        measured = _MEASURES[kind](row, seed, work, base, steps)
         done[name] = {**measured, "processor_seconds": round(time.process_time() - before, 1), "commit": commit}
         rows = _summary(done)
-        write_result(results, {"steps": steps, "rows": rows, "pieces": done})
+        write_result(results, {"model": model, "steps": steps, "rows": rows, "pieces": done})
         _CONSOLE.print(f"{name}: {done[name]}")
     rows = _summary(done)
     _print(rows)
@@ -65,7 +72,7 @@ def main(
     panels = [BarPanel("Held-out bits per byte", "% above the trained model", language)] if language else []
     panels += [BarPanel("Classifier", "% of held-out texts", classes)] if classes else []
     if panels:
-        draw_bars(panels, results.with_suffix(".png"), "Compressed models, mean of the seeds")
+        draw_bars(panels, results.with_suffix(".png"), f"Compressed models, mean of the seeds ({model})")
 
 
 def _stored_pieces(results: Path, steps: int) -> dict[str, Any]:
@@ -84,9 +91,12 @@ def _stored_pieces(results: Path, steps: int) -> dict[str, Any]:
     return dict(stored["pieces"])
 
 
-def _order(seeds: int) -> list[Piece]:
+def _order(seeds: int, *, classifies: bool) -> list[Piece]:
     """Return all pieces, the first seed of all rows first."""
-    kinds: dict[str, dict[str, Any]] = {"language": LANGUAGE_MODELS, "classifier": CLASSIFIERS}
+    kinds: dict[str, dict[str, Any]] = {
+        "language": LANGUAGE_MODELS,
+        **({"classifier": CLASSIFIERS} if classifies else {}),
+    }
     return [
         (kind, row, seed)
         for seed in range(seeds)
@@ -96,15 +106,15 @@ def _order(seeds: int) -> list[Piece]:
     ]
 
 
-def _language(row: str, seed: int, work: Path, steps: int) -> dict[str, Any]:
-    return measure_language_model(row, seed, train_base(work / f"base-{steps}", steps), steps)
+def _language(row: str, seed: int, work: Path, base: Path, steps: int) -> dict[str, Any]:
+    return measure_language_model(row, seed, base, steps)
 
 
-def _classifier(row: str, seed: int, work: Path, steps: int) -> dict[str, Any]:
-    return measure_classifier(row, seed, train_base(work / f"base-{steps}", steps), work / f"classifier{seed}.pt")
+def _classifier(row: str, seed: int, work: Path, base: Path, steps: int) -> dict[str, Any]:
+    return measure_classifier(row, seed, base, work / f"classifier{seed}.pt")
 
 
-_MEASURES: dict[str, Callable[[str, int, Path, int], dict[str, Any]]] = {
+_MEASURES: dict[str, Callable[[str, int, Path, Path, int], dict[str, Any]]] = {
     "language": _language,
     "classifier": _classifier,
 }

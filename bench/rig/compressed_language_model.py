@@ -1,4 +1,4 @@
-"""Language model of the demo, trained once, and its compressed forms."""
+"""Language model, the demo's or a larger one, trained once, and its compressed forms."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ from windlass.data.token_file import open_tokens
 
 LENGTH, ROWS = 128, 4
 _DEMO = Path(__file__).parents[2] / "examples" / "demo.json"
+MODELS: dict[str, dict[str, Any]] = {
+    "2.6M": {},
+    "12.6M": {
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+}
+"""Configurations of transformers by number of parameters; empty: the demo's model."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +104,23 @@ LANGUAGE_MODELS: dict[str, CompressedForm] = {
 }
 
 
-def train_base(folder: Path, steps: int) -> Path:
-    """Return the folder of the trained model, which `windlass train` makes at the first call."""
+def train_base(folder: Path, steps: int, model: str) -> Path:
+    """Return the folder of the trained model of `MODELS`, which `windlass train` makes at the first call."""
     from windlass.cli.training.stop_signals import StopSignals
     from windlass.cli.training.train_options import TrainOptions, make_training_plan
     from windlass.cli.training.train_rank import train_on_rank
 
     if not (folder / "result.json").is_file():
         known = folder / "run.json"
+        described = folder.with_name(f"{folder.name}-model") / "config.json"
+        if MODELS[model]:
+            described.parent.mkdir(parents=True, exist_ok=True)
+            described.write_text(json.dumps(MODELS[model]))
         resumes = known.is_file() and (folder / "checkpoint" / "latest").is_file()
         options = TrainOptions(
             out=folder,
             config=None if resumes else str(_DEMO),
+            model=str(described.parent) if MODELS[model] and not resumes else None,
             data=None if resumes else ["stdlib"],
             eval_bytes=None if resumes else 2**16,
             steps=steps,
