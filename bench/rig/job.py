@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,19 @@ class Size:
     length: int = 128
     batch: int = 1
     vocabulary: int = 8192
+
+    def plain(self) -> dict[str, Any]:
+        """Return the arguments of transformers' `LlamaConfig`."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.hidden * 8 // 3 // 64 * 64,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 64,
+            "num_key_value_heads": self.hidden // 64,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+        }
 
 
 @dataclass(frozen=True)

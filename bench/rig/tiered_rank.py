@@ -43,18 +43,7 @@ class TieredRank:
         init_distributed("gloo", init_method=meeting)
         size = job.size
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=size.hidden,
-                intermediate_size=size.hidden * 8 // 3 // 64 * 64,
-                num_hidden_layers=size.layers,
-                num_attention_heads=size.hidden // 64,
-                num_key_value_heads=size.hidden // 64,
-                vocab_size=size.vocabulary,
-                max_position_embeddings=512,
-                tie_word_embeddings=False,
-            )
-        )
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size.plain()))
         self.parameters = sum(p.numel() for p in model.parameters())
         self._engine: Any = windlass.initialize(model=model, config=job.config)[0]
         self._torch, self._dist, self._size, self._rank, self._taken = torch, dist, size, rank, 0

@@ -43,18 +43,7 @@ class Worker:
         device = self._torch.device("cpu")
         self._watch = MemorySampler(device) if watch else None
         self._torch.manual_seed(0)
-        model = self._llama(
-            self._config(
-                hidden_size=size.hidden,
-                intermediate_size=size.hidden * 8 // 3 // 64 * 64,
-                num_hidden_layers=size.layers,
-                num_attention_heads=size.hidden // 64,
-                num_key_value_heads=size.hidden // 64,
-                vocab_size=size.vocabulary,
-                max_position_embeddings=512,
-                tie_word_embeddings=False,
-            )
-        )
+        model = self._llama(self._config(**size.plain()))
         parameters = sum(p.numel() for p in model.parameters())
         self._trainee = make_engine(
             job.engine, model, list(model.model.layers), BenchHyperparameters(job.lr, job.clip, size.batch), device

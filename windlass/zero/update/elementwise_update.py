@@ -102,6 +102,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         # Steps chunks in a device's own memory beside a native optimizer, which steps those in host memory.
         self._on_device = clone_optimizer(optimizer) if self._has_native_twin else self._inner
         self._on_device.state = self._inner.state
+        self._scales: dict[int, bool] = {}  # by id of an optimizer: its step divides gradients
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
         self._sub_group = context.sub_group_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
@@ -159,6 +160,11 @@ class ElementwiseUpdate(OrdinaryUpdate):
         session = OptimizerStepSession(self.optimizer)
         session.keep_options()
         group_of = self._groups()
+        # Check the user's optimizer: its groups may have changed, and a clone has none before the first part.
+        self._scales = {
+            id(inner): supports_grad_scale(inner if isinstance(inner, CPUOptimizer) else self.optimizer)
+            for inner in (self._inner, self._on_device)
+        }
         return self._run(session, used, divisor, group_of)
 
     def _run(
@@ -250,13 +256,9 @@ class ElementwiseUpdate(OrdinaryUpdate):
         if gradient.dtype != chunk.state_dtype:
             gradient = gradient.to(chunk.state_dtype)
         # In place is safe, because the gradient is dropped after the step. Fused kernels divide by themselves.
-        if divisor != 1.0 and not self._scales(inner):
+        if divisor != 1.0 and not self._scales[id(inner)]:
             gradient.div_(divisor)
         return gradient
-
-    def _scales(self, inner: torch.optim.Optimizer) -> bool:
-        # The user's groups may have changed, and a clone has none before the first part.
-        return supports_grad_scale(inner if isinstance(inner, CPUOptimizer) else self.optimizer)
 
     def _step(
         self,
@@ -265,7 +267,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         chosen: dict[int, list[ParameterSegment]],
         divisor: float,
     ) -> None:
-        if divisor != 1.0 and chosen and self._scales(inner):
+        if divisor != 1.0 and chosen and self._scales[id(inner)]:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             # `GradScaler` sets both attributes. Zero, because a step with non-finite gradients does not get here.
