@@ -7,6 +7,7 @@ predicted bytes, and predicted seconds of a step.
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -147,3 +148,13 @@ def test_any_costs_and_predictions_end_with_the_best_measured_one_that_fits(data
     assert outcome.best is not None and len(trials.runs) <= default_budget(len(table))
     fitting = [name for name in trials.runs if limit is None or table[name].peak <= limit]
     assert table[outcome.best.candidate.name].step_s == min(table[name].step_s for name in fitting)
+
+
+def test_the_run_that_makes_the_forecast_counts_in_the_budget() -> None:
+    """With a limit of memory on a CPU its candidate runs twice."""
+    rng = random.Random(24)  # times with which the search spends its whole budget
+    times = {name: rng.choice([1e-4, 0.1, 0.3, 5.0]) * rng.random() + 1e-6 for name in table_of("deep")}
+    table = {name: replace(row, step_s=times[name]) for name, row in table_of("deep").items()}
+    outcome, trials = replay(table, 140 << 20)
+    assert outcome.best is not None and trials.runs[0] == trials.runs[1]
+    assert len(trials.runs) == default_budget(len(table))
