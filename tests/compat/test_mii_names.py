@@ -12,7 +12,8 @@ from tests.causal_models import build
 from windlass import LLM, SamplingParams
 from windlass.base.errors import ConfigError, RequestError
 from windlass.compat.mii_deployment import client, serve
-from windlass.compat.mii_pipeline import make_sampling_params, pipeline
+from windlass.compat.mii_pipeline import engine_arguments, make_sampling_params, pipeline, use_engine_config
+from windlass.config.inference_section import RaggedInference, RaggedTensorParallel, StateManager
 
 PROMPTS = ["ab cd", "cd"]
 SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 8}
@@ -139,8 +140,35 @@ def test_defaults_are_those_of_mii(directory: Path) -> None:
         ({"tensor_parallel": 2}, "windlass serve"),
         ({"enable_restful_api": True}, "OpenAI's API"),
         ({"no_such_option": 1}, "no_such_option"),
+        ({"inference_engine_config": {"tensor_parallel": {"tp_size": 2}}}, "windlass serve"),
+        ({"inference_engine_config": {"state_manager": {"offload": True}}}, "swap_bytes"),
+        ({"inference_engine_config": {"manager": {"max_ragged_batch_size": 8}}}, "write at most that"),
+        ({"inference_engine_config": {"rows": 1}}, "rows"),
+        (
+            {"inference_engine_config": {"manager": {"max_ragged_batch_size": 768}}, "max_tokens_per_step": 64},
+            "max_tokens_per_step is 64, and 768 in inference_engine_config",
+        ),
     ],
 )
 def test_deployments_that_one_process_cannot_be_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         serve("missing", **settings)
+
+
+def test_limits_of_a_ragged_engine_become_options_of_the_engine(directory: Path) -> None:
+    """The lines of DeepSpeed's FastGen benchmark that start a deployment."""
+    manager = StateManager(
+        max_ragged_batch_size=48, max_ragged_sequence_count=4, memory_config={"mode": "allocate", "size": 3}
+    )
+    config = RaggedInference(tensor_parallel=RaggedTensorParallel(tp_size=1), state_manager=manager)
+    settings: dict[str, Any] = {"tensor_parallel": 1, "inference_engine_config": config}
+    use_engine_config(settings)
+    assert engine_arguments(settings) == {
+        "tp": 1, "max_model_len": None, "max_tokens_per_step": 48, "max_sequences": 4, "kv_cache_tokens": 192,
+    }  # fmt: skip
+    answers = serve(str(directory), deployment_name="ragged", inference_engine_config=config)
+    try:
+        actual = answers(PROMPTS, max_new_tokens=6, do_sample=False, ignore_eos=True)
+        assert [item.generated_text for item in actual] == plain_texts(directory)
+    finally:
+        answers.terminate_server()

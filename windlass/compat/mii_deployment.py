@@ -19,6 +19,7 @@ from windlass.compat.mii_pipeline import (
     make_sampling_params,
     merge_settings,
     take_model,
+    use_engine_config,
 )
 from windlass.inference.async_engine import AsyncLLMEngine
 from windlass.inference.outputs import RequestOutput
@@ -59,6 +60,7 @@ def serve(
     name = settings.pop("deployment_name", None) or _default_name(model)
     if name in _deployments:
         raise ConfigError(f"a deployment {name!r} runs already; call mii.client({name!r}), or give another name")
+    use_engine_config(settings)
     _check_processes(settings)
     engine = AsyncLLMEngine.from_model(
         model,

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError, RequestError
+from windlass.config.config_refusals import find_section_refusals
+from windlass.config.inference_section import RaggedInference
 from windlass.inference.llm import LLM
 from windlass.inference.outputs import CompletionOutput, RequestOutput
 from windlass.inference.sampling_params import SamplingParams
@@ -24,6 +26,9 @@ _GENERATION = (
     "max_length", "max_new_tokens", "min_new_tokens", "ignore_eos", "do_sample", "top_p", "top_k", "temperature",
     "stop", "seed",
 )  # fmt: skip
+
+
+_BLOCK_TOKENS = 64  # DeepSpeed's KV block for attention heads of more than 64 features
 
 
 @dataclass
@@ -67,8 +72,8 @@ def pipeline(
         model_config: the same settings as a dict.
         all_rank_output: all ranks return the responses; else the others than the first return an empty list.
         settings: `tensor_parallel` (ranks; None: all that were launched), `tokenizer`, `max_length` (tokens of a prompt
-            and its answer; None: the model's window), `quantization_mode`, `trust_remote_code`, and options of
-            `windlass.LLM`.
+            and its answer; None: the model's window), `inference_engine_config` (a `RaggedInferenceEngineConfig`),
+            `quantization_mode`, `trust_remote_code`, and options of `windlass.LLM`.
 
     Raises:
         ConfigError: a setting is not known or not supported, or differs from that of `model_config`.
@@ -76,6 +81,7 @@ def pipeline(
     """
     settings = merge_settings("model_config", model_config, settings)
     model = take_model(model_name_or_path, settings)
+    use_engine_config(settings)
     tokenizer = settings.pop("tokenizer", None)
     trust = bool(settings.pop("trust_remote_code", False))
     llm = LLM(model, tokenizer=tokenizer, trust_remote_code=trust, **engine_arguments(settings))
@@ -115,6 +121,18 @@ def take_model(model: str | Path | nn.Module, settings: dict[str, Any]) -> str |
     return found if isinstance(found, nn.Module) else str(found)
 
 
+def use_engine_config(settings: dict[str, Any]) -> None:
+    """Replace `inference_engine_config` in the settings by the options that it stands for.
+
+    Raises:
+        ConfigError: one of its keys is not known or refused, or differs from a setting.
+    """
+    for name, value in _ragged_arguments(settings.pop("inference_engine_config", None)).items():
+        if settings.setdefault(name, value) not in (value, None):
+            raise ConfigError(f"{name} is {settings[name]!r}, and {value!r} in inference_engine_config; give it once")
+        settings[name] = value
+
+
 def engine_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the engine.
 
@@ -125,15 +143,39 @@ def engine_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     mode = kept.pop("quantization_mode", None)
     if mode is not None:
         raise ConfigError(f"quantization_mode is {mode!r}, a format of GPUs; pass weights='int8' instead")
-    if kept.pop("inference_engine_config", None):
-        raise ConfigError(
-            "inference_engine_config is DeepSpeed's; pass windlass's options instead: max_tokens_per_step, "
-            "max_sequences, max_model_len, kv_cache_tokens"
-        )
     tp, length = kept.pop("tensor_parallel", None), kept.pop("max_length", None)
     if tp is None:
         tp = int(os.environ.get("WORLD_SIZE", "1"))
     return {"tp": tp, "max_model_len": length, **kept}
+
+
+def _ragged_arguments(given: Any) -> dict[str, Any]:
+    """Return the settings in a `RaggedInferenceEngineConfig` or its dict.
+
+    Raises:
+        ConfigError: a key is not known, or refused.
+    """
+    if not given:
+        return {}
+    try:
+        section = given if isinstance(given, RaggedInference) else RaggedInference.model_validate(given)
+    except ValueError as error:
+        raise ConfigError(f"inference_engine_config: {error}") from error
+    refusals = find_section_refusals(section)
+    if refusals:
+        raise ConfigError(
+            "\n".join(f"inference_engine_config: {one.path} = {one.value!r}: {one.reason}" for one in refusals)
+        )
+    manager, found = section.manager, {}
+    if "max_ragged_batch_size" in manager.model_fields_set:
+        found["max_tokens_per_step"] = manager.max_ragged_batch_size
+    if "max_ragged_sequence_count" in manager.model_fields_set:
+        found["max_sequences"] = manager.max_ragged_sequence_count
+    if manager.memory_config.mode == "allocate":
+        found["kv_cache_tokens"] = manager.memory_config.size * _BLOCK_TOKENS
+    if section.tp.tp_size > 1:
+        found["tensor_parallel"] = section.tp.tp_size
+    return found
 
 
 class MiiPipeline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
 from windlass.config.compression_section import ModuleQuantization
 from windlass.config.config_section import ConfigSection, Count, Int, Positive
@@ -14,6 +14,25 @@ _NO_GRAPH = "the decode step needs no graph to be correct"
 _OWN_ATTENTION = "attention goes through windlass's kernels and torch's, which need no choice"
 _GROUPS = "groups are made from tp and ep over neighbouring ranks; start the ranks in that order and delete the key"
 _QUANT = "this engine packs weights, and has no such setting; set dtype to torch.int8, or pass weights='int8'"
+
+
+def use_own_names(section: type[ConfigSection], given: Any) -> Any:
+    """Replace other names of a section's fields in a dict by their own, and an integer `tp` by its section.
+
+    Raises:
+        ValueError: a field is given under two names.
+    """
+    if not isinstance(given, dict):
+        return given
+    own = {alias: name for name, field in section.model_fields.items() for alias in key_facts(field)["aliases"]}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(own.get(key, key))
+        if name in values:
+            raise ValueError(f"{key} is another name of {name}; give one of them")
+        is_size = name == "tp" and isinstance(value, int) and not isinstance(value, bool)
+        values[name] = {"tp_size": value} if is_size else value
+    return values
 
 
 def _dtype_text(value: Any) -> Any:
@@ -111,17 +130,7 @@ class InitInference(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _use_own_names(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        own = {alias: name for name, field in cls.model_fields.items() for alias in key_facts(field)["aliases"]}
-        values: dict[str, Any] = {}
-        for key, value in given.items():
-            name = str(own.get(key, key))
-            if name in values:
-                raise ValueError(f"{key} is another name of {name}; give one of them")
-            is_size = name == "tp" and isinstance(value, int) and not isinstance(value, bool)
-            values[name] = {"tp_size": value} if is_size else value
-        return values
+        return use_own_names(cls, given)
 
     kernel_inject: bool = accepted(
         False, "the fast paths need no other layers", aliases=("replace_with_kernel_inject",)
@@ -173,40 +182,78 @@ class InitInference(ConfigSection):
 
 
 class KvMemory(ConfigSection):
-    """Memory of the key-value cache."""
+    """Memory of the key-value cache of an engine with continuous batching."""
 
-    mode: Literal["reserve", "allocate"] = refused("reserve", "")
-    size: Positive = refused(1_000_000_000, "")
+    mode: Literal["reserve", "allocate"] = honoured("reserve")
+    """`reserve`: a part of the free memory; `allocate`: `size` blocks."""
+    size: Positive = honoured(1_000_000_000)
+    """Blocks of 64 tokens with `allocate`; not used with `reserve`, where windlass chooses the part itself."""
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _use_value(cls, given: Any) -> Any:
+        return getattr(given, "value", given)  # a member of DeepSpeed's enumeration
 
 
 class StateManager(ConfigSection):
     """Limits of an engine with continuous batching."""
 
-    max_tracked_sequences: Positive = refused(2048, "")
-    max_ragged_batch_size: Positive = refused(768, "")
-    max_ragged_sequence_count: Positive = refused(512, "")
-    max_context: Positive = refused(8192, "")
-    memory_config: KvMemory = refused(KvMemory, "")
-    offload: bool = refused(False, "")
+    max_tracked_sequences: Positive = accepted(2048, "further requests wait in a queue")
+    max_ragged_batch_size: Positive = honoured(768)
+    """Tokens of a forward, if it is given; `max_tokens_per_step` of `windlass.LLM`."""
+    max_ragged_sequence_count: Positive = honoured(512)
+    """Sequences that run at the same time, if it is given; `max_sequences` of `windlass.LLM`."""
+    max_context: Positive = accepted(8192, "sequences end at the model's window; set max_length for less")
+    memory_config: KvMemory = honoured(KvMemory)
+    """Memory of the key-value cache."""
+    offload: bool = refused(False, "DeepSpeed has no offload here either; pass swap_bytes to windlass.LLM or mii")
+
+    @model_validator(mode="after")
+    def _compare_limits(self) -> StateManager:
+        for name in ("max_tracked_sequences", "max_ragged_batch_size"):
+            limit = getattr(self, name)
+            if self.max_ragged_sequence_count > limit:
+                raise ValueError(
+                    f"max_ragged_sequence_count is {self.max_ragged_sequence_count}, more than {name} ({limit}); "
+                    "write at most that"
+                )
+        return self
 
 
 class RaggedQuantization(ConfigSection):
     """Quantization in an engine with continuous batching."""
 
-    quantization_mode: Literal["wf6af16"] | None = refused(None, "")
+    quantization_mode: Literal["wf6af16"] | None = refused(None, "a format of GPUs; pass weights='int8' to mii instead")
 
 
 class RaggedTensorParallel(ConfigSection):
     """Tensor-parallel axis of an engine with continuous batching."""
 
-    tp_size: Positive = refused(1, "")
+    tp_size: Positive = honoured(1)
+    """Ranks along the tensor-parallel axis."""
 
 
 class RaggedInference(ConfigSection):
-    """Configuration of an engine with continuous batching."""
+    """Configuration of an engine with continuous batching, for `mii.pipeline` and `mii.serve`."""
 
-    refusal = "DeepSpeed's ragged engine is driven batch by batch; use windlass.LLM or mii.pipeline"
+    @model_validator(mode="before")
+    @classmethod
+    def _use_own_names(cls, given: Any) -> Any:
+        return use_own_names(cls, given)
 
-    tp: RaggedTensorParallel = refused(RaggedTensorParallel, "", aliases=("tensor_parallel",))
-    manager: StateManager = refused(StateManager, "", aliases=("state_manager",))
-    quantization: RaggedQuantization = refused(RaggedQuantization, "")
+    tp: RaggedTensorParallel = honoured(RaggedTensorParallel, aliases=("tensor_parallel",))
+    """Tensor-parallel axis."""
+    manager: StateManager = honoured(StateManager, aliases=("state_manager",))
+    """Limits of a step, and the key-value cache."""
+    quantization: RaggedQuantization = honoured(RaggedQuantization)
+    """Quantization; its only mode is refused."""
+
+    @property
+    def tensor_parallel(self) -> RaggedTensorParallel:
+        """`tp`, by DeepSpeed's other name."""
+        return self.tp
+
+    @property
+    def state_manager(self) -> StateManager:
+        """`manager`, by DeepSpeed's other name."""
+        return self.manager

@@ -97,7 +97,14 @@ TABLE: dict[str, StandInEntry] = {
             ("DeepSpeedInferenceConfig", "InitInference"),
             ("inference.config.DeepSpeedInferenceConfig", "InitInference"),
             ("inference.config.DeepSpeedTPConfig", "InferenceTensorParallel"),
-            ("inference.DeepSpeedTPConfig", "InferenceTensorParallel"),
+            ("inference.DeepSpeedTPConfig", "RaggedTensorParallel"),
+            ("inference.v2.config_v2.DeepSpeedTPConfig", "RaggedTensorParallel"),
+            ("inference.RaggedInferenceEngineConfig", "RaggedInference"),
+            ("inference.v2.config_v2.RaggedInferenceEngineConfig", "RaggedInference"),
+            ("inference.v2.config_v2.QuantizationConfig", "RaggedQuantization"),
+            ("inference.v2.ragged.DSStateManagerConfig", "StateManager"),
+            ("inference.v2.ragged.manager_configs.DSStateManagerConfig", "StateManager"),
+            ("inference.v2.ragged.manager_configs.MemoryConfig", "KvMemory"),
         )
     },
     **{

@@ -32,9 +32,8 @@ _GONE = "DeepSpeed itself removed this, and it is not built here; remove it from
 TABLE: dict[str, StandInEntry] = {
     **_refused_names(
         _RAGGED,
-        "inference.RaggedInferenceEngineConfig inference.InferenceEngineV2 inference.build_hf_engine "
-        "inference.v2.ragged.DSStateManagerConfig inference.v2.config_v2.RaggedInferenceEngineConfig "
-        "inference.v2.engine_v2.InferenceEngineV2 inference.v2.engine_factory.build_hf_engine",
+        "inference.InferenceEngineV2 inference.build_hf_engine inference.v2.engine_v2.InferenceEngineV2 "
+        "inference.v2.engine_factory.build_hf_engine",
     ),
     **_refused_names(
         _LAYER, "model_implementations.DeepSpeedTransformerInference model_implementations.DeepSpeedInferenceConfig"
