@@ -2,7 +2,7 @@
 
 Reading order: mask_pattern, attention_mask (which tokens see which); attention_backend, backend_registry,
 active_backend (the interface); sdpa_backend, eager_backend (the backends of this package); attention_function (for
-modules of one's own); mask_recognition, transformers_dispatch (for models of transformers).
+user-defined modules); mask_recognition, transformers_dispatch (for models of transformers).
 """
 
 from __future__ import annotations

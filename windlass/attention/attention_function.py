@@ -34,15 +34,16 @@ def attention(
 
     Args:
         query: `[samples, heads, queries, features]`.
-        key, value: `[samples, key heads, keys, features]`; the key heads divide the heads.
+        key, value: `[samples, key heads, keys, features]`; the number of heads is a multiple of the number of key
+            heads.
         mask: None for all keys, or for causal attention with `is_causal`; a description; a mask of `bind_mask`, which
-            saves making it again in each layer; or a tensor as of `F.scaled_dot_product_attention`, where the backend
-            takes one.
+            saves making it again in each layer; or a tensor as for `F.scaled_dot_product_attention`, if the backend
+            supports it.
         scaling: factor of the scores; None means `features ** -0.5`.
         dropout: probability of dropping an attention weight; give 0 in eval mode.
         module: the calling layer, for backends with state per layer.
         heads: the heads of the layer that `query` holds, if not all; for backends whose heads differ.
-        arguments: others that the backend supports, e.g. `softcap`.
+        arguments: further arguments that the backend supports, e.g. `softcap`.
 
     Returns:
         `[samples, heads, queries, value features]`.

@@ -13,17 +13,18 @@ from windlass.base.errors import ModelError
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Visible pairs of queries and keys: a pattern of positions, less padding, less pairs of different documents.
+    """Visible pairs of queries and keys: a pattern of positions, without padding and without pairs of different
+    documents.
 
     Attributes:
         batch_size, q_length, kv_length: sizes of the dense mask.
         pattern: pairs of positions that are visible.
         q_offset, kv_offset: positions of the first query and of the first key, as with a cache of keys.
         padding: `[batch_size, kv_length]`, bool; no query sees the keys where it is False. None: no padding.
-        sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; queries are keys. None: one
-            document in each sample.
+        sequence_ids: `[batch_size, q_length]`, number of the packed document of each token; requires as many queries as
+            keys. None: one document in each sample.
         position_ids: `[batch_size, q_length]`, positions inside packed documents, to which the pattern applies. None:
-            positions of the whole row. Bands are the same for both.
+            positions in the whole row. A band depends only on differences of positions, which are equal in both.
         device: device of the dense mask.
     """
 

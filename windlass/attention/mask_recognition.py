@@ -79,7 +79,7 @@ def _collect(function: MaskFunction, found: RecognizedMask) -> bool:
 
 
 def _allows_nothing(function: MaskFunction) -> bool:
-    """Return True for the blocks of tokens that see each other, as those of an image, in a batch of text alone."""
+    """Return True for an overlay of bidirectional blocks (e.g. of image tokens) if the batch has no such block."""
     if _known_codes().get(getattr(function, "__code__", None)) != "blockwise_overlay":
         return False
     return bool((_closure_values(function)["block_sequence_ids"] < 0).all())

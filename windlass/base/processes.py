@@ -42,8 +42,8 @@ def forbid_world_writable_files() -> None:
 def exit_on_interrupted_import() -> Iterator[None]:
     """Make Ctrl-C end the process at once, with exit code 130, while a module is being imported.
 
-    A C extension that imports a module ignores every exception of that import (torch imports numpy so), also a
-    KeyboardInterrupt: the program would continue with half a module. Outside of imports Ctrl-C raises
+    A C extension that imports a module ignores every exception of that import, also a KeyboardInterrupt (torch imports
+    numpy in this way): the program would continue with half a module. Outside of imports Ctrl-C raises
     KeyboardInterrupt. Does nothing if SIGINT is handled or ignored already, or outside the main thread.
     """
     own = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -77,7 +77,7 @@ class AsyncSave:
         """Wait until the save in flight is over, if there is one.
 
         Raises:
-            CheckpointError: it failed; on all ranks, with the same text. Raised once.
+            CheckpointError: the save failed. Raised once, on all ranks, with the same text.
         """
         if self._thread is None:
             return

@@ -61,7 +61,8 @@ def load(
         first: tensors that are filled before all others.
         check_first: called after the tensors in `first` are filled, before the others. Its error is raised on all
             ranks.
-        on_overwrite: called on all ranks before the others are filled. An error after this call leaves them undefined.
+        on_overwrite: called on all ranks before the remaining tensors are filled. An error after this call leaves their
+            values undefined.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that

@@ -2,8 +2,8 @@
 
 [Note: foreign formats] A checkpoint directory that another library wrote is read through an index made for it: its
 tensors are boxes in its own files. So everything behind the index (loading in any layout, listing, export) has no code
-for single formats. `windlass.compat` implements DeepSpeed's format; it lies above this package, so that the registry
-holds the dotted name and imports it when a directory has no index of windlass's own.
+for individual formats. `windlass.compat` implements DeepSpeed's format; it lies above this package, so the registry
+holds its dotted name and imports it when a directory has no index of windlass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ForeignFormat(Protocol):
     """Checkpoint format of another library.
 
     Attributes:
-        name: under which the registry lists it; also the value of `checkpoint.format` that exports it.
+        name: name in the registry; also the value of `checkpoint.format` that exports it.
     """
 
     @property

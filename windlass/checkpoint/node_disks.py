@@ -59,7 +59,7 @@ class NodeDisks:
             staging: the staging directory of this rank's node.
 
         Raises:
-            CheckpointError: a file could not be read or written on some node; on all ranks.
+            CheckpointError: a file could not be read or written on some node. Raised on all ranks.
         """
         ranks.run_on_all("copying to the disks of other nodes", lambda: self._exchange_files(staging, ranks))
 

@@ -69,7 +69,7 @@ class Conversation:
 
     Attributes:
         messages: messages in the form of chat templates; without a chat template, their texts are joined.
-        tokens, seconds: of the last answer, from its first token on.
+        tokens, seconds: tokens of the last answer, and its time from the first token on.
     """
 
     def __init__(self, engine: ServedEngine, params: Any, system: str | None) -> None:

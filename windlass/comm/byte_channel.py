@@ -47,7 +47,7 @@ class ByteChannel(Protocol):
 
         Args:
             own: contiguous uint8 tensor; ranks may give different sizes.
-            receives: by group index, of all peers.
+            receives: one tensor for each peer, by its group index.
         """
         ...
 

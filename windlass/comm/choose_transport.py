@@ -45,8 +45,9 @@ def choose_transport(
 
 
 def choose_transport_name(requested: str, group: RankGroup, device: torch.device) -> tuple[str, str]:
-    """Return the name of the transport for `group` and one sentence of why. Collective; arguments and
-    errors as of `choose_transport`."""
+    """Return the name of the transport for `group`, and one sentence with the reason. Collective; arguments and errors
+    are those of `choose_transport`.
+    """
     source = "comm.transport"
     if os.environ.get("WINDLASS_TRANSPORT"):
         requested, source = os.environ["WINDLASS_TRANSPORT"].lower(), "WINDLASS_TRANSPORT"

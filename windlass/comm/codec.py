@@ -23,7 +23,7 @@ class Codec(Protocol):
     """Stateless encoding of flat tensors as bytes.
 
     Attributes:
-        name: under which the registry lists the codec.
+        name: name of the codec in the registry.
         exact: True if `decode` returns the bits that `encode` received, for every dtype that the codec accepts.
     """
 

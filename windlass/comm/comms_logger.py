@@ -246,7 +246,9 @@ def _format_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]], column
 
 
 def _read_section(config_or_section: Any) -> Settings | None:
-    """Return the section that the argument is or contains; None if it contains none."""
+    """Return the section `comms_logger` of a configuration, or the argument if it is that section; None if there is
+    none.
+    """
     if isinstance(config_or_section, Settings):
         return config_or_section
     inner = getattr(config_or_section, "comms_config", config_or_section)  # a DeepSpeedConfig has the section there

@@ -81,7 +81,7 @@ class CompressedCollectives:
         """Sum the tensors of all ranks and return this rank's part.
 
         Args:
-            tensor: `[rows, ...]`, as large on every rank.
+            tensor: `[rows, ...]`, of the same size on every rank.
             sizes: rows of each rank's part.
             factor: factor of the sum.
 
@@ -104,7 +104,7 @@ class CompressedCollectives:
         single elements, for any shape.
 
         Args:
-            tensor: as large on every rank.
+            tensor: tensor of the same size on every rank.
             factor: factor of the sum.
         """
         self._check_dtype(tensor)
@@ -125,7 +125,8 @@ class CompressedCollectives:
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends, receives: rows for and from each rank; by default as many for each, which the ranks must divide.
+            sends, receives: rows for and from each rank. By default all are equal, and the number of ranks must divide
+                the rows.
 
         Returns:
             `[sum(receives), ...]`, the rows of rank 0 first (`tensor` itself on one rank).

@@ -49,17 +49,17 @@ class CompressedLists:
     def reduce_scatter(
         self, parts: Sequence[Tensors], errors: Sequence[Tensors] | None = None, *, factor: float = 1.0
     ) -> list[torch.Tensor]:
-        """Sum the lists that all ranks have for this rank.
+        """Sum the lists that all ranks send to this rank.
 
         Args:
-            parts: by rank, the list for it; its tensors have equal sizes on all ranks.
+            parts: list for each rank; its tensors have equal sizes on all ranks.
             errors: the error of each tensor of `parts`, which is added to it in place before it is sent, and replaced
                 by its new error.
             factor: factor of the sums.
 
         Returns:
-            `factor` times the sums of the tensors for this rank: with `errors` in place of this rank's `parts`, else as
-            new tensors.
+            `factor` times the sums of the tensors for this rank. With `errors` they overwrite this rank's list in
+            `parts`; otherwise they are new tensors.
         """
         return self.start_reduce_scatter(parts, errors, factor=factor)()
 
@@ -100,7 +100,7 @@ class CompressedLists:
             own: the decoded values of this rank's own message, if they are known.
         """
         index, size = self.group.index, self.group.size
-        if own is None or index > 1:  # what is summed first is not this rank's own
+        if own is None or index > 1:  # this rank's own values are not the first of the sum
             sums = self._decoded(messages[0], like)
             for rank in range(1, size):
                 if rank == index and own is not None:
@@ -124,8 +124,8 @@ class CompressedLists:
 
         Args:
             own: this rank's list.
-            outs: by rank, tensors of the sizes of its list, which receive the decoded values.
-            errors: as in `reduce_scatter`, of `own`.
+            outs: for each rank, tensors of the sizes of its list, which receive the decoded values.
+            errors: the error of each tensor of `own`, used as in `reduce_scatter`.
         """
         self.start_all_gather(own, outs, errors)()
 

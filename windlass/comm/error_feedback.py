@@ -32,7 +32,8 @@ def begin_message(codec: Codec, tensor: torch.Tensor, error: torch.Tensor, encod
 def end_message(
     codec: Codec, tensor: torch.Tensor, error: torch.Tensor, encoded: torch.Tensor, *, decodes: bool = False
 ) -> None:
-    """Complete an encoding that `begin_message` began, and replace the error by what it leaves out.
+    """Complete an encoding that `begin_message` began, and replace the error by the part of the tensor that the
+    encoding leaves out.
 
     Args:
         decodes: replace `tensor` by its decoded values.

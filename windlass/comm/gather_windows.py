@@ -58,7 +58,7 @@ class GatherWindows:
     def advance(self, number: int, *, wait: bool) -> bool:
         """Advance the gathers up to the `number`-th.
 
-        Return True if that one is finished, which is always so with `wait`.
+        Return True if that one is finished; with `wait`, always.
 
         Raises:
             CommunicationError: peers gather another buffer, or a peer is missing.

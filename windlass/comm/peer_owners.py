@@ -1,7 +1,7 @@
 """Owners of the processes at the other ends of new connections.
 
 [Note: owners of peers] Neither gloo nor torch's store authenticates its connections. Another user of the host can
-connect to a rank's port before the rank that is expected there, or write an address of theirs to the store, and ranks
+connect to a rank's port before the rank that is expected there, or write an address of its own to the store, and ranks
 unpickle what their peers send. Over loopback Linux lists both ends of a connection with the users that own them
 (`/proc/net/tcp`), and no user can change the owner of a socket. So the owners are compared after the connections of a
 process group are made and before anything is received over them. The superuser is accepted, since no check holds
@@ -31,7 +31,7 @@ from windlass.comm.socket_diagnosis import CONNECTED_STATES, SocketDiagnosis, So
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"
-# An IPv4 address in the table of IPv6 sockets begins so. The kernel prints memory in words of the host's byte order.
+# Prefix of an IPv4 address in the table of IPv6 sockets. The kernel prints memory in words of the host's byte order.
 _MAPPED = f"{0:016X}{struct.unpack('=I', bytes(2) + bytes([255, 255]))[0]:08X}"
 _SUPERUSER = 0
 # The table is read in several parts, so that a connection may be missing in one reading of it.
@@ -69,7 +69,7 @@ def require_own_peers(purpose: str, accept_s: float = ACCEPT_S) -> Iterator[None
     See [Note: owners of peers]. Does nothing where the system does not list owners.
 
     Args:
-        purpose: what the connections are for, for the message.
+        purpose: purpose of the connections, for the message.
         accept_s: seconds in which the other end has to accept a connection.
 
     Raises:

@@ -49,6 +49,6 @@ def start_exchange(
 
 def wait_for_transfers(works: Iterable[Any]) -> None:
     """Wait until operations of `start_exchange` end. On an accelerator, only the current stream waits for them."""
-    # In this folder the hang report sees the wait, [Note: collectives start in comm].
+    # This wait is in `comm`, where the hang report recognizes it: see [Note: collectives start in comm].
     for work in works:
         work.wait()

@@ -14,7 +14,7 @@ class LocoOptions:
     """Error feedback of quantized gradients (`zeropp_loco_param`).
 
     Attributes:
-        err_beta: weight of the error of before.
+        err_beta: weight of the previous error.
         reset_t: reductions of a unit after which its errors return to zero.
     """
 
@@ -40,8 +40,8 @@ class LaneErrors:
     """Error feedback of one lane.
 
     Attributes:
-        flat: `[numel]` in float32, by the element that a message was for: a rank sends each element of the other shards
-            once, in the first hop or in the second one. None before the first reduction.
+        flat: `[numel]` in float32, the error of each element of the buffer: a rank sends each element of the other
+            shards once, in the first hop or in the second one. None before the first reduction.
         reductions: `[1]` int64, their number.
     """
 

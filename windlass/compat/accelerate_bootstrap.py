@@ -1,4 +1,4 @@
-"""Process-group start for HF accelerate: also set the backend name in accelerate's state, for ranks on CPU."""
+"""Start of the process group for accelerate. On CPU it also sets the backend name in accelerate's state."""
 
 from __future__ import annotations
 

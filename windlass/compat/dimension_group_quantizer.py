@@ -49,7 +49,7 @@ class DimensionGroupQuantizer(DimensionGroups):
     """Quantizer to unsigned integers between the minimum and the maximum of each group."""
 
     def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return `(codes, scales, minima)`, of which a value is `code / scale + minimum`.
+        """Return `(codes, scales, minima)`; a value is `code / scale + minimum`.
 
         Returns:
             codes: uint8 of the tensor's shape. With 4 bits two codes share a byte, the first in its upper half, which
@@ -75,7 +75,7 @@ class DimensionGroupDequantizer(DimensionGroups):
     """Inverse of `DimensionGroupQuantizer`.
 
     Args:
-        config: as there.
+        config: configuration as for `DimensionGroups`.
         dtype: dtype of the values.
     """
 

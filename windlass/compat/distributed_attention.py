@@ -1,4 +1,4 @@
-"""Names and arguments of `deepspeed.sequence`: attention for modules of one's own, and a loss."""
+"""Names and arguments of `deepspeed.sequence`: attention for user-defined modules, and a loss."""
 
 from __future__ import annotations
 

@@ -86,11 +86,11 @@ class FloatQuantizer:
 
 
 class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
-    """Quantizer to floats of 4, 6, 8 or 12 bits, whose scale is that of the largest element of a group.
+    """Quantizer to floats of 4, 6, 8 or 12 bits. The largest element of a group determines the group's scale.
 
     Args:
-        quantization_config: `QuantizationConfig` of `deepspeed.linear`, or the size of a group.
-        group_size: without a configuration.
+        quantization_config: `QuantizationConfig` of `deepspeed.linear`, or the number of elements in a group.
+        group_size: number of elements in a group, used if `quantization_config` is None.
     """
 
     def __init__(self, quantization_config: Any = None, group_size: int = 512) -> None:

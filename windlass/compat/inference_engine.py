@@ -100,7 +100,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     Args:
         model: module, changed in place.
         config: dict, path of a JSON file, or `DeepSpeedInferenceConfig`.
-        kwargs: the same keys; a key may not differ from that of `config`.
+        kwargs: the same keys; a key that `config` has too must have the same value.
 
     Raises:
         ConfigError: a key is not known, is given twice, or is refused, with the reason.

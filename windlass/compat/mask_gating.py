@@ -224,7 +224,7 @@ def _gumbel(logits: Tensor) -> Tensor:
 
 
 def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return the row `[k, s]` of each token's choices in a buffer `[e * c]`; e * c for a dropped choice.
+    """Return `[k, s]`, the row of each choice of each token in a buffer of `e * c` rows; `e * c` for a dropped choice.
 
     Args:
         experts: expert of each choice, `[k, s]`, -1 for a dropped one.

@@ -143,7 +143,7 @@ class MiiClient:
 
         Args:
             streaming_fn: called in this thread with a list of one response, whose text is new since the call before;
-                nothing is returned then. There is one prompt. An error that it raises ends the request.
+                nothing is returned then. It requires a single prompt. An error that it raises ends the request.
             settings: `return_full_text`, and those of `make_sampling_params`.
 
         Raises:

@@ -36,7 +36,7 @@ class MiiResponse:
     """Answer to one prompt. Prints as its text.
 
     Attributes:
-        generated_text: text of the answer, behind the prompt's with `return_full_text`.
+        generated_text: text of the answer; with `return_full_text`, the prompt and the answer.
         prompt_length: tokens of the prompt.
         generated_length: tokens of the answer.
         finish_reason: `"stop"` or `"length"`; None while the answer streams.
@@ -70,7 +70,7 @@ def pipeline(
     Args:
         model_name_or_path: directory, name on the hub, or a module.
         model_config: the same settings as a dict.
-        all_rank_output: all ranks return the responses; else the others than the first return an empty list.
+        all_rank_output: all ranks return the responses; else every rank but the first returns an empty list.
         settings: `tensor_parallel` (ranks; None: all that were launched), `tokenizer`, `max_length` (tokens of a prompt
             and its answer; None: the model's window), `inference_engine_config` (a `RaggedInferenceEngineConfig`),
             `quantization_mode`, `trust_remote_code`, and options of `windlass.LLM`.

@@ -75,7 +75,7 @@ def exchange_local_experts(model: nn.Module, config_dict: Mapping[str, Any], mpu
     """Give all ranks the experts that each rank loaded for itself. Collective if a layer has `ep_size` above 1.
 
     Args:
-        config_dict: configuration, which says how many neighbouring ranks share the experts of one.
+        config_dict: configuration, which determines how many neighbouring ranks hold the same experts.
         port: port of the rendezvous, if the default process group does not exist yet.
 
     Raises:

@@ -165,7 +165,7 @@ class FPQuantizerBuilder(OpBuilder):
 
     @staticmethod
     def get_quant_range(q_bits: int | None = None) -> float:
-        """Return the largest float of `q_bits` bits: 28 of 6, 480 of 8.
+        """Return the largest float of `q_bits` bits, e.g. 28 for 6 bits and 480 for 8 bits.
 
         Raises:
             ModelError: `q_bits` is not 4, 6, 8 or 12.

@@ -50,7 +50,7 @@ class QuantizationConfig:
 
     Attributes:
         q_bits: 4, 6, 8 or 12.
-        mantissa_bits: of them.
+        mantissa_bits: number of mantissa bits among them.
         group_size: successive weights with one scale.
         q_dtype: torch.uint8.
     """
@@ -79,7 +79,7 @@ class PackedBytes:
 
     Attributes:
         scale: scales of the groups.
-        sizes: shape of the tensor before.
+        sizes: shape of the original tensor.
         dtype: its dtype.
     """
 
@@ -94,7 +94,8 @@ class QuantizedParameter(nn.Parameter):
     `QuantizedParameter(p.data, **p.__dict__)` is a copy.
 
     Raises:
-        QuantizedParameterError: `requires_grad` is True, or `quantizer` is given and is not of another parameter.
+        QuantizedParameterError: `requires_grad` is True, or `quantizer` does not come from another
+            `QuantizedParameter`.
     """
 
     quantization_config: QuantizationConfig

@@ -1,10 +1,10 @@
 """Attribute `ds_tensor` of a parameter: this rank's part of it, divided over the ranks as DeepSpeed divides it.
 
-[Note: padded parts] DeepSpeed divides every parameter by itself: of `n` elements on `r` ranks, rank `i` has
+[Note: padded parts] DeepSpeed divides every parameter separately: of `n` elements on `r` ranks, rank `i` has
 `ceil(n / r)` elements from `i * ceil(n / r)` on, and zeros follow the last element. windlass divides units of several
 parameters, so such a part may lie on other ranks. A `PaddedShard` therefore holds no values. Its shape, dtype and
-device are read without communication. Reading its values gathers the parameter, and writing them exchanges the parts
-of all ranks and sets the parameter and its master weights. Both are collective: all ranks do the same to the same
+device are read without communication. Reading its values gathers the parameter, and writing them exchanges the parts of
+all ranks and sets the parameter and its master weights. Both are collective: all ranks do the same to the same
 parameter. A rank that is elsewhere raises (see `CollectiveScheduler.sync`). Parameters constructed under `zero.Init`
 are divided like this until `initialize`, so their parts are read and written on each rank alone.
 """
@@ -224,7 +224,7 @@ def _write_part(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def _sync(parameter: nn.Parameter, point: SyncPoint) -> None:
-    """Wait for the other ranks, of which any that does something else raises. Collective."""
+    """Wait until all ranks make this call. A rank that makes another collective call raises. Collective."""
     place = require(parameter)
     place.model.scheduler.sync(point, experts_only=is_expert_only(place))
 

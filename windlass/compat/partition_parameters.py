@@ -124,9 +124,10 @@ class Init(InsertPostInitMethodToModuleSubClasses, zero.Init):
 
 
 def requests_linear(config: Config) -> bool:
-    """Return True if a configuration has `memory_efficient_linear: true`, which differs from leaving the key out.
+    """Return True if a configuration sets `memory_efficient_linear` to true; a configuration without the key returns
+    False.
 
-    In strict mode leaving it out means the same.
+    In strict mode it returns True without the key too.
     """
     section = config.zero_optimization
     written = "memory_efficient_linear" in section.model_fields_set or is_strict()

@@ -2,8 +2,9 @@
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
 `flops_profiler`, `activation_checkpointing`, `eigenvalue`, `quantize_training`, `optimizer` and `scheduler`, except in
-the `params` of the last two, which are arguments. In its other sections an unknown key is an error, as in windlass. Of
-two contradictory keys, DeepSpeed lets one win. Some keys concern only parallelism that a run does not use.
+the `params` of the last two, which are arguments. In its other sections an unknown key is an error, as in windlass. If
+two keys contradict each other, DeepSpeed ignores one of them. Some keys concern only parallelism that a run does not
+use.
 """
 
 from __future__ import annotations

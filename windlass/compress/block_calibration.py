@@ -359,7 +359,7 @@ def _share_call(call: BlockArguments, other: BlockArguments) -> BlockArguments:
 
 
 def _share_equal(value: Any, other: Any) -> Any:
-    """Return a value with those of its tensors that equal the ones of another value replaced by these."""
+    """Replace each tensor of `value` that equals the tensor at the same place in `other` by the latter."""
     if isinstance(value, Tensor):
         equal = isinstance(other, Tensor) and value.shape == other.shape and value.dtype == other.dtype
         return other if equal and torch.equal(value, other) else value
@@ -375,9 +375,9 @@ class _CallLog:
     Attributes:
         count: number of blocks.
         error: makes the error of a model that is not a chain of blocks.
-        runs_first: run the first block, to learn what it returns, and the model on to its head, to see that no block
-            runs again.
-        rest: what the first block returns after the hidden states; None: it returns a tensor.
+        runs_first: run the first block to record its outputs, and continue to the head to check that no block runs
+            again.
+        rest: outputs of the first block after the hidden states; None: it returns a tensor.
         first: hidden states before the first block.
     """
 

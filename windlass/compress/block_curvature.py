@@ -36,7 +36,7 @@ def largest_eigenvalue(
         loss: runs the forward on the same samples each time.
         steps: iterations, at most.
         tolerance: relative change of the eigenvalue that ends the iteration.
-        stability: added to a norm that divides.
+        stability: value added to each norm before a division by it.
         group: data ranks with other samples; the Hessian is that of their mean loss.
     """
     device = next(layer.weight.device for layer in layers)

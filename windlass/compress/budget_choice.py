@@ -107,12 +107,12 @@ def choose_for_budget(
     Args:
         model: model of the directory, in memory in float32.
         batches: token ids `[rows, length]` of the calibration text.
-        bits_per_nat: bits per byte that one nat a token is.
-        before: bytes of which `budget.size` is a share; None: those of the directory.
-        seconds: for the measurements of the losses, about.
-        times: times of a token, which limits of speed and latency need.
-        losses: returns those that the function it is given measures, in nats a token, of each group in each format; it
-            may have kept them.
+        bits_per_nat: factor from nats per token to bits per byte.
+        before: bytes that `budget.size` is relative to; None: those of the directory.
+        seconds: approximate time for the measurements of the losses.
+        times: times of a token; needed if speed or latency is limited.
+        losses: returns the losses of each group in each format, in nats per token. It calls the given function, which
+            measures them, or returns stored ones.
 
     Raises:
         ConfigError: the budget cannot be met. The message has the nearest one that can.

@@ -54,7 +54,8 @@ def read_calibration_text(
 
     Args:
         specs: sources for `find_sources`.
-        sequences, length: of the calibration, at most; a short text gives fewer and shorter ones.
+        sequences, length: maximum number and length of the calibration's sequences; a short text gives fewer and
+            shorter ones.
         eval_bytes: bytes of held-out text, at most a tenth of the corpus.
 
     Raises:

@@ -28,8 +28,8 @@ Slot = tuple[str, str, int]
 
 
 def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
-    """Return the channels of convolutions (kind channels) and features of linear layers (kind ffn) of a model that can
-    be removed; see [Note: marked channels].
+    """Find the removable units of a model: channels of convolutions (kind channels) and features of linear layers (kind
+    ffn); see [Note: marked channels].
 
     Args:
         example: inputs of the model: a tensor, a tuple of positional ones, or a dict of named ones; the first dimension

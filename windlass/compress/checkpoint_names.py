@@ -39,7 +39,7 @@ class CheckpointNames:
     """Assignment of the tensors of files to those of a model; see [Note: checkpoint names].
 
     Args:
-        model: on any device; its values are not read.
+        model: model on any device; its values are not read.
         sources: names in the files.
 
     Attributes:

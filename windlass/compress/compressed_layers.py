@@ -85,9 +85,9 @@ class Pruning:
         method: l1 (the largest weights at the beginning), topk (trained scores), or snip_momentum; see [Note: SNIP
             scores].
         dense_ratio: share that stays.
-        heads: number of heads, of `head`.
-        end, stride, block: of snip_momentum: step of the last change, steps between changes, outputs and inputs of the
-            blocks that are removed together.
+        heads: number of heads, for `head`.
+        end, stride, block: step of the last change, steps between changes, outputs and inputs of the blocks that are
+            removed together; for snip_momentum.
     """
 
     kind: str

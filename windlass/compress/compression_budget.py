@@ -34,7 +34,7 @@ def parse_budget(text: str) -> CompressionBudget:
     """Read a budget, e.g. `size=4x,loss=1%`.
 
     Raises:
-        ConfigError: a key is unknown or given twice, or a value is no such number.
+        ConfigError: a key is unknown or given twice, or a value is not a number of this form.
     """
     found: dict[str, str] = {}
     for part in text.split(","):
@@ -79,7 +79,7 @@ def parse_shares(text: str) -> dict[str, float]:
     """Read shares of units to remove, e.g. `heads=0.25,layers=4`.
 
     Raises:
-        ConfigError: a part is no `kind=number` with a number above 0, or a kind is given twice.
+        ConfigError: a part is not `kind=number` with a number above 0, or a kind is given twice.
     """
     found: dict[str, float] = {}
     for part in text.split(","):

@@ -279,7 +279,7 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
     """Check that two models have as many tokens, by their configurations.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: they have different numbers.
     """
     sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (student, teacher)]
     if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:

@@ -27,7 +27,8 @@ def round_straight_through(
     0.7 mean|x|. 1 bit: `sign(x) mean|x|`. Each is for one of `groups` slices of the flattened tensor.
 
     Args:
-        noise: for stochastic rounding: up with the probability of the fraction; None: to nearest.
+        noise: generator for stochastic rounding, which rounds up with the probability of the fraction; None: round to
+            nearest.
 
     Raises:
         ConfigError: the groups do not divide the tensor.

@@ -1,10 +1,10 @@
 """Choice of a weight format for each layer under limits of bytes, loss and time: a knapsack, solved exactly.
 
 [Note: format knapsack] The losses of layers are taken to add up, as their bytes and times do. For one limit the set of
-all sums that no other sum beats in both resources is built group by group, so the best choice is found and not
-approached; only a set of more than `_MOST_SUMS` is thinned. With a limit of bytes and one of time, the smallest
-multiplier of the time is searched with which the best choice under the limit of bytes fits both, and the result is
-improved by exchanges between two groups.
+all sums that no other sum beats in both resources is built group by group, so the result is exact unless a set has more
+than `_MOST_SUMS` and is thinned. With a limit of bytes and one of time, a bisection finds the smallest multiplier of
+the time whose best choice under the limit of bytes fits both limits; exchanges between two groups then improve the
+result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FormatOption:
     Attributes:
         name: name of the format; None: unquantized.
         nbytes: bytes of the group's weights.
-        loss: that the format adds to the model's.
+        loss: loss that the format adds to the model's.
         seconds: seconds of the group's products for one token.
     """
 

@@ -54,8 +54,8 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
     """Write a directory of packed weights as a GGUF file, which appears complete or not at all.
 
     Packed layers keep their numbers (see `find_block_type`); the other matrices keep their dtype, vectors become
-    float32. Byte-level BPE tokenizers that split text as GPT-2, Llama 3 or Qwen 2 are written; of others the file has
-    no vocabulary.
+    float32. Byte-level BPE tokenizers that split text as GPT-2, Llama 3 or Qwen 2 are written; for other tokenizers the
+    file has no vocabulary.
 
     Returns:
         The GGUF type of each tensor, as `name: type`.
@@ -216,7 +216,9 @@ def find_splitting(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _sources(directory: ModelDirectory, formats: Mapping[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yield GGUF's name, the source's name (of a packed layer: `<layer>.weight`), the type and the shape in bytes."""
+    """Yield for each tensor its name in GGUF, its name in the source (`<layer>.weight` if packed), type and shape in
+    bytes.
+    """
     used = {f"{layer}.{part}" for layer, name in formats.items() for part in get_weight_format(name).file_form(1, 1)}
     for layer, name in formats.items():
         form = get_weight_format(name)

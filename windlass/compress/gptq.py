@@ -20,9 +20,9 @@ class ColumnOrder:
     """Order in which the columns of matrices with one input are rounded, and the factor that compensates their errors.
 
     Attributes:
-        diagonal: of the Hessian.
+        diagonal: diagonal of the Hessian.
         order: columns, the first ones rounded first.
-        factor: of the inverse Hessian in this order; see `inverse_factor`.
+        factor: Cholesky factor of the inverse Hessian in this order; see `inverse_factor`.
     """
 
     diagonal: Tensor
@@ -46,12 +46,12 @@ class ColumnOrder:
 def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tuple[IntegerGrid, Tensor]:
     """Return a grid and the codes of a matrix, by Frantar et al. 2022 (https://arxiv.org/abs/2210.17323).
 
-    The grid is fixed before, with the searched clip, so that columns in any order keep their groups and the file needs
-    no list of groups.
+    The grid is chosen first, with the searched clip. So the groups do not depend on the order of the columns, and the
+    file needs no list of groups.
 
     Args:
         weight: float32 `[rows, columns]`.
-        columns: of the layer's inputs. A column whose inputs are all zero is rounded to nearest.
+        columns: order made from the layer's inputs. A column whose inputs are all zero is rounded to nearest.
 
     Returns:
         The grid, and float32 codes `[rows, columns]`.

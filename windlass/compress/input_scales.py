@@ -44,7 +44,7 @@ def activation_aware_scales(
 
     Args:
         mean: mean magnitude of each input feature.
-        weights, forms: of all layers with this input.
+        weights, forms: weights and formats of all layers with this input.
         hessian: sum of `x x^T`.
 
     Returns:

@@ -125,11 +125,11 @@ class _Ranges:
         return IntegerGrid(form, 0, top, size, scale, zero)
 
     def errors(self, grid: IntegerGrid, importance: Tensor | None, memory: Tensor) -> Tensor:
-        """Return the squared error of each group, without memory of its own: a search has many grids.
+        """Return the squared error of each group. Nothing is allocated, because a search tries many grids.
 
         Args:
             importance: importance of each feature of a group, `[1, groups, features]`.
-            memory: as large as the groups.
+            memory: buffer of the size of all groups, which is overwritten.
         """
         scale = grid.scale.unsqueeze(2)
         torch.div(self.groups, _divisor(scale), out=memory)
@@ -153,9 +153,9 @@ def clipped_grid(
 
     Args:
         weight: float32 `[rows, columns]`.
-        importance: importance of each column, e.g. the diagonal of `H`; None: all columns alike. See
-            [Note: layer error].
-        stride: try every so many candidates.
+        importance: importance of each column, e.g. the diagonal of `H`; None: equal for all columns. See [Note: layer
+            error].
+        stride: step between the candidates that are tried.
     """
     parts = [
         _clipped_part(form, rows, importance, stride)
@@ -187,7 +187,7 @@ def half_quadratic_grid(form: WeightFormat, weight: Tensor, *, steps: int = 20) 
 
     It minimizes `|w - value| ** 0.7` alternately: `e = shrink(w - value)` takes outliers out, then zero point and scale
     are the mean and the least squares of the rest, `w - e`. Zero points stay integers, since formats store them as
-    codes. Of all steps each group keeps the best.
+    codes. Each group keeps the best of all steps.
     """
     columns = weight.shape[1]
     best = plain_grid(form, weight)

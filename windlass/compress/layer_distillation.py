@@ -60,7 +60,7 @@ class _LearnedCodes:
 
     Attributes:
         place: place of each weight between codes, float32.
-        learned: what is trained, near `place`.
+        learned: trained values, which begin near `place`.
     """
 
     name: str

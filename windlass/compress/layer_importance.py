@@ -81,7 +81,7 @@ def choose_layers(
     """Return the numbers of the layers whose removal increases the loss least; see [Note: layer importance].
 
     Raises:
-        ConfigError: the model has no more layers than that, or there is no text.
+        ConfigError: the model does not have more than `count` layers, or there is no text.
     """
     total = len(_layers(model))
     if not 0 <= count < total:

@@ -33,8 +33,8 @@ def merge_directories(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write the model that `merge_models` computes of the models in some directories, with configuration, tokenizer and
-    dtypes of the first. The directory appears complete or not at all; the same call continues an interrupted one.
+    """Merge the models in some directories as `merge_models` does, and write the result with configuration, tokenizer
+    and dtypes of the first. The directory appears complete or not at all; the same call continues an interrupted one.
 
     Args:
         method, weights, base, density, seed: as for `merge_models`; the base is a directory.

@@ -99,9 +99,9 @@ def merge_models(
         weights: weights of the models; linear divides them by their sum; slerp takes the second one as the position on
             the arc.
             None: equal ones (for ties and dare 1 each).
-        base: model from which all were trained, of ties and dare.
+        base: model from which all were trained, for ties and dare.
         density: share of each task vector that stays.
-        seed: seed of dare.
+        seed: seed for dare.
 
     Raises:
         ConfigError: the method is unknown, lacks its base, or the numbers of models and weights do not fit.

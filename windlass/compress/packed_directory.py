@@ -46,8 +46,8 @@ class PackedReport:
     Attributes:
         layers: format of each packed layer.
         kept: linear layers that stayed unquantized, with the reason.
-        bytes_before, bytes_after: of all tensors.
-        packed_before, packed_after: of the weights of the packed layers, those before in float32.
+        bytes_before, bytes_after: bytes of all tensors.
+        packed_before, packed_after: bytes of the weights of the packed layers, before packing in float32.
     """
 
     layers: dict[str, str]
@@ -135,8 +135,9 @@ def write_packed_directory(
 def _choose(
     directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Return the format of each layer to be packed by its name in the files, the reason for each other linear layer,
-    and the names in the model of layers that have another one there."""
+    """Return, by names in the files: the format of each layer to be packed, the reason for each other linear layer, and
+    the name in the model of each layer that has another name there.
+    """
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
     renamed: dict[str, str] = {}

@@ -196,7 +196,9 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Give a complete directory the name of another one, which is removed. At no time has the name a part of either."""
+    """Rename a complete directory to the name of another one, which is removed. The name never refers to an incomplete
+    directory.
+    """
     old = target.with_name(f".{target.name}.replaced")
     if old.exists():  # an earlier run was stopped
         shutil.rmtree(old)

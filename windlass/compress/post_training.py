@@ -46,11 +46,10 @@ class RoundingOptions:
             nearest), gptq (input scales, then each error compensated by later columns).
         smooth: fold scales that take outliers out of the inputs, for int8 activations.
         rotate: rotate the hidden states by a Hadamard matrix, folded into the weights.
-        sparsity: weights that are removed before: a share of each row, or n:m; None: none. Formats then are those of
-            wide weights.
+        sparsity: weights that are removed before rounding: a share of each row, or n:m; None: none.
         sparsity_method: magnitude, wanda or sparsegpt.
         activation_order: activation order of gptq.
-        input_scales: search of scales of gptq: search AWQ's scales before.
+        input_scales: search AWQ's input scales before gptq rounds.
     """
 
     method: Method = "rtn"

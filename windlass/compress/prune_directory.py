@@ -74,7 +74,7 @@ def prune_directory(
 
 
 def save_wide_model(model: Any, directory: ModelDirectory, target: Path) -> None:
-    """Write a changed model to an existing directory, with the small files of the one that it comes from.
+    """Write a changed model to an existing directory, with the small files of its source directory.
 
     Raises:
         ModelError: the disk fails or is full.

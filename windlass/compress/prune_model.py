@@ -29,7 +29,7 @@ class PruningReport:
 
     Attributes:
         units: for each kind, the number of units before and after, over the whole model.
-        layers: what was done to each removed layer.
+        layers: description of the change at each removed layer.
         parameters_before, parameters_after: elements of all parameters.
     """
 

@@ -24,7 +24,8 @@ class CoupledTensor:
         dim: dimension of the elements.
         index: `[units, elements]`.
         reads: the units' values are multiplied by these elements; False: these elements compute them.
-        part: first index of the tensor to which this applies, of a tensor of all experts; None: the whole tensor.
+        part: number of the expert to which this applies, for a tensor with all experts along its first dimension; None:
+            the whole tensor.
     """
 
     name: str
@@ -44,7 +45,7 @@ class UnitGroup:
         units: their number.
         tensors: all elements that belong to them.
         sections: consecutive sections of the same size that lose the same number of units: query heads of one key head.
-        heads: numbers of query and key heads, of the kinds heads and groups.
+        heads: numbers of query and key heads, for the kinds heads and groups.
         least: units that stay at least, e.g. the experts of a token.
     """
 

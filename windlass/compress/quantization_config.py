@@ -33,7 +33,7 @@ def describe_formats(
         layers: format of each packed layer, by the layer's name.
         features: input features of each packed layer.
         ignored: linear layers that are not packed.
-        of_conv1d: layers of transformers' `Conv1D` are among them, which other readers do not know as linear ones.
+        of_conv1d: some layers are transformers' `Conv1D`, which other readers do not recognize as linear layers.
         renamed: names in the model of layers with other names in the files: other readers know the layers by these.
     """
     names: dict[str, list[str]] = {}

@@ -86,11 +86,11 @@ def _compressed_layers(model: nn.Module) -> list[tuple[str, CompressedLayer]]:
 
 
 def _separate_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Give layers that share a weight and use other values of it weights of their own.
+    """Give each layer that shares a weight, but uses different values of it, a weight of its own.
 
     Returns:
-        Values of each compressed layer whose weight was shared: they are computed before one of them is written, since
-        a rounded weight is not rounded to itself.
+        Values of each compressed layer whose weight was shared. All are computed before the first is written, since
+        rounding a rounded weight again changes it.
     """
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -227,7 +227,9 @@ def _select(module: nn.Module, mask: Tensor, dim: int) -> None:
 
 
 def _warn_of_constants(norm: nn.BatchNorm2d, mask: Tensor) -> None:
-    """Log a warning if a norm made other values than 0 of pruned channels, which their removal takes away."""
+    """Log a warning if a norm turns pruned channels into constants other than 0, which are lost when the channels are
+    removed.
+    """
     if norm.running_mean is None or norm.running_var is None or len(mask) != norm.num_features:
         return
     constant = norm.bias - norm.running_mean * norm.weight / (norm.running_var + norm.eps).sqrt()

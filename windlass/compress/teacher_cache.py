@@ -31,7 +31,7 @@ class TeacherCache:
     ignored.
 
     Args:
-        folder: is made if it is missing.
+        folder: folder of the files; created if it is missing.
         top_k: classes of a position that are stored.
         temperature: temperature of the distributions.
         teacher: text that identifies the teacher. A folder with another one is refused; None: any is accepted.

@@ -99,7 +99,7 @@ def _has_head_biases(model: nn.Module, name: str) -> bool:
 
 
 def _heads_of(groups: UnitGroup) -> UnitGroup:
-    """Return the query heads of key heads that several of them use; keys and values stay whole."""
+    """Return single query heads as units, where several share a key head. Keys and values are not removed."""
     query, key = groups.heads
     each = query // key
     tensors = []

@@ -34,7 +34,7 @@ def module_format(options: ModuleQuantization, where: str) -> WeightFormat:
     """Return the weight format of a section.
 
     Raises:
-        ConfigError: no weight format is like that.
+        ConfigError: no weight format has these properties.
     """
     bits, group = options.num_bits, options.group_size
     if bits is None:
@@ -70,7 +70,7 @@ def quantize_weights(
     Modules that share a weight and a format share the packed one.
 
     Args:
-        gather: makes the weights of one module whole for a while; None: they are whole.
+        gather: context manager that unshards the weights of one module; None: they are not sharded.
         shard: called with each packed module whose weight was sharded.
 
     Returns:
@@ -205,10 +205,11 @@ def _fits(form: WeightFormat, name: str, module: nn.Module) -> bool:
 
 
 def empty_packed(module: nn.Module, form: WeightFormat, dtype: torch.dtype | None = None) -> PackedMatrix:
-    """Return a packed module without values for a linear layer, whose bias it takes, or an embedding.
+    """Return a packed module without values in place of a linear layer or an embedding. It takes the bias of a linear
+    layer.
 
     Args:
-        dtype: of an embedding's outputs; None: that of its weight.
+        dtype: dtype of an embedding's outputs; None: that of its weight.
     """
     weight = _weight(module)
     device = None if weight.is_meta else weight.device

@@ -164,7 +164,7 @@ def read_header(path: Path) -> TokenFileHeader:
     """Read the header alone.
 
     Raises:
-        DataError: the file is missing, no token file, or of a format version that this release does not read.
+        DataError: the file is missing, is not a token file, or has a format version that this release does not read.
     """
     try:
         if path.exists() and not path.is_file():

@@ -25,8 +25,8 @@ class CheckpointMethods(EngineParts):
         The hash does not depend on tiers, sharding or the number of ranks. See docs/checkpoints.md. Collective.
 
         Raises:
-            CheckpointError: a value cannot be hashed; on all ranks.
-            StorageError: an offloaded value cannot be read; on all ranks.
+            CheckpointError: a value cannot be hashed. Raised on all ranks.
+            StorageError: an offloaded value cannot be read. Raised on all ranks.
         """
         self._require_ready("fingerprint")
         self._sharded.scheduler.sync(SyncPoint.STATE_READ)
@@ -171,7 +171,7 @@ class CheckpointMethods(EngineParts):
         """Wait until the async save in flight is written, if there is one (see `save_checkpoint`). Collective.
 
         Raises:
-            CheckpointError: it was not written; on all ranks. Existing checkpoints are intact.
+            CheckpointError: the checkpoint was not written. Raised on all ranks. Existing checkpoints are intact.
         """
         self._async_save.finish()
 

@@ -28,7 +28,7 @@ def build_data_loader(
 
     Args:
         readers: number of data-loading ranks.
-        reader: index of the one whose samples this rank loads.
+        reader: index of the data-loading rank whose samples this rank loads.
     """
     if route not in ROUTES:
         raise ConfigError(f"deepspeed_io: route is {route!r}; write one of {', '.join(ROUTES)}")

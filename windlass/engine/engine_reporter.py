@@ -245,14 +245,13 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
 
     Returns:
         `disk`: `IoRates` of the NVMe tier since the engine was built, all zero without one; `slots`: bytes by (slot,
-            tier). Slots are `param`, `grad`, `master`, the optimizer's states (`exp_avg`, ...), those of one rank too
+            tier). Slots are `param`, `grad`, `master`, the optimizer's states (`exp_avg`, ...), including per-rank ones
             (`worker_error`), and with delayed updates `grad in update` and `next param`; `payload_elements`: parameter
             elements that entered collectives in the last step, an all-reduce counted twice, `payload`: the same by
-            operation; `transit`:
-            bytes of the reduction buffers; `units`: names, elements, and bytes by slot of each unit;
-            `gathered_elements` and `gathered`: units that are unsharded now and could be resharded; `padding_elements`;
-            `delayed_update`: `seconds` is the duration of the last finished update in the background, `waited` the part
-            of it that a step waited for; None without delayed updates.
+            operation; `transit`: bytes of the reduction buffers; `units`: names, elements, and bytes by slot of each
+            unit; `gathered_elements` and `gathered`: units that are unsharded now and could be resharded;
+            `padding_elements`; `delayed_update`: `seconds` is the duration of the last finished update in the
+            background, `waited` the part of it that a step waited for; None without delayed updates.
     """
     model.wait_for_update()
     slots: dict[tuple[str, str], int] = {}

@@ -51,7 +51,7 @@ def frozen_parameter_hashes(model: ShardedModel) -> dict[str, str]:
     Collective. Memory: this rank's shard of one unit, if that is offloaded to NVMe.
 
     Raises:
-        CheckpointError: a parameter could not be read; on all ranks.
+        CheckpointError: a parameter could not be read. Raised on all ranks.
     """
     base = frozen_parameter_names(model)
     frozen = [unit for unit in model.units if not base.isdisjoint(unit.names)]

@@ -37,7 +37,7 @@ class InputConsistencyCheck:
         """Compare a forward's arguments. Collective along tp and sp, unless already done.
 
         Raises:
-            DataError: ranks got different tensors; on all ranks along the axis.
+            DataError: ranks got different tensors. Raised on all ranks along the axis.
         """
         kind = torch.is_grad_enabled()
         if not self._axes or kind in self._checked:

@@ -119,7 +119,7 @@ class BufferSynchronizer:
         self._stale = True
 
     def broadcast_if_stale(self) -> None:
-        """Broadcast rank 0's buffers if they are marked stale, which all ranks do alike. Collective in that case."""
+        """Broadcast rank 0's buffers if they are marked stale, on all ranks or on none. Collective in that case."""
         if self._stale:
             self._sync_point()
             self.broadcast()

@@ -109,7 +109,7 @@ def load_hyperparameters(
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     if not any("applied_steps" in group["values"] for group in saved) and count_earlier_steps(optimizer, applied_steps):
         counted = plural(applied_steps, "step")
-        logger.info(f"the states are those of another optimizer; its {counted} count in the phases of this one")
+        logger.info(f"the states come from another optimizer; the phases of this one continue after its {counted}")
     own = [str(number) for number, source in enumerate(match.source) if source is None]
     logger.info(
         f"optimizer: {plural(match.matched, 'parameter')} matched, {count_and_names('missing', match.missing)}, "

@@ -138,7 +138,7 @@ class ChunkLoadStorage:
 
     @property
     def converts_states(self) -> bool:
-        """True if a state is kept in another format than it was saved in, or may be."""
+        """True if a state is converted, or may be converted, to another format than the saved one."""
         return bool(self._conversions)
 
     def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:

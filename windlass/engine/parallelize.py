@@ -48,7 +48,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
             parameters must carry Megatron's flags.
 
     Raises:
-        ConfigError, ModelError: it cannot be partitioned like that; on all ranks. The model is still usable.
+        ConfigError, ModelError: the model cannot be partitioned as requested. Raised on all ranks; the model is still
+            usable.
     """
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     if not axes:
@@ -81,7 +82,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
 
 
 def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> list[RankGroup]:
-    """Return groups through which the first rank of those that built the same model reaches the others, in this order.
+    """Return the groups of successive broadcasts, which copy a value from the first of the ranks that built the same
+    model to the others.
 
     Args:
         separately_built_axes: axes whose ranks built different parts of the model.
@@ -224,7 +226,7 @@ def _log_plan(mesh: Mesh, plan: object) -> None:
 def _partition_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
     section = config.pipeline
     method: str | Sequence[float] = section.partition_method
-    # the measurement of rank 0, because all ranks must partition alike
+    # the measurement of rank 0, because all ranks must make the same partition
     if method == "time" and not isinstance(model, PipelineSequential):
         method = mesh.gather_from_world(measure_model_layer_times(model) if mesh.world.index == 0 else None)[0]
     apply_pipeline_parallel(

@@ -97,7 +97,9 @@ class QueryMethods(EngineParts):
 
     @property
     def data_loading_ranks(self) -> tuple[int, int]:
-        """`(count, index)`: the number of data-loading ranks, and the index of the one whose samples this rank uses."""
+        """`(count, index)`: the number of data-loading ranks, and the index of the rank among them whose samples this
+        rank uses.
+        """
         world = self._sharded.mesh.world
         grid = self._sharded.mesh.grid
         return grid.data_loading_size, grid.data_loading_rank(world.ranks[world.index])

@@ -17,7 +17,7 @@ class ScheduleUnshardPolicy:
     """Policy of a pipeline rank to unshard its parameters once per step or once per micro-batch.
 
     It is once per step if the configuration requests it and memory allows. Its construction is collective over the
-    ranks that share a stage, which decide alike.
+    ranks that share a stage, which make the same choice.
 
     Args:
         sharded: the rank's stages.

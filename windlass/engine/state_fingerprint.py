@@ -60,8 +60,8 @@ def compute_fingerprint(
         excluded: names of parameters of trained units that are left out.
 
     Raises:
-        CheckpointError: a value on some rank cannot be hashed; on all ranks.
-        StorageError: a value on some rank cannot be read; on all ranks.
+        CheckpointError: a value on some rank cannot be hashed. Raised on all ranks.
+        StorageError: a value on some rank cannot be read. Raised on all ranks.
         UpdateError: the delayed update in flight failed on some rank.
     """
     model.finish_update()

@@ -1,7 +1,7 @@
 """Decode steps as graphs: launches recorded once for each of a few batch sizes, and replayed with other inputs.
 
-[Note: padded decode steps] A graph has fixed shapes. A batch is padded to the next recorded size with rows that no one
-reads: one token each, at position 0, whose keys and values go to a block that no sequence has.
+[Note: padded decode steps] A graph has fixed shapes. A batch is padded to the next recorded size with rows that are
+ignored: one token each, at position 0, whose keys and values go to a block that no sequence has.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class EngineOptions:
         kv_dtype: dtype of the KV cache; `auto`: that of the model.
         prefix_caching: share the keys and values of equal prefixes.
         policy: see `SchedulerLimits`.
-        max_gap_ms: predicted time between two tokens of a running answer, in the limits of which prompts are computed.
+        max_gap_ms: limit of the predicted time between two tokens of a running answer; prompts are computed within it.
         max_wait_seconds: a request that waits longer for its first token goes before all others.
         max_queued: waiting requests, beyond which new ones are refused; None: no limit.
         swap_bytes: host memory for the blocks of preempted sequences; others are computed again.
@@ -85,11 +85,12 @@ class EngineOptions:
         deterministic: tokens and log-probabilities of a request have the same bits in any batch and for any split of
             its prompt. None: where it costs nothing, which is where weights are packed. True packs a copy of the
             weights of a live module too. Experts in stacked matrices are not covered.
-        weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None: as
-            they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
-        activations: inputs of packed layers: `float`; `int8`, rounded for each token and 128 features, of integer
-            weights; `bf16`, of bf16 weights; or `auto`, which is `int8` for weights of less than 8 bits, and for 8 bits
-            where the directory asks for it (W8A8), else `float`.
+        weights: format of packed weights, for a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None:
+            as they are. Formats below 8 bits lose much accuracy unless the model was prepared for them; see
+            `docs/compression.md`.
+        activations: inputs of packed layers: `float`; `int8`, rounded for each token and 128 features, for integer
+            weights; `bf16`, for bf16 weights; or `auto`, which is `int8` for weights of less than 8 bits, and for 8
+            bits where the directory asks for it (W8A8), else `float`.
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.

@@ -273,7 +273,7 @@ class LLMEngine:
         With stages on several ranks, steps of other sequences are started before the oldest one is finished.
 
         Raises:
-            Exception: an error of the model; `recover` tells whether requests can go on.
+            Exception: an error of the model; `recover` determines whether requests can continue.
         """
         self._failed = []
         if self.has_requests():

@@ -21,10 +21,10 @@ class LayerShard:
     """Part of a linear layer on this rank.
 
     Attributes:
-        in_features, out_features: of the full layer.
+        in_features, out_features: sizes of the full layer.
         inputs: ranges of the input features that the forward gets.
         outputs: ranges of the output features that it returns, or a forward that selects them.
-        axis: over which products are summed, if the inputs are sharded.
+        axis: mesh axis over which products are summed, if the inputs are sharded.
     """
 
     in_features: int
@@ -62,7 +62,9 @@ def find_layer_shard(path: str, module: nn.Module) -> LayerShard | None:
 
 
 def _find_whole_layer(module: nn.Module) -> LayerShard | None:
-    """Return the whole of a layer of another class that has the sizes of a linear one, as those of packed weights."""
+    """Return a layer of another class with the sizes of a linear layer, e.g. a packed one, as a single part. None for
+    other modules.
+    """
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if not isinstance(sizes[0], int) or not isinstance(sizes[1], int):
         return None

@@ -2,7 +2,7 @@
 
 transformers fills a model from tensors by name, converts them (e.g. joins experts) and sets them on the modules. The
 patch hands it tensors that are views of mapped files, converts them one after the other, and moves each large result
-that is no such view into a temporary file. So no more than one converted parameter is in memory.
+that is not such a view into a temporary file. So no more than one converted parameter is in memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def lazy_loading(
     """Let `from_pretrained` fill models from lazy tensors inside the `with` block.
 
     Args:
-        directory: for temporary files of converted parameters.
+        directory: directory for temporary files of converted parameters.
         find_tensors: returns the tensors for a model, still without values, and its files; and True if their names and
             layouts are those of the model, so that nothing is converted.
 

@@ -62,7 +62,7 @@ class RequestMetrics:
     Attributes:
         arrival_time: the engine got the request.
         scheduled_time: its first tokens entered a step.
-        first_token_time, last_token_time: of its first and its latest generated token.
+        first_token_time, last_token_time: times of its first and its latest generated token.
         num_cached_tokens: tokens of the prompt whose keys and values were in the prefix cache.
         num_preemptions: times that its blocks were taken away.
     """
@@ -135,7 +135,7 @@ class EngineStats:
         kv_cache_usage: share of the KV blocks that running requests hold, 0 to 1.
         prefix_cache_queries, prefix_cache_hits: tokens of prompts looked up, and found.
         steps: forwards that were run; `step_tokens`: tokens in them.
-        step_seconds: time of steps, of which `forward_seconds` in the model.
+        step_seconds: time of steps; `forward_seconds`: the part of it in the model.
     """
 
     num_running: int = 0

@@ -42,7 +42,7 @@ class OwnCacheModelRunner:
     since recurrent layers cannot continue with several tokens.
 
     Args:
-        block_size, num_blocks: for the accounting of tokens alone.
+        block_size, num_blocks: sizes by which the scheduler counts tokens; no blocks are allocated.
         packed: packed weights, which are used inside of `run`.
         uses_cache: use the model's cache, if it has one.
 

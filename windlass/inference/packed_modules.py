@@ -172,7 +172,7 @@ def pack_modules(
     """Pack the weights of all linear layers of a model.
 
     Args:
-        model: on the CPU, in float32 or bfloat16.
+        model: model on the CPU, in float32 or bfloat16.
         probe: runs a forward, so that layers with the same input are found.
         weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
             format.

@@ -24,7 +24,7 @@ class RankWorker:
 
     def __init__(self, runner: ModelRunner, channel: RankChannel, *, tokenizer: Any, max_model_len: int) -> None:
         self._runner, self._channel = runner, channel
-        channel.gather(runner.block_nbytes)  # for the leader
+        channel.gather(runner.block_nbytes)  # received by the leader
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.closed = False
 

@@ -88,7 +88,7 @@ class RequestFactory:
         """Return answer `index` of a request.
 
         Args:
-            constraint: that of the parameters, compiled; None: that of the first answer, or it is compiled here.
+            constraint: compiled constraint of the parameters; None: use that of the first answer, or compile it here.
         """
         params = request.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None

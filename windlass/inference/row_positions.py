@@ -26,7 +26,7 @@ class RowPositions:
     """Stand-in for a cache of keys and values: it has a length for each token of the row, and stores nothing.
 
     Args:
-        positions: `[tokens]`, of each token in its sequence.
+        positions: `[tokens]`, position of each token in its sequence.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ class RowPositions:
 
 
 def give_positions(model: nn.Module) -> Callable[[], None]:
-    """Give layers that count tokens from the length of a cache the positions of the batch, inside a paged step.
+    """Pass the positions of the batch to layers that count tokens from the length of a cache, inside a paged step.
 
     Returns:
         Function that undoes it.

@@ -54,7 +54,7 @@ def make_runner(
 
     Args:
         owned: the engine is the only user of the model, so its weights may be packed and freed.
-        ranks: over which the model is sharded, in place.
+        ranks: ranks over which the model is sharded, in place.
         streamed: weights of the model that are read from a file; None: all are in memory.
 
     Raises:
@@ -336,8 +336,8 @@ def measure_step_cost(
     Args:
         longest: tokens of a sequence, which bounds the measurement too.
         is_sharded: other ranks compute the same steps, so their number does not depend on times.
-        streamed: weights that are read for each step. Reading them is part of the time of any step, and waiting for
-            them none of the time of a token.
+        streamed: weights that are read for each step. Reading them counts in the time of every step; waiting for them
+            does not count in the time of a token.
     """
     if streamed is not None:
         return _measure_streamed(runner, device, max_tokens, streamed)

@@ -31,7 +31,7 @@ class ServiceLevel:
     """Service level that a request declares.
 
     Attributes:
-        first_token_seconds: from arrival to the first token.
+        first_token_seconds: longest time from arrival to the first token.
         tokens_per_second: rate of the tokens after it.
     """
 
@@ -91,9 +91,9 @@ class SchedulerLimits:
             any decode; `orca` runs decodes and whole prompts together.
         max_tokens_per_step: tokens of a forward. Whole prompts of the other two policies may exceed it.
         max_sequences: sequences that run at the same time.
-        block_size, num_blocks: of the KV cache.
-        max_gap_seconds: predicted time of a step, in the limits of which prompts get tokens. None: tokens alone count,
-            unless a running answer has a service level.
+        block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
+        max_gap_seconds: limit of the predicted time of a step; prompts get tokens within it. None: only the number of
+            tokens is limited, unless a running answer has a service level.
         max_wait_seconds: a request that waits longer for its first token goes before all others.
     """
 

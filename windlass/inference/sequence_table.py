@@ -169,7 +169,9 @@ class SequenceTable:
         self._saved.close()
 
     def _cacheable_keys(self, sequence: GenerationSequence) -> list[bytes]:
-        """Return the keys of the blocks that may be taken from the prefix cache: one token at least is computed."""
+        """Return the keys of the blocks that may be taken from the prefix cache, so that one token at least is
+        computed.
+        """
         if not self.blocks.prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
         size = self.blocks.block_size

@@ -29,7 +29,7 @@ class StageLink:
     """This rank's stage of a model, and its neighbours along the mesh axis pp.
 
     Args:
-        model: split in place.
+        model: model that was split in place.
         stages: stages of `model`, one on each rank.
         axis: the mesh axis, whose indices are numbers of stages.
 
@@ -159,7 +159,7 @@ def split_for_inference(model: nn.Module, axis: MeshAxis) -> None:
     """Keep this rank's stage of a model, in place: its layers, and the modules before or after all layers.
 
     Args:
-        model: with values, or on the meta device.
+        model: model with values, or on the meta device.
         axis: the mesh axis pp.
 
     Raises:

@@ -64,7 +64,8 @@ class StepBatch:
     def split(self, most: int) -> list[StepBatch]:
         """Return batches of at most `most` tokens, to be run one after the other in place of this one.
 
-        A sequence that is cut continues in the next batch, with the keys and values that the one before has written.
+        A sequence that is split continues in the next batch, which reads the keys and values that the previous batch
+        wrote.
         """
         starts, parts = self.query_start.tolist(), []
         for begin in range(0, self.num_tokens, most):
@@ -120,7 +121,7 @@ class ModelRunner(Protocol):
 
     Attributes:
         model: the module.
-        description: how the model is run, for the log.
+        description: description of the way in which the model runs, for the log.
         vocab_size: size of the logits.
         block_size: tokens of a KV block.
         num_blocks: blocks of the KV cache.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class StepCost:
     """Model of the time of a forward: weights, then keys and values.
 
-    Weights are read once or multiplied, whichever takes longer; `points`, where there are some, replace that by
-    measured times, because products of few rows are neither.
+    The weights take the longer of two times: to read them once, and to multiply by them. Measured `points` replace this
+    model if they are given, because products of few rows fit neither time.
 
     Attributes:
         fixed_seconds: seconds of a step beside the model.

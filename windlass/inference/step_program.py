@@ -125,7 +125,7 @@ class StepProgram:
         return [operator.name for operator in self._recording.operators]
 
     def takes(self, batch: StepBatch) -> bool:
-        """Return True if the batch is within the buffers."""
+        """Return True if the batch fits into the buffers."""
         return batch.num_tokens <= self.max_tokens and batch.block_table.shape[1] <= self._inputs.table.shape[1]
 
     def run(self, batch: StepBatch) -> torch.Tensor:

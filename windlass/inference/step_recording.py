@@ -1,9 +1,9 @@
 """Recording of a forward as a list of operators whose sizes are affine functions of the batch.
 
 [Note: recorded steps] The forward of a served model runs the same operators in every step; only sizes differ. It is
-recorded for a few batch sizes. If the recordings have the same operators, and every integer in them is `a + b * tokens
-+ c * rows`, the list can be replayed for any batch, without the modules and without allocations. Views are no
-operators of the list: a tensor is a storage, sizes, strides and an offset.
+recorded for a few batch sizes. If the recordings have the same operators, and every integer in them is
+`a + b * tokens + c * rows`, the list can be replayed for any batch, without the modules and without allocations. Views
+are not operators of the list: a tensor is a storage, sizes, strides and an offset.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
         base = GenerationConfig()
     config = copy.deepcopy(base)
     if given is not None and own is not None:
-        # as transformers: a field that the given settings leave open, such as the end tokens, is the model's
+        # as in transformers, the model's settings fill fields that the given ones leave open, such as the end tokens
         for name, value in own.to_dict().items():
             if getattr(config, name, None) is None:
                 setattr(config, name, value)
@@ -87,7 +87,7 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
 
 
 def _make_params(config: Any, width: int) -> SamplingParams:
-    """Return the sampling parameters of generation settings; `width` tokens are given."""
+    """Return the sampling parameters of generation settings, for prompts of `width` tokens."""
     new = config.max_new_tokens
     if new is None and config.max_length == type(config)().max_length:
         new = _DEFAULT_NEW_TOKENS

@@ -62,7 +62,7 @@ class StoredUnit:
     Attributes:
         modules: names of the modules that use them.
         offset: offset in the file, of whole pages.
-        tensors: by name.
+        tensors: its tensors by name.
         details: facts that rebuild the modules.
     """
 

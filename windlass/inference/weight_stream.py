@@ -1,9 +1,9 @@
 """Order in which the weights of a streamed model pass through a few staging bytes, read ahead of their use.
 
 [Note: streamed weights] The weights of each product (a *streamed unit*) lie in one range of the weight file. They are
-read into a ring of staging memory in the order in which the forward before used them, as far ahead as the ring has
+read into a ring of staging memory in the order in which the previous forward used them, as far ahead as the ring has
 room, across the end of a forward too. A unit's bytes are free again as soon as its product is computed. If a forward
-uses units in another order, e.g. other experts, the ring is refilled from there: slower, never wrong.
+uses units in another order, e.g. other experts, the ring is refilled from there, which only takes longer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class WeightStream:
         self.stats = StreamStats()
 
     def begin_forward(self) -> None:
-        """Take the order of the forward before as the prediction, if it is another one."""
+        """Use the order of the previous forward as the prediction, if it differs."""
         if not self._reads:
             return
         used, self._used = self._used, []

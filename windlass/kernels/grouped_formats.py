@@ -55,7 +55,7 @@ class GroupedWeightFormat:
     """Codes of rows, and float32 values of groups; see [Note: grouped formats].
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
     """
 
     name: str
@@ -143,7 +143,7 @@ class RangeWeightFormat(GroupedWeightFormat):
 
     Args:
         group: successive features with one scale, which must divide the size.
-        dim: along which they follow one another: 0, output features, or 1, input features.
+        dim: dimension along which the features of a group lie: 0, output features, or 1, input features.
     """
 
     def __init__(self, bits: int, group: int, dim: int = 1) -> None:
@@ -194,7 +194,7 @@ class MinifloatWeightFormat(GroupedWeightFormat):
     `fp_quantizer`.
 
     Args:
-        bits: of a value: 4, 6, 8 or 12.
+        bits: bits of a value: 4, 6, 8 or 12.
         mantissa: its bits of mantissa.
         group: elements with one scale.
     """

@@ -34,7 +34,7 @@ class LowBitPanels:
 
     Args:
         weight_format: format of `tensors`.
-        tensors: as the format packed them. Nothing refers to them afterwards.
+        tensors: packed tensors of the format. The panels keep no reference to them.
     """
 
     def __init__(self, weight_format: LowBitFormat, tensors: PackedWeight, out_features: int, in_features: int) -> None:
@@ -45,7 +45,7 @@ class LowBitPanels:
         ranges = weight_format if isinstance(weight_format, RangeWeightFormat) else None
         codes = tensors["weight" if isinstance(weight_format, Float8WeightFormat) else "weight_packed"].contiguous()
         code = _FLOAT8_CODES if isinstance(weight_format, Float8WeightFormat) else weight_format.bits
-        if code == 6:  # in a byte each
+        if code == 6:  # one byte for each code
             codes, code = unpack_codes(codes, 6, in_features).to(torch.uint8).contiguous(), 8
 
         def fill(panels: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ class PackedPanels:
     """Weight `[out_features, in_features]` of a linear layer, packed for `packed_linear`.
 
     Attributes:
-        out_features, in_features: of the layer.
+        out_features, in_features: sizes of the layer.
         format: weight format of the values.
         quantize_inputs: inputs are rounded to int8 or bf16; see [Note: rounded inputs].
     """
@@ -320,9 +320,9 @@ def panel_rows(panels: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, fe
     """Return rows of a packed weight, `[..., features]`.
 
     Args:
-        panels: of `PackedPanels.row_panels`.
+        panels: result of `PackedPanels.row_panels`.
         index: int64 `[...]`.
-        dtype: of the weight.
+        dtype: dtype of the weight.
     """
     return panels[index // _PANEL, :, index % _PANEL].view(dtype)[..., :features]
 
@@ -337,7 +337,7 @@ def pack_panels(
     """Pack a weight that a weight format has packed already, e.g. from the file of a quantized checkpoint.
 
     Args:
-        tensors: as `WeightFormat.pack` returns them.
+        tensors: packed tensors that `WeightFormat.pack` returned.
         format: the format of `tensors`, or its registered name.
         quantize_inputs: round inputs, of bf16 and integer weights only; see [Note: rounded inputs].
         path: one of `list_inference_paths()` in place of the active one.
@@ -362,7 +362,7 @@ def packed_linear(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor | No
 
     Args:
         x: float32 or bfloat16 `[..., in_features]`.
-        packed: from `pack_weight`.
+        packed: weight packed by `pack_weight`.
         bias: `[out_features]`, or None.
 
     Returns:

@@ -51,8 +51,9 @@ class PackedMatrix(nn.Module):
         return self._sizes
 
     def become_part(self, rows: int, columns: int) -> None:
-        """Record that the parameters have become those of some rows and columns, except that of `weight_shape`, which
-        has the sizes of the whole matrix on every rank."""
+        """Record that the parameters now hold only some rows and columns. `weight_shape` still has the sizes of the
+        whole matrix, on every rank.
+        """
         self._sizes, self._is_part = (rows, columns), True
         self._form = self.format.file_form(rows, columns)
 
@@ -262,7 +263,7 @@ class PackedEmbedding(PackedMatrix):
     The forward unpacks the rows that are looked up.
 
     Args:
-        dtype: of the outputs; None: torch's default. Casts of the module change it.
+        dtype: dtype of the outputs; None: torch's default. Casts of the module change it.
     """
 
     def __init__(

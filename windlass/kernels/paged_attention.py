@@ -112,7 +112,7 @@ def make_kv_cache(
 
     Args:
         block_size: tokens of a block, a multiple of 16.
-        value_dim: by default `key_dim`.
+        value_dim: features of a value; by default `key_dim`.
         dtype: float32, bfloat16, or int8 with one float32 scale for each token and head.
         path: one of `list_inference_paths()` in place of the active one.
         device: device of the cache. On an accelerator its memory is zero.

@@ -24,7 +24,7 @@ class WeightFormat(Protocol):
     """Stateless packing of matrices `[out_features, in_features]`.
 
     Attributes:
-        name: under which the registry lists the format; letters, digits and `_`.
+        name: name of the format in the registry; letters, digits and `_`.
     """
 
     @property

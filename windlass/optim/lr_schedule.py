@@ -70,7 +70,7 @@ class LRSchedule:
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # a captured or compiled step refers to this very tensor
+                group["lr"].fill_(rate)  # a captured or compiled step holds a reference to this tensor
             else:
                 group["lr"] = rate
         return rates

@@ -91,7 +91,7 @@ def take_lamb_momentum(
     """Update the state of a parameter in place with the new common momentum.
 
     Args:
-        values, momentum: of the whole parameter or of one of its parts, in float32.
+        values, momentum: values and momentum of the whole parameter or of one of its parts, in float32.
 
     Returns:
         `[3]` in float64: the sums of squares of the update without and with weight decay, and the largest quotient of
@@ -126,7 +126,7 @@ def move_lamb_values(
     """Update the weight of a parameter, or of one of its parts, in place.
 
     Args:
-        numbers: those that `take_lamb_momentum` returns of the whole parameter.
+        numbers: result of `take_lamb_momentum` for the whole parameter.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     plain, update, largest = numbers

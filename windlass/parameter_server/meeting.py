@@ -79,7 +79,7 @@ class Meeting:
     """Connection of this process to the store, and through it to other processes.
 
     Args:
-        address, port: those of the store.
+        address, port: address and port of the store.
         serve: this process serves the store.
         connect: longest wait for another process.
     """

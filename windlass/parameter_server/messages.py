@@ -64,7 +64,7 @@ def receive_text(link: PairLink, size: int) -> str:
     """Receive the text of a problem.
 
     Raises:
-        CommunicationError: the size is none of a text.
+        CommunicationError: the size is out of the range of a text.
     """
     if not 0 < size <= _MOST_TEXT:
         raise refused(link, f"a text of {size} bytes", f"1 to {_MOST_TEXT}")
@@ -88,7 +88,7 @@ def receive_content(link: PairLink, size: int, count: int, most: int) -> dict[st
         most: elements of the shard, which no tensor of it exceeds.
 
     Raises:
-        CommunicationError: a size is none of a shard.
+        CommunicationError: a size is out of the range of a shard.
     """
     if not 0 < size <= _MOST_CONTENT or not 0 <= count <= size:
         raise refused(link, f"a content of {size} bytes and {count} tensors", f"1 to {_MOST_CONTENT} bytes")

@@ -1,4 +1,4 @@
-"""Layout of a model over the servers, computed alike on servers and workers."""
+"""Layout of a model over the servers. Servers and workers compute the same one."""
 
 from __future__ import annotations
 

@@ -320,7 +320,8 @@ class ParameterServer:
             self._require_place()
             send_content(link, self._shard.content(self._clock))
             self._await_done(link)
-            link.idle = timedelta(seconds=self._settings.reconnect_seconds)  # one that stands still stops no update
+            # a replica that does not answer blocks updates for this time only
+            link.idle = timedelta(seconds=self._settings.reconnect_seconds)
             self._replicas[replica] = link
             self._note_replicas()
             self._changed.notify_all()

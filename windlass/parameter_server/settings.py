@@ -23,15 +23,15 @@ class ParameterServerSettings:
         mode: `synchronous`: an update is the mean of one gradient of each worker, as in data-parallel training;
             `asynchronous`: each gradient is an update, at once; `bounded`: as asynchronous, but no worker is more than
             `staleness` steps ahead of the slowest one.
-        staleness: for `bounded`.
+        staleness: largest lead of a worker, in steps, for `bounded`.
         backup_workers: number of workers for whose gradients a synchronous update does not wait: the slowest of each
             step, whose gradients are dropped.
         max_age: with `asynchronous` and `bounded`, the number of updates since its pull at which a gradient is refused;
             None: never.
         snapshot: folder in which each server stores its parameters and states; None: nowhere.
         snapshot_every: updates between two snapshots: the most that the loss of a server without replica costs.
-        connect_seconds: longest wait for the others at the start. A server also ends if it had no worker for so long,
-            and some of them were killed without a goodbye.
+        connect_seconds: longest wait for the others at the start. A server also ends if it has had no worker for this
+            time because workers were killed before they could leave.
         reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
 
     Raises:

@@ -80,7 +80,7 @@ class ShardProcess:
             time.sleep(_PAUSE)
 
     def _is_server_of(self, record: ShardRecord) -> bool:
-        """Return True if this process is to be the server, without a copy of the one before."""
+        """Return True if this process becomes the server without a copy of the previous server's shard."""
         if record.address is None:
             return self._replica == 0
         return record.address.replica == self._replica and not record.replicas

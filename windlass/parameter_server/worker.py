@@ -149,7 +149,7 @@ class ParameterServerWorker:
         self.close()
 
     def _connect(self, server: int, seconds: float, cause: str) -> None:
-        """Connect with the newest server of a shard, of a later generation than the one before, within a time.
+        """Connect with the newest server of a shard, of a later generation than the last one, within the time limit.
 
         A server that did not answer in time is called again, unless another one has taken its place: it may be slow.
         """

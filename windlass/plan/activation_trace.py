@@ -68,9 +68,9 @@ class ActivationTrace:
     Attributes:
         events: All events in their order. The last one of each phase has the kind `done`; a pipeline has one for each
             forward and backward of its schedule.
-        saved: Live bytes at the end of the forward: tensors that autograd saved, and the output. Of a pipeline's
+        saved: Live bytes at the end of the forward: tensors that autograd saved, and the output. For a pipeline's
             schedule, the largest number at the end of a forward.
-        saved_by_autograd: Those of them that autograd saved, without parameters.
+        saved_by_autograd: The part of `saved` that autograd saved, without parameters.
         inputs: Bytes of the batch.
         storages: Storages as they come and go, and the ends of blocks, see `HeapModel.run`.
     """

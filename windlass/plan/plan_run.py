@@ -68,11 +68,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
 
-    Of a pipeline it is the rank whose stage needs most.
+    For a pipeline it is the rank whose stage needs most.
 
     Args:
         traces: Traces of earlier calls, which are used again if the model, its micro-batch and its blocks are the same.
-        variant: What else a trace depends on, such as whether the model checkpoints its activations.
+        variant: Further properties that a trace depends on, such as whether the model checkpoints its activations.
 
     Raises:
         ConfigError: the configuration is not supported, or its batch or axes do not fit the ranks.

@@ -53,7 +53,7 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise ApiError(400, f"{place}.{name} is not supported; leave it out", parameter=f"{place}.{name}")
-    # keep fields that a template reads, such as `name`; drop null ones, which clients send that echo an answer
+    # keep fields that a template reads, such as `name`; drop null ones, which clients send when they return an answer
     kept = {name: value for name, value in message.items() if value is not None}
     # Templates use the older name of the role.
     kept["role"] = "system" if role == "developer" else role

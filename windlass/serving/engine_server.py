@@ -92,7 +92,7 @@ class EngineBackend:
             logger.error("the engine failed", exc_info=engine.error)
 
     async def _wait_for_engine(self) -> None:
-        """Give a running step time to fail."""
+        """Wait a few seconds for the running step to fail, so that its error can be logged."""
         deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
         while self._context.engine.is_healthy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_HEALTH_SECONDS)

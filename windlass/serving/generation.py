@@ -199,7 +199,7 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
     if not prompt:
         raise ApiError(400, "the prompt has no tokens; send some text", parameter=field)
     if left < 1 or (params.max_tokens is not None and params.max_tokens > left):
-        # a default that depends on the rest of the window says nothing where there is no rest
+        # without room for an answer, `max_tokens` is not the problem, so the message leaves it out
         asked = f" and max_tokens is {params.max_tokens:,}" if left >= 1 else ""
         raise ApiError(
             400,

@@ -49,7 +49,7 @@ class ApiKeys:
         return cls(keys)
 
     def accept(self, key: str) -> bool:
-        """Return True if the key is one of them. The time does not depend on which."""
+        """Return True if the key is one of them. The time of the comparison does not depend on the key."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = False
         for expected in self._digests:

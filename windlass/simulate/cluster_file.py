@@ -188,7 +188,7 @@ class _Reader:
         return found
 
     def device(self, table: dict[str, Any], base: str | None) -> DevicePart:
-        """Return the device that a table describes, as changes of a known one."""
+        """Return the device that a table describes by its differences from a known device."""
         self.check_keys(table, _DEVICE, "device.")
         name = table.get("part", base)
         if name is not None and name not in DEVICES:
@@ -226,7 +226,7 @@ class _Reader:
         )
 
     def host(self, table: dict[str, Any], base: str | None) -> HostPart:
-        """Return the host that a table describes, as changes of a known one."""
+        """Return the host that a table describes by its differences from a known host."""
         self.check_keys(table, _HOST, "host.")
         name = table.get("part", base)
         if name is not None and name not in HOSTS:
@@ -259,7 +259,7 @@ class _Reader:
         )
 
     def axis_links(self, table: dict[str, Any], device_link: LinkPart) -> dict[str, LinkPart]:
-        """Return the links of single axes; what an entry leaves out is that of `device_link`."""
+        """Return the links of single axes. Values that an entry leaves out are those of `device_link`."""
         found = table.get("axis_links", {})
         if not isinstance(found, dict):
             raise self.fail("host.axis_links", found, "is not a table; write [host.axis_links]")

@@ -72,7 +72,7 @@ class RankPattern:
     Attributes:
         axes: Axes along which ranks of a group differ.
         block: If not 0, each group is divided into groups of this many neighbours.
-        stride: Of a group's ranks, every `stride`-th one forms a group.
+        stride: Every `stride`-th rank forms a group.
     """
 
     axes: tuple[str, ...]

@@ -1,9 +1,9 @@
 """Discrete-event simulation of tasks on streams that share links, on simpy.
 
 [Note: shared links] A task waits for its predecessors and for its streams, takes its fixed time, and then transfers:
-its loads progress together, and each link divides its rate equally among the tasks that use it. What a task cannot use,
-because another of its links is slower, goes to the others (max-min fairness). Streams run their tasks in the order in
-which they were added, as CUDA streams and a rank's Python thread do.
+its loads progress together, and each link divides its rate equally among the tasks that use it. The share that a task
+cannot use, because another of its links is slower, goes to the others (max-min fairness). Streams run their tasks in
+the order in which they were added, as CUDA streams and a rank's Python thread do.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class RankLanes:
         self._known: dict[int, tuple[Segment, float, float]] = {}  # times and FLOPs of segments, by their id
 
     def compute(self, label: str, segment: Segment) -> None:
-        """Compute a segment after the ones before; neighbours without a collective between become one task."""
+        """Add the computation of a segment. Consecutive segments without a collective between them become one task."""
         if id(segment) not in self._known:
             self._known[id(segment)] = segment, segment.seconds(self.costs.cluster.device), segment.flops
         _, seconds, flops = self._known[id(segment)]

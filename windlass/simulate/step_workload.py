@@ -59,7 +59,7 @@ class StepWork:
         grid: Ranks along each axis.
         samples, length: Micro-batch of one data-loading rank: sequences, and tokens of each.
         volumes: Micro-batches, stage, dtypes and axes, as the formulas of `comm_volumes` take them.
-        style: How the model computes.
+        style: Style of the model's computation.
         accumulation_bytes, master_bytes, state_bytes: Bytes per element of accumulated gradients, of master weights
             (0: the parameters themselves), and of optimizer states.
         schedule: Order of a pipeline.

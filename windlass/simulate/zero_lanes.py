@@ -65,13 +65,13 @@ class ZeroLanes:
         return self._lanes.costs.size(self._patterns[unit.is_expert])
 
     def shard_numel(self, unit: SimulatedUnit) -> int:
-        """Return the elements of a unit whose states this rank has."""
+        """Return the number of elements of a unit whose states this rank has."""
         return unit.padded // self.size(unit) if self._stage else unit.padded
 
     # Unsharded parameters.
 
     def record(self, chunk: ModelChunk, *, backward: bool) -> None:
-        """Record a forward or backward of the step before, from which the prefetcher predicts."""
+        """Record a forward or backward of the previous step, from which the prefetcher predicts."""
         if not backward:
             self.begin_forward()
         for block in (reversed(chunk.blocks) if backward else chunk.blocks) if self._reshards else ():

@@ -176,7 +176,7 @@ class DiskTier:
         """Compare the pages of a finished read that no update has compared.
 
         Raises:
-            DamageError: of a page that was compared here or by an update.
+            DamageError: a page is damaged that was compared here or by an update.
         """
         compare_pages(sums)
         if (page := sums.first_damaged()) is not None:

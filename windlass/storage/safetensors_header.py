@@ -48,7 +48,7 @@ class SafetensorsHeaderError(ValueError):
 class SafetensorsEntry:
     """Location of one tensor: bytes `[begin, end)` of the data.
 
-    `dtype` is safetensors' name, which may be unknown to us.
+    `dtype` is safetensors' name, which windlass may not support.
     """
 
     dtype: str

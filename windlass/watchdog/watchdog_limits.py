@@ -41,7 +41,7 @@ class WatchdogLimits:
 
     @property
     def host_lost_after(self) -> float:
-        """Time without a heartbeat of any rank of a host, from its first check on, after which the host counts as
-        lost.
+        """Time without a heartbeat from any rank of a host after which the host counts as lost. It is measured from the
+        first check of the host.
         """
         return max(20.0, self.silent_after) if self.report_after >= 30 else max(self.report_after, self.silent_after)

@@ -29,8 +29,8 @@ class TrainingTask:
     """Training of a language model under several configurations alternately, or under one to measure its memory.
 
     Args:
-        configs: by label: a configuration of windlass; `{"engine": "none"}` for plain compute without an engine; or
-            `{"engine": "deepspeed", "config": ...}`.
+        configs: dictionary from labels to configurations: one of windlass; `{"engine": "none"}` for plain compute
+            without an engine; or `{"engine": "deepspeed", "config": ...}`.
         vocabulary, hidden, layers, length: sizes of the model.
         batch: sequences on a rank.
         rounds, steps: in each of `rounds` rounds, each configuration trains one untimed step and `steps` timed steps.

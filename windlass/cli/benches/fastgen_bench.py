@@ -54,7 +54,7 @@ class FastgenSettings:
         model: directory; None: a random Llama of `hidden` and `layers`.
         clients: numbers of clients, ascending.
         requests: number of requests of a run at most; few clients send fewer.
-        prompt_mean, answer_mean: tokens.
+        prompt_mean, answer_mean: mean number of tokens.
         tokens_per_step: budget of a step.
         seeds: runs with each number of clients, of other lengths.
         in_thread: requests go through `AsyncLLMEngine`, else through the engine's own steps.

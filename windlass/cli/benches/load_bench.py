@@ -50,7 +50,7 @@ class LoadSettings:
         model: directory; None: a random Llama of `hidden` and `layers`.
         requests: number of requests of the load.
         clients: number of clients of the load, at the same time.
-        short_requests: that are timed alone, and again beside long prompts.
+        short_requests: number of short requests, which are timed alone, and again beside long prompts.
         max_gap_ms: option of the server.
     """
 

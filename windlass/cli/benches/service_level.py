@@ -30,8 +30,8 @@ class RequestTimes:
 
     Attributes:
         prompt: its tokens.
-        sent: when the client sent it.
-        arrivals: when each token of the answer came.
+        sent: time at which the client sent it.
+        arrivals: time at which each token of the answer arrived.
         tokens: the answer.
     """
 

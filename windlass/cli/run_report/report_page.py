@@ -27,7 +27,7 @@ _MOST_ROWS = 200
 
 
 def report_page(runs: Sequence[RunData]) -> str:
-    """Return the page of one run, or of two of which the second is the one to compare with."""
+    """Return the page of one run, or of two; the first is compared with the second."""
     names = [run.name for run in runs]
     title = " against ".join(names)
     body = [

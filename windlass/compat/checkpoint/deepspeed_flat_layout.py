@@ -29,7 +29,7 @@ class FlatLayout:
         shapes: shapes of the parameters, in their order.
         ranks: number of parts.
         part_numel: elements of each rank's part.
-        shards_each_parameter: each parameter is divided by itself; else the parameters are concatenated and the whole
+        shards_each_parameter: each parameter is divided separately; else the parameters are concatenated and the whole
             is divided.
     """
 
@@ -82,7 +82,7 @@ def concatenated_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int, align
 
 
 def per_parameter_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> FlatLayout:
-    """Return the layout of stage 3: each parameter is divided by itself."""
+    """Return the layout of stage 3: each parameter is divided separately."""
     return FlatLayout(
         shapes, ranks, sum(-(-math.prod(shape) // ranks) for shape in shapes.values()), shards_each_parameter=True
     )

@@ -95,7 +95,7 @@ def scatterv(
     log_name: str = "scatterv",
     debug: Any = None,
 ) -> Any:
-    """Scatter like `scatter`, tensors of any sizes. Each rank's `tensor` has the size of its part."""
+    """Scatter tensors that may differ in size. Each rank's `tensor` has the size of its part."""
     return _start("scatterv", group, async_op, lambda: byte_collectives.scatterv(tensor, scatter_list, src, group))
 
 
@@ -110,7 +110,7 @@ def gatherv(
     log_name: str = "gatherv",
     debug: Any = None,
 ) -> Any:
-    """Gather like `gather`, tensors of any sizes. `gather_list[i]` has the size of rank i's `tensor`."""
+    """Gather tensors that may differ in size. `gather_list[i]` has the size of rank i's `tensor`."""
     return _start("gatherv", group, async_op, lambda: byte_collectives.gatherv(tensor, gather_list, dst, group))
 
 

@@ -3,7 +3,7 @@
 [Note: routers of all layers] The loss is a product of two means over all layers, so no stage can compute its part of
 it. Each stage sends the logits of its routers, `[tokens, experts]` each, to the next stage together with its hidden
 states and the logits that it received. The last stage passes the logits of all layers to the model's own loss function.
-Their gradients return on the same way.
+Their gradients return along the same path.
 """
 
 from __future__ import annotations

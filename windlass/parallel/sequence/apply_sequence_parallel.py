@@ -235,7 +235,7 @@ def derivation_along(group: dist.ProcessGroup) -> DerivePositions | None:
     """Return the derivation of positions of the model that is sharded over `group`; None if it counts from 0.
 
     Raises:
-        ModelError: several models are, and they derive positions differently.
+        ModelError: several models are sharded over `group`, and they derive positions differently.
     """
     found = {id(one.derive): one.derive for one in _applied if one.axis.group.process_group is group}
     if len(found) > 1:

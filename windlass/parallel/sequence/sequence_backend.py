@@ -181,7 +181,9 @@ class SequenceBackend(AttentionBackend):
 
 @contextmanager
 def use_shard(shard: SequenceShard | None) -> Iterator[None]:
-    """Compute attention over the ranks of the shard inside the `with` block; on this rank's tokens alone for None."""
+    """Compute attention over the ranks of `shard` inside the `with` block. With None, compute it over this rank's
+    tokens alone.
+    """
     with set_current_shard(shard), use_backend(None if shard is None else SequenceBackend(shard)):
         yield
 

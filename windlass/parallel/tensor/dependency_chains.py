@@ -41,10 +41,11 @@ class DependencyChain:
 
 
 def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyChain]:
-    """Assign to each row layer its columns: those that name it, else those in the nearest module that contains both.
+    """Assign to each row-parallel layer its column-parallel layers: those that name it, else those in the nearest
+    module that contains both.
 
     Raises:
-        ModelError: a column without a row, or a row without columns.
+        ModelError: a column-parallel layer has no row-parallel layer, or the reverse.
     """
     rows = [entry for entry in entries.values() if entry.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT)]
     free = {

@@ -18,7 +18,7 @@ from windlass.parallel.tensor.parameter_sharding import shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements
 
 _WHOLE = "weight_shape"  # name of the whole matrix's shape, which every rank has
-_MANY = 64  # parts of one size, whose bytes are as many times those of one where they begin and end with words
+_MANY = 64  # this many equal parts take as many times the words of one part only if each begins and ends at a word
 
 
 def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str) -> None:
@@ -58,7 +58,7 @@ def _check_format(name: str, form: WeightFormat, local: Sequence[int], axis: str
 
 
 def _place(name: str, module: PackedMatrix, part: str, dim: int, edge: int, axis: str) -> int:
-    """Return the place in a packed tensor of an edge between two ranks."""
+    """Return the position in a packed tensor of the boundary between two ranks."""
     size = module.sizes[dim]
     if edge in (0, size):
         return 0 if edge == 0 else _forms(module, module.sizes)[part].shape[dim]
@@ -74,7 +74,7 @@ def _place(name: str, module: PackedMatrix, part: str, dim: int, edge: int, axis
 
 
 def _count(module: PackedMatrix, part: str, dim: int, features: int) -> int:
-    """Return the size along a dimension of a packed tensor of so many features."""
+    """Return the size of a packed tensor along a dimension with this many features."""
     sizes = list(module.sizes)
     sizes[dim] = features
     return _forms(module, (sizes[0], sizes[1]))[part].shape[dim]

@@ -338,8 +338,8 @@ class CollectiveScheduler:
             # A gather of a sharded unit would allocate memory before it is needed.
             if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
                 return
-            # The second of two gathers of one unit in a row is for a block that uses it after another one has resharded
-            # it. Until then the unit is unsharded, so that this gather would pass as done.
+            # Two gathers of one unit in a row serve two blocks: the first block reshards the unit before the second one
+            # needs it. Here the unit is still unsharded for the first, so the second gather would do nothing.
             if unit is not None and self._position and _unit_of(self._agreed[self._position - 1]) == unit:
                 return
             self._start()

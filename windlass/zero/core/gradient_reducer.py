@@ -187,7 +187,7 @@ class GradientReducer:
             self._open_local(slot) if keep else self._close_local(slot)
 
     def _open_local(self, slot: GradientSlot) -> None:
-        """Give a slot whose gradient is sharded memory for a whole one, which no other rank reads."""
+        """Allocate a full gradient buffer that only this rank reads, for a slot whose gradient is otherwise sharded."""
         self._parked[slot.unit.index] = slot.storage
         slot.storage = slot.shard = None
         numel = slot.unit.layout.padded

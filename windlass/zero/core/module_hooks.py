@@ -68,8 +68,8 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
 class ObservedModules:
     """Modules inside one block whose outputs a forward hook of the script receives, and may use in a loss.
 
-    The backward can begin at such an output, so it must announce the block as the block's own outputs do. Our hooks
-    are registered on a module once it has one of the script's.
+    The backward can begin at such an output, so it must announce the block as the block's own outputs do. The hooks of
+    this class are registered on a module once the script has registered one there.
 
     Args:
         block: The block.

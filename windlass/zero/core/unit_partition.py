@@ -175,7 +175,7 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
         # Both are equal on all ranks, however the parameter is sharded.
         kind, numel = get_placement(parameter).key, get_global_numel(parameter)
         kept = numel < rules.persistence_threshold and kept_elements + numel <= rules.max_persistent_numel
-        # Experts are not counted: ranks may hold different numbers of them, and must decide alike.
+        # Experts are not counted: ranks may hold different numbers of them, and must make the same choice.
         kept_elements += numel if kept and not kind.is_expert else 0
         # Parameters that no block lists belong to the model's own block.
         used_by = users.get(id(parameter), blocks[:1])

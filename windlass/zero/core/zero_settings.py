@@ -30,8 +30,8 @@ class Placements:
         staging: Pool of host memory for transfers to and from NVMe.
         max_update_numel: Maximum number of elements in one batch of an update on NVMe.
         read_ahead_numel: Number of parameter elements to read from NVMe ahead of their gathers.
-        of_units: Tiers of each unit, in model order; empty: the tiers above are those of all units. If it is given,
-            the tiers above are the farthest ones of any unit.
+        of_units: Tiers of each unit, in model order; empty: the tiers above are those of all units. If it is given, the
+            tiers above are the slowest that any unit has.
     """
 
     param: Tier = Tier.DEVICE

@@ -75,7 +75,7 @@ class ShardFile:
         self._free: dict[int, list[int]] = {}  # offsets of freed shards, by size in bytes
 
     def put(self, shard: torch.Tensor) -> ShardStorage:
-        """Write a shard to the file, in the room of a freed one if possible, and return its storage.
+        """Write a shard to the file, in the space of a freed one if possible, and return its storage.
 
         Raises:
             CheckpointError: the shard cannot be written, e.g. because the disk is full.

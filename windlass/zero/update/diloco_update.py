@@ -235,7 +235,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
-        self.finish_transfers()  # the other ranks load too
+        self.finish_transfers()  # collective: every rank loads, so all ranks call it
         return super().open_rank_states(saved)
 
     def _changed(self, unit: Unit, flat: torch.Tensor, options: Options) -> UnitMessage:

@@ -10,10 +10,10 @@ momentum. All ranks step their replicas of the master weights with it.
 
 At stages 1 and 2 a rank sends the owners of shards its gradient, `(1 - b1) g`, with error feedback. The owner keeps the
 momentum of its elements, `b1 m` plus the mean of the messages, and steps its master weights exactly. It sends the
-difference between these and the parameters, which all ranks hold alike: the parameters of all ranks move by the decoded
-difference, and the rest stays in the next difference, so that it needs no error feedback of its own (DoubleSqueeze,
-arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding of 16-bit parameters is a part of it.
-`ShardedModel.finish_update` makes parameters equal to the master weights again.
+difference between these and the parameters, which are equal on all ranks: the parameters of all ranks move by the
+decoded difference, and the rest stays in the next difference, so that it needs no error feedback of its own
+(DoubleSqueeze, arXiv:1905.05957; DORE, arXiv:1910.07561, sends such differences). The rounding of 16-bit parameters is
+a part of it. `ShardedModel.finish_update` makes parameters equal to the master weights again.
 
 The frozen variance has the bias correction of its last step, and the momentum that of its own. Without bias correction
 the first steps are taken here too, since torch's AdamW has no such option. Elements whose frozen

@@ -1,9 +1,9 @@
 """Update of `OneBitLamb` at stage 0: LAMB until `freeze_step`, then one bit for each element ([Note: 1-bit phase]).
 
 Momenta travel as at stage 0 of 1-bit Adam. Every data-parallel rank then has the whole common momentum, and steps its
-replica of each parameter, so that trust ratios need no further message among them. Of a parameter that is sharded over
-tensor-parallel ranks each rank steps its part; the trust ratio is that of the whole parameter, so these ranks exchange
-three numbers of it in a step.
+replica of each parameter, so that trust ratios need no further message among them. Each tensor-parallel rank steps its
+part of a sharded parameter; the trust ratio is that of the whole parameter, so these ranks exchange three numbers for
+it in a step.
 """
 
 from __future__ import annotations

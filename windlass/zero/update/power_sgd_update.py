@@ -6,7 +6,8 @@ orthonormal Q of the step before, ranks sum these products to P, and multiply th
 P to the new Q, whose mean all ranks get (one step of subspace iteration, warm-started). Both messages are sums, so two
 all-reduces of thin matrices suffice at any number of ranks. Vectors, and matrices that would hardly shrink, are summed
 in full with the first message. The approximation then takes the place of the reduced gradient, and the optimizer's own
-rule steps the master weights. Of a matrix that is sharded over tensor-parallel ranks each part is a matrix of its own.
+rule steps the master weights. A matrix that is sharded over tensor-parallel ranks is compressed as separate matrices,
+one for each part.
 
 Source: Vogels et al., arXiv:1905.13727, algorithm 1; `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`
 computes the same.

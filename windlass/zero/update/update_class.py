@@ -40,8 +40,8 @@ _DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
 def update_class(optimizer: torch.optim.Optimizer, shards_states: bool = False) -> type[Update]:
     """Return the class that steps `optimizer`, with or without sharded states.
 
-    That is the one registered for it (`windlass.optim.register_update`); else flat segments are stepped for elementwise
-    rules, and whole parameters for any other.
+    A class registered for the optimizer (`windlass.optim.register_update`) has precedence. Otherwise elementwise rules
+    step flat segments, and all other rules step whole parameters.
     """
     registered = find_registered_update(optimizer)
     if registered is not None:
