@@ -26,8 +26,8 @@ class GgmlLibrary:
     """CPU backend of ggml.
 
     Args:
-        folder: with libggml-base.so and libggml-cpu.so; None: that of llama-cpp-python.
-        threads: of a product.
+        folder: folder of libggml-base.so and libggml-cpu.so; None: that of llama-cpp-python.
+        threads: threads of a product.
     """
 
     def __init__(self, folder: Path | None, threads: int) -> None:

@@ -25,7 +25,7 @@ def write_gguf(folder: Path, config: Any, weights: dict[str, Any]) -> Path:
     """Write a float32 GGUF of a Llama with tied embeddings, and a vocabulary of bytes and words.
 
     Args:
-        config: of transformers.
+        config: configuration of transformers.
         weights: float32 arrays of the checkpoint, by name.
 
     Raises:

@@ -47,7 +47,7 @@ class Contender:
     Attributes:
         layers: each computes the same from an input.
         nbytes: bytes of the weight of a copy.
-        copies: of the layer that a call of one of `layers` goes through.
+        copies: number of copies of the layer that a call with few rows of one of `layers` computes.
     """
 
     layers: list[Layer]

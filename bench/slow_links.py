@@ -149,7 +149,7 @@ class Rows:
     """Timings in a file.
 
     Attributes:
-        setting: what is equal for all of them, by key of the file.
+        setting: values that are equal for all of them, by key of the file.
     """
 
     path: Path

@@ -208,7 +208,7 @@ def build_engine(
     _warn_of_late_freeze(built, config)
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, config)
-    except Exception:  # raised on every rank alike
+    except Exception:  # raised on every rank
         engine.destroy()
         raise
     if training_data is not None:

@@ -48,10 +48,10 @@ class CompressedForm:
     """Row of the table.
 
     Attributes:
-        format: of the blocks' matrices.
-        method: of rounding without training.
-        share: of the tokens of the training, for training with distillation; 0: none.
-        rate: learning rate of that.
+        format: weight format of the blocks' matrices.
+        method: method of rounding without training.
+        share: length of the training with distillation, as a share of the original training; 0: none.
+        rate: learning rate of the training with distillation.
         section: techniques of `compression_training` beside the format.
         layers: blocks that stay, those whose removal costs least; 0: all.
         sparsity: method that sets half of the weights to 0 without training.

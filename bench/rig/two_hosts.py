@@ -35,7 +35,7 @@ class TwoHosts:
     """Context in which the two namespaces exist.
 
     Attributes:
-        names: of the namespaces.
+        names: names of the namespaces.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class Client:
 
         Args:
             path: folders in which modules are looked for first.
-            stands_in: whether `import deepspeed` is windlass; by default where there are ranks.
+            stands_in: `import deepspeed` imports windlass; by default True with ranks.
             classic: start ranks by the `deepspeed` command, which passes `--local_rank` to scripts.
             folder: where it runs; by default in the checkout.
 

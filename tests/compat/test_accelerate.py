@@ -72,7 +72,7 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
     return results
 
 
-# In `make test` one rank has a case of each kind; two ranks have all, of stages that are not sharded alike.
+# In `make test` one rank has a case of each kind; two ranks have all, for stages that differ in what they shard.
 _QUICK = {
     1: ("stage-3", "dummy-2", "two-2"),
     2: [name for name in _CASES if name not in ("stage-1", "dummy-0", "accumulated-1", "accumulated-2", "two-3")],

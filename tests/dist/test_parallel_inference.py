@@ -242,7 +242,7 @@ def generate_with_adapters(
     """Return greedy answers with adapters given at the start and, on the first rank, by `add_lora`.
 
     Args:
-        files: of the model, which is loaded and packed; None: it is built.
+        files: files of the model, which is loaded and packed; None: it is built.
     """
     from windlass import LLM, SamplingParams
 

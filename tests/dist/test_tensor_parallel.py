@@ -74,7 +74,7 @@ ALIKE = ("glm", "gemma3", "granitemoe", "deepseek_v3", "gptj", "gpt_neo", "mpt")
 def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
     """Mark as slow most three-rank cases, the second four-rank case of a model, and most on sharded sequences.
 
-    They add little to the others, on two ranks and of models that are alike.
+    They add little to the others: two ranks, and similar models.
     """
     name, changes, ranks, options = law
     alike = ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral")

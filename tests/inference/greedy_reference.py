@@ -26,7 +26,7 @@ def answer_arrivals(
     """Answer requests that arrive while others run, and check that no block leaks.
 
     Args:
-        params: of each request; or of all, which then end after 4 to 23 tokens.
+        params: parameters of each request, or one for all, which then end after 4 to 23 tokens.
         steps: number of steps between the arrival of a request, by its number, and that of the next one.
     """
     if isinstance(params, SamplingParams):

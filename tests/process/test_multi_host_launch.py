@@ -132,7 +132,7 @@ WAYS = {
 
 @in_shares
 def test_every_exit_ends_all_processes_on_all_hosts(machines: Machines, tmp_path: Path, every: bool) -> None:
-    """All kinds of ends run at once, since most of them wait. `make test` has one of each two that are alike."""
+    """All kinds of ends run at once, since most of them wait. `make test` has one of each similar pair."""
     ways = {name: way for name, way in WAYS.items() if every or name not in ("ctrl-c", "term", "agent")}
     runs = {
         name: Launched(machines, tmp_path / name, SLEEPS, *way.words, options=way.options) for name, way in ways.items()

@@ -12,7 +12,7 @@ def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
     """Return the module transformers.
 
     Args:
-        purpose: what needs it, a plural, for the error.
+        purpose: features that need it, as a plural, for the error.
         quiet: Show errors alone: no progress bars, and no log line of each attempt to reach the hub.
 
     Raises:

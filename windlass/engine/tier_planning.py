@@ -181,7 +181,7 @@ def with_placement(settings: ZeroSettings, units: tuple[UnitTiers, ...], max_liv
 
 
 def farthest(tiers: Iterable[Tier]) -> Tier:
-    """Return the farthest tier from the device."""
+    """Return the tier that is farthest from the device."""
     return max(tiers, key=_ORDER.index, default=Tier.DEVICE)
 
 

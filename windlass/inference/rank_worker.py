@@ -76,7 +76,7 @@ class RankWorker:
         if callable(method):
             method(self._runner.model, *arguments)
         elif method == "add_adapter":
-            with contextlib.suppress(ModelError):  # raised on all ranks alike; the leader reports it
+            with contextlib.suppress(ModelError):  # raised on all ranks; the leader reports it
                 self._adapters().add_weights(*arguments)
         elif method == "remove_adapter":
             self._adapters().remove(*arguments)

@@ -75,7 +75,7 @@ def sweep(
     loops: int = 1,
     on_measured: Callable[[DiskMeasurement], None] | None = None,
 ) -> list[DiskMeasurement]:
-    """Measure all settings. The order alternates over `loops` passes, so that drift of the disk affects all alike.
+    """Measure all settings. The order alternates over `loops` passes, so that drift of the disk affects all equally.
 
     Args:
         on_measured: called with each setting's best measurement after the last pass.

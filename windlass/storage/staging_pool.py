@@ -10,21 +10,21 @@ from windlass.base.pending import DONE, Pending
 from windlass.storage.disk_tier import DiskTier
 
 _GRAIN = 1 << 16  # bytes: sizes are rounded up, so that buffers of similar size are interchangeable
-_WASTE = 2  # factor: a much larger buffer is not used for a small request, because it would be missing elsewhere
+_WASTE = 2  # factor: a larger buffer is kept for large requests
 
 
 class StagingPool:
     """Pool of a disk tier's buffers.
 
-    Buffers are allocated on demand and reused. All together stay within a limit, unless the buffers in use at once need
-    more: a pool that refused a buffer would abort a step half way. Methods may be called from any thread.
+    Buffers are allocated on demand and reused. Their total size stays within a limit, unless the buffers in use at once
+    need more: a pool that refused a buffer would abort a step half way. Methods may be called from any thread.
 
     Args:
         disk: tier that allocates the buffers.
-        limit: bytes of all buffers together.
+        limit: maximum total size of the buffers, in bytes.
 
     Attributes:
-        peak: largest number of bytes that all buffers had together.
+        peak: largest total size of the buffers so far, in bytes.
     """
 
     def __init__(self, disk: DiskTier, limit: int) -> None:
@@ -96,7 +96,7 @@ class StagingPool:
     def free_returned(self) -> None:
         """Free the buffers that were released so far, each once its transfer has finished, instead of reusing them.
 
-        For buffers of sizes that are not needed again.
+        Call it when buffers of their sizes are not needed again.
         """
         with self._lock:
             self._total -= sum(map(torch.Tensor.numel, self._free))

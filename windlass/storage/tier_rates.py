@@ -22,9 +22,9 @@ class TierRates:
     """Bytes per second of one rank, while all ranks of the host are measured at the same time.
 
     Attributes:
-        device, host: Reads and writes of device and host memory together, as an optimizer update makes them.
-        to_device, to_host: Copies from host to device and back; infinite if both are one memory.
-        disk_read, disk_write: Transfers of the NVMe tier; 0: there is none.
+        device, host: Rate of mixed reads and writes of device and host memory, as in an optimizer update.
+        to_device, to_host: Rate of copies from host to device and back; infinite if both are one memory.
+        disk_read, disk_write: Rate of transfers of the NVMe tier; 0: there is none.
     """
 
     device: float
@@ -35,7 +35,7 @@ class TierRates:
     disk_write: float = 0.0
 
     def slowest(self, other: TierRates) -> TierRates:
-        """Return the lower one of both values of each rate."""
+        """Return the lower of the two values of each rate."""
         return TierRates(**{one.name: min(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)})
 
 
@@ -60,7 +60,7 @@ def _measure(device: torch.device, disk: DiskTier | None) -> TierRates:
         read, write = max(found.read_rate, 1.0), max(found.write_rate, 1.0)
     if not device_has_own_memory(device):
         return TierRates(host, host, disk_read=read, disk_write=write)
-    if device.type != "cuda":  # an emulated device: its memory, and the copies, are those of the host
+    if device.type != "cuda":  # an emulated device uses the memory and the copies of the host
         return TierRates(host, host, host / 2, host / 2, read, write)
     pinned, on_device = on_host.pin_memory(), on_host.to(device)
 

@@ -32,7 +32,7 @@ class HeldMemory:
     """Memory that a rank keeps between steps, and units that it unshards.
 
     Attributes:
-        kept: bytes by kind; a kind that lies elsewhere than on the device names its tier.
+        kept: bytes by kind; the name of a kind that is not on the device includes its tier.
         unsharded: bytes of units that are unsharded now, by holder of the memory ledger.
         from_allocator: holders whose memory comes from torch's allocator; other memory is mapped.
     """

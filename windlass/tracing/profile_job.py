@@ -23,7 +23,7 @@ class ProfileJob:
     """One profile of a script.
 
     Attributes:
-        folder: folder in which rank 0 writes the summary, and a rank that fails its reason.
+        folder: folder of the summary, which rank 0 writes, and of the error of a rank that fails.
         script: arguments of `python`: a path and the script's arguments.
         trace: file of the trace.
         steps: steps to record.

@@ -93,7 +93,8 @@ def profile_script(job: ProfileJob) -> None:
     Raises:
         ModelError: the script made no step that was to be recorded.
     """
-    # `python -m` made this module a second time, as __main__; the exceptions must be of one class.
+    # `python -m` loads this module as __main__. Import it again under its name, so that the session raises the class
+    # that is caught here.
     from windlass.tracing.profile_rank import ProfileFinished, ProfileSession
 
     session = ProfileSession(job)

@@ -1,10 +1,10 @@
 """Log of the ranges of one rank, and the division of its time into its own work and waits by wire.
 
 [Note: division of time] Each moment of the engine's thread belongs to its innermost range that waits for something:
-other ranks, a disk, or a copy between host and device. Time outside such ranges is the rank's own. Of it, the part
-that the process spent on processor cores (CPU time of all threads, at most the elapsed time) is compute, and the rest
-is idle: the process slept, or other processes had its cores. Hooks of a backward on a GPU run on a thread of autograd
-while the engine's thread is blocked in it, so they count as the engine's thread.
+other ranks, a disk, or a copy between host and device. Time outside such ranges is the rank's own. The part of it that
+the process spent on processor cores (CPU time of all threads, at most the elapsed time) is compute. The rest is idle:
+the process slept, or other processes used its cores. Hooks of a backward on a GPU run on a thread of autograd while the
+engine's thread is blocked in it, so they count as the engine's thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _OpenRange:
     name: str
     detail: str
     start: int
-    wire: str  # what this moment waits for; empty: nothing
+    wire: str  # the resource that the range waits for; empty: none
 
 
 PHASES = frozenset({"forward", "backward", "step", "update"})
@@ -144,7 +144,7 @@ class RangeLog:
         return self._main if thread != self._main and current_backward_id() >= 0 else thread
 
     def _divide(self, now: int) -> None:
-        """Add the time since the last call to what the engine's thread did."""
+        """Add the time since the last call to the division of the current step."""
         cpu = time.process_time_ns()
         elapsed, busy = now - self._last, cpu - self._last_cpu
         self._last, self._last_cpu = now, cpu
@@ -160,7 +160,8 @@ def wire_of(kind: str, name: str, transport: str) -> str:
     """Return what a range waits for; empty if it waits for nothing.
 
     Args:
-        kind, name: of the range; for the kind `wait` the operation of a `WaitScope`.
+        kind: kind of the range.
+        name: name of the range; for the kind `wait`, the operation of a `WaitScope`.
         transport: name of the transport of all-gathers and reductions.
     """
     if kind == "disk":

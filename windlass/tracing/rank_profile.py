@@ -20,7 +20,7 @@ class StepTimes:
     """Time of one step on one rank, in ms, see [Note: division of time].
 
     Attributes:
-        total: from the end of the step before to the end of this one.
+        total: time from the end of the previous step to the end of this one.
         compute, idle: the rank's own time.
         waits: time by what the rank waited for.
         phases: time of forward, backward, step and update, waits included.
@@ -39,7 +39,7 @@ class StepTimes:
 
     @property
     def own(self) -> float:
-        """Time that the rank did not wait for another rank."""
+        """Time in which the rank did not wait for another rank."""
         return self.total - sum(ms for wire, ms in self.waits.items() if wire not in LOCAL_WAITS)
 
 

@@ -22,7 +22,7 @@ class Straggler:
     Attributes:
         own, others: its own time of a step, and the median of the other ranks, in ms.
         cause: part of its own time that exceeds theirs most.
-        excess: by how many ms.
+        excess: difference of `cause` to the other ranks, in ms.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class RunProfile:
         return find_straggler({one.rank: mean for one, mean in zip(self.ranks, self.mean_times(), strict=True)})
 
     def straggling_steps(self) -> dict[int, int]:
-        """Return the number of steps in which each straggling rank was one, by rank."""
+        """Return, for each rank that straggled in any step, the number of those steps."""
         found: dict[int, int] = {}
         for step in range(self.steps):
             slow = find_straggler({one.rank: one.steps[step] for one in self.ranks})

@@ -31,10 +31,11 @@ class Deviations:
     """Standard deviations of the parts of log(measured / predicted), before any measurement.
 
     Attributes:
-        level: Of the constant.
-        slope: Of the factor of log(predicted), around 1.
-        key, pair, own: Of the effects of the keys together, of pairs of keys together, and of the configuration.
-        noise: Of a measurement.
+        level: Standard deviation of the constant.
+        slope: Standard deviation of the factor of log(predicted), around 1.
+        key, pair, own: Standard deviation of the sum of the keys' effects, of the sum of the pairs' effects, and of the
+            effect of the configuration itself.
+        noise: Standard deviation of a measurement.
     """
 
     level: float
@@ -51,7 +52,7 @@ class CandidateFeatures:
     def __init__(self, space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         dimensions = [one for one in space.dimensions if len(one.choices) > 1]
         self._ordered = [one.key in ORDERED_KEYS for one in dimensions]
-        # A key that does not matter in a configuration is a value of its own.
+        # A key without effect in a configuration counts as a further value, `_ABSENT`.
         self._codes = np.array(
             [[_index(one.choices, candidate.get(one.key)) for one in dimensions] for candidate in candidates], dtype=int
         ).reshape(len(candidates), len(dimensions))
@@ -90,7 +91,7 @@ class CorrectedPredictions:
 
         Args:
             measured: Numbers of the measured candidates; one may be there several times.
-            values: Logarithms of what was measured.
+            values: Logarithms of the measured quantity.
         """
         rows = list(range(len(self._prior)))
         if not measured:

@@ -42,7 +42,7 @@ class ForecastOrder:
     Attributes:
         candidates: Overrides of each candidate, by its name.
         result: Path of the JSON file to write.
-        plans_memory: False: only facts of the model are written.
+        plans_memory: Predict memory. If False, only the facts of the model are written.
     """
 
     candidates: dict[str, dict[str, Any]]
@@ -147,7 +147,7 @@ def facts_of(model: nn.Module, base: int) -> ForecastResult:
 
 
 class BatchShape:
-    """First batch of a trial: makes batches of other sizes.
+    """Shape of the first batch of a trial, from which batches of other sizes are made.
 
     Attributes:
         fed: Size of the first dimension of its first tensor.

@@ -80,7 +80,7 @@ def search_by_model(
         width: Number of trials that run at the same time.
         early_stopping: Number of trials without a gain that end the search.
         share: Largest share of the time that all candidates would take; None: time is not limited.
-        fewest: Number of trials that are run whatever their time is.
+        fewest: Number of trials that are run however long they take.
     """
     while not state.is_spent():
         chosen = choice.several(state.records, min(width, state.budget - state.runs))

@@ -66,7 +66,7 @@ class Candidate:
     """One configuration of the space.
 
     Attributes:
-        values: Value by key, of the searched keys that matter in this configuration, and the three batch sizes.
+        values: Value by key, for the searched keys that have an effect in this configuration and the three batch sizes.
     """
 
     values: tuple[tuple[str, Any], ...]
@@ -146,7 +146,7 @@ class SearchSpace:
         train: Global batch that all candidates keep; None: the configuration states none, and micro-batches are free.
         accumulation: Accumulation steps of free micro-batches.
         given: Values of the user's configuration at searched keys.
-        refused: Reason by name, of the combinations that no run can have.
+        refused: Combinations that no run can have: the reason by name.
     """
 
     base: dict[str, Any]
@@ -222,7 +222,7 @@ class SearchSpace:
         return dimension.choices[-1 if dimension.key in _LARGE_BY_DEFAULT else 0]
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the candidates that differ in one key: in any value of it, or in the next ones of an ordered key."""
+        """Return the candidates that differ in one key. An ordered key differs by one choice, other keys by any."""
         choice = {one.key: candidate.get(one.key, self.usual_choice(one)) for one in self.dimensions}
         found: dict[Candidate, None] = {}
         for dimension in self.dimensions:
@@ -235,7 +235,9 @@ class SearchSpace:
         return list(found)
 
     def start(self) -> Candidate | None:
-        """Return the candidate of the user's own values; of stages and batches that are not given, the middle ones."""
+        """Return the candidate with the user's values, and with the middle choice of stages and batches that are not
+        given.
+        """
 
         def value(dimension: Dimension) -> Any:
             if dimension.key in self.given:
@@ -372,7 +374,7 @@ def _powers_of_two(low: int, high: int) -> tuple[int, ...]:
 
 
 def _global_batches(limits: SearchLimits, data_ranks: int, train: int) -> tuple[int, ...]:
-    """Return global batches of the range: the multiples by two of the smallest one that the ranks divide."""
+    """Return global batches in the range: the smallest multiple of the data ranks, and its doubles."""
     low = max(limits.train_min or 1, data_ranks)
     first = -(-low // data_ranks) * data_ranks
     high = limits.train_max if limits.train_max is not None else max(train, first)

@@ -1,7 +1,7 @@
 """Predicted time of a step of each candidate, by simulation.
 
 [Note: estimated order] The search measures what it returns, so the prediction decides only which candidates come first.
-One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a known part. A model
+One step of the model's sizes is simulated ([Note: folded links]) on a host with the rates of a known device. A model
 without a configuration of transformers is simulated as a decoder with as many parameters and blocks.
 """
 
@@ -85,7 +85,7 @@ def shape_of_facts(facts: ForecastResult) -> ModelShape:
 
 
 def cluster_of_facts(facts: ForecastResult, world_size: int) -> Cluster:
-    """Return one host of as many devices as there are ranks: CPU cores, or GPUs of the known kind of this name."""
+    """Return one host with one device for each rank: CPU cores, or the known GPU that the device's name contains."""
     name = "cpu"
     if facts.device != "cpu":
         known = (key for key, one in CLUSTERS.items() if one.device in facts.device_name.lower())

@@ -1,13 +1,12 @@
 """Choice of the next trial: the largest expected gain for each second that it takes.
 
-[Note: choice of trials] Predicted times and predicted memory are corrected by all measurements so far
-([Note: corrected predictions]). The next trial has the largest product of its expected improvement on the best trial
-(Mockus 1975) and its probability to fit (Gardner et al. 2014), divided by the seconds that it takes. So the first ones
-are the fastest by prediction of those that fit, however much memory they need. Once none promises a gain, the
+[Note: choice of trials] Predicted times and predicted memory are corrected by all measurements so far ([Note: corrected
+predictions]). The next trial has the largest product of its expected improvement on the best trial (Mockus 1975) and
+its probability to fit (Gardner et al. 2014), divided by the seconds that it takes. So the first trials are those
+predicted to be fastest among the candidates that fit, however much memory they need. Once none promises a gain, the
 configurations that differ from the best one in one key are tried, whatever their prediction: a wrong one shows there,
-and corrects the others.
-Trials that run at the same time are chosen one after another, each as if those before it had taken their expected time
-(Ginsbourger et al. 2010).
+and corrects the others. Trials that run at the same time are chosen one after another, each as if those before it had
+taken their expected time (Ginsbourger et al. 2010).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _TIME = Deviations(level=3.0, slope=0.3, key=0.25, pair=0.15, own=0.08, noise=0.
 _MEMORY = Deviations(level=0.15, slope=0.1, key=0.06, pair=0.03, own=0.02, noise=0.015)
 # Without predictions of memory: -1 for a trial that fits, 1 for one that does not.
 _FITTING = Deviations(level=1.0, slope=0.0, key=1.0, pair=0.5, own=0.2, noise=0.3)
-_ABOVE = 1.03  # times the limit: the assumed memory of a trial that ran out of it
+_ABOVE = 1.03  # assumed memory of a trial that ran out of memory, relative to the limit
 _FAILURE = math.log(2.0)  # a failed trial counts as this much slower than the slowest
 _SPREAD = math.log(4.0)  # between the first and the last candidate without predictions
 _UNLIKELY = 0.02  # probability to fit below which a neighbour of the best is not tried
@@ -50,7 +49,7 @@ class SearchFacts:
         memory: Predicted bytes by candidate; all of them, or none.
         limit: Bytes that a candidate may take; None: there is no limit.
         metric: DeepSpeed's name of what is optimized.
-        warmup, steps: Steps of a trial that are not timed, and that are.
+        warmup, steps: Steps of a trial before the timed ones, and timed steps.
     """
 
     estimates: Mapping[Candidate, float] = field(default_factory=dict)
@@ -66,7 +65,8 @@ class ChosenTrial:
     """Next trial.
 
     Attributes:
-        gain: Expected relative improvement on the best trial; infinite while nothing fits, and for its neighbours.
+        gain: Expected relative improvement on the best trial; infinite while nothing fits, and for neighbours of the
+            best trial.
         seconds: Expected duration.
     """
 

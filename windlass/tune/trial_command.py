@@ -23,7 +23,7 @@ class ProgramCommand:
     Attributes:
         launcher: Words before the program: the launcher and its flags.
         program: The program and its arguments.
-        config: Path of the configuration; None: the program passes one by itself.
+        config: Path of the configuration; None: the program's arguments have none, and the program passes one.
         argument_of_key: Option of the program by configuration key (`autotuning.arg_mappings`).
     """
 
@@ -37,7 +37,7 @@ class ProgramCommand:
 
         Args:
             config_path: File with the trial's configuration.
-            config: The same as data, for arguments that stand for a key.
+            config: The same configuration as data, for arguments that stand for a key.
         """
         words = list(self.program)
         for index, word in enumerate(words):

@@ -42,7 +42,7 @@ class TrialEnd:
     Attributes:
         code: Exit code; None: the run was ended at its time limit.
         error: Last error in its output; empty if it ended well.
-        is_out_of_memory: The error is one of memory.
+        is_out_of_memory: The error is a lack of memory.
         left_behind: Command lines of processes that were left behind and ended.
     """
 
@@ -88,7 +88,7 @@ def run_trial(
     if result.is_file():
         return TrialEnd(code, "", False, left, seconds)
     output = _tail(folder / "stderr.log") + "\n" + _tail(folder / "stdout.log")
-    # At the time limit the launcher reports the signal that ended its ranks here, which is not an error of theirs.
+    # At the time limit the launcher reports the signal that ended its ranks here, which is not their own error.
     error = find_error(output, reads_launcher=code is not None)
     return TrialEnd(code, _explain(code, error, limit_s), bool(_OUT_OF_MEMORY.search(error)), left, seconds)
 
@@ -97,7 +97,7 @@ def find_error(text: str, *, reads_launcher: bool = True) -> str:
     """Return the last error in the output of a program: the line of its exception, or its last line.
 
     Args:
-        reads_launcher: Lines of the launcher count, if the program has printed no error.
+        reads_launcher: Also search the launcher's lines, if the program has printed no error.
     """
     lines = [line for whole in text.splitlines() if (line := _RANK.sub("", whole.rstrip())).strip()]
     lines = [line for line in lines if reads_launcher or not _LAUNCHER_LINE.match(line)]

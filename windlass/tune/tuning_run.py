@@ -39,8 +39,8 @@ from windlass.tune.trial_record import TrialRecord, TrialStatus
 _MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
 _OVER = 1.03  # a measured peak above the limit by less than this says nothing about other candidates
 _SLOW = 1.3  # a trial ends early once two steps took this many times the best median
-_CLOSE = 0.1  # trials within this of the best are run again
-_CLOSEST = 3  # at most so many of them
+_CLOSE = 0.1  # a trial slower than the best by less than this fraction is run again
+_CLOSEST = 3  # at most this many of them
 _SHARE = 0.25  # time of the search, relative to that of running all candidates
 _SEARCHED = 0.8  # fraction of that time for new trials; the rest is for repeated runs of the best
 _COUNTED = 0.5  # default limit of trials, as a fraction of the candidates
@@ -68,7 +68,7 @@ class TuningSettings:
         trials: Largest number of trials; None: as many as a quarter of the time of all candidates allows, at most half
             of them and at most 50; 8 in any case if there are fewer than 32.
         early_stopping: Trials without a gain that end the search.
-        warmup, steps: Steps of a trial that are not timed, and that are.
+        warmup, steps: Steps of a trial before the timed ones, and timed steps.
         trial_s: Limit of the time of a trial, in seconds.
         metric: `throughput`, `latency`, `flops`, `forward` or `step`.
         repeats: Largest number of times that a candidate close to the best is run again.
@@ -317,7 +317,7 @@ class TuningRun:
     def _smaller_failure(self, candidate: Candidate) -> TrialRecord | None:
         """Return a trial that did not fit although its configuration needs no more memory than `candidate`."""
         if self._choice is not None and self._predicted(candidate) is not None:
-            return None  # its probability to fit says more
+            return None  # its corrected prediction decides instead
         for record in self.state.records.values():
             clearly = record.status is TrialStatus.MEMORY
             if record.status is TrialStatus.OVER and (limit := self._limit()) is not None:
@@ -342,7 +342,7 @@ class TuningRun:
         return record
 
     def _shares_memory_with_forecast(self) -> bool:
-        """Return True if the memory of a trial that made the forecast is not that of the program alone."""
+        """Return True if the memory of the trial that made the forecast includes memory of the forecast itself."""
         return self._limit() is not None and self.forecast is not None and self.forecast.device == "cpu"
 
     def _prepare(self, candidate: Candidate, *, ends_early: bool = True) -> _PreparedTrial | TrialRecord:
@@ -447,7 +447,7 @@ class TuningRun:
         """Stop if the program fails in the same way whatever the configuration is.
 
         Raises:
-            TuningError: three trials ended with one error that is not of memory.
+            TuningError: three trials ended with the same error, and memory was not the cause.
         """
         records = list(self.state.records.values())
         failed = [record for record in records if record.status is TrialStatus.FAILED]
@@ -525,7 +525,7 @@ def _need(record: TrialRecord) -> int | None:
 
 
 def default_budget(candidates: int) -> int:
-    """Return the largest number of trials of a space: a half of it, at least 8 and at most 50."""
+    """Return the largest number of trials of a space: half of its candidates, at least 8 and at most 50."""
     return min(candidates, max(_FEWEST, min(_MOST, round(_COUNTED * candidates))))
 
 

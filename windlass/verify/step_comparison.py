@@ -220,7 +220,7 @@ class StepComparison:
         return self._model.get_parameter(name).dtype
 
     def _single_rank_hint(self, name: str, actual: torch.Tensor, records: list[StepRecord]) -> str:
-        """Return a hint if a reduced gradient is that of one rank alone, else ""."""
+        """Return a hint if a reduced gradient is a multiple of one rank's gradient, else ""."""
         for rank, record in enumerate(records):
             part = record.gradient_sums.get(name)
             if part is not None and (factor := _proportionality(actual * record.loss_scale, part)) is not None:

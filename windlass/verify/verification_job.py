@@ -14,7 +14,7 @@ class VerificationJob:
     """One verification on one number of ranks, of a script or of a named model.
 
     Attributes:
-        folder: folder in which rank 0 writes its report, and a rank that fails its reason.
+        folder: folder of the report, which rank 0 writes, and of the error of a rank that fails.
         steps: optimizer steps to compare.
         config: configuration that overrides the script's own; a path or base64.
         script: arguments of `python`: a path and the script's arguments.

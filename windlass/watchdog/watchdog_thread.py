@@ -147,7 +147,7 @@ class WatchdogThread:
     # Thread
 
     def _run(self) -> None:
-        pause = 0.0  # the first heartbeat immediately: a rank that dies before it would look as if it had never started
+        pause = 0.0  # the first heartbeat is immediate: a rank that dies before it looks as if it had never started
         while not self._stopping.is_set():
             lost = self._sleep(pause)
             pause = self.limits.beat_interval

@@ -1,4 +1,4 @@
-"""Parameters that are not copies of the master weights: of updates that publish by themselves."""
+"""Parameters that are not copies of the master weights, under updates that publish their results themselves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from windlass.zero.update.update_protocol import Update
 class DifferingReplicas:
     """Weights with which ranks train while these differ from the master weights.
 
-    [Note: replicas that differ] An update that publishes by itself leaves parameters that are not copies of the master
-    weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank with the
-    local steps of that rank in it. So a change is refused on all ranks, at the next step or `finish_update`, and
-    undone. Where ranks take local steps (stage 0), every rank has all master weights: an evaluation computes with them,
-    without a message, and the next training forward with the local weights again.
+    [Note: replicas that differ] An update that publishes its results itself leaves parameters that are not copies of
+    the master weights. A change of a parameter by a script would then be lost, or reach the master weights of one rank
+    with the local steps of that rank in it. So a change is refused on all ranks, at the next step or `finish_update`,
+    and undone. Where ranks take local steps (stage 0), every rank has all master weights: an evaluation computes with
+    them, without a message, and the next training forward with the local weights again.
 
     Args:
         update: the model's update; None without an optimizer.
         masters: the master weights.
-        slots: those of the trainable units; units that are unfrozen later are appended.
+        slots: gradients of the trainable units; those of units that are unfrozen later are appended.
         recapture: `ShardedModel.recapture_parameters`.
         gather: brings the written master weights of units to all ranks. Collective.
 

@@ -40,7 +40,7 @@ class Case:
         lora: train adapters.
         sharded_init: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built
             before the configuration is known.
-        options: of the trainer's arguments.
+        options: options among the trainer's arguments.
     """
 
     name: str

@@ -101,7 +101,7 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
     for round_index in range(work.rounds):
-        # slow drift of the machine then affects all configurations alike
+        # slow drift of the machine then affects all configurations equally
         for label in labels if round_index % 2 == 0 else reversed(labels):
             for step in range(work.steps + 1):
                 before = _copied_bytes(trainees[label])

@@ -33,7 +33,7 @@ def compare_with_expected_order(
 
     Args:
         quantity: quantity and its unit: "speed (ms a step)".
-        values: by label; smaller is better.
+        values: measured values by label; smaller is better.
         expected: labels, best first.
         tolerance: relative difference up to which two values count as equal.
     """

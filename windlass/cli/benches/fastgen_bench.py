@@ -167,7 +167,7 @@ def _measure(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> F
         prompt_rate, solo_gap = _solo_rates(settings, engine, driver)
         levels = _levels(settings, prompt_rate, solo_gap)
         tightest = levels[_RATES[0]]
-        # policies alternate with each load, so that slow drift of the machine affects all alike
+        # policies alternate with each load, so that slow drift of the machine affects all equally
         for number, (seed, clients) in enumerate([*rounds, (0, max(settings.clients))]):
             is_unlimited = number == len(rounds)
             count = min(settings.requests, max(24, 16 * clients))

@@ -130,7 +130,7 @@ def measure_configs(
     """Measure the memory of each configuration alone, then the time of all alternately.
 
     Args:
-        configs: by label; see `TrainingTask`.
+        configs: configurations by label; see `TrainingTask`.
         env: variables to add to the environment of the ranks.
         optional_configs: further configurations, which may fail on this machine.
 

@@ -38,7 +38,7 @@ class RunData:
 
     Attributes:
         name: folder or file that was named.
-        facts: what ran, in the order of the page.
+        facts: facts about the run, in the order of the page.
         machine: machine on which it ran.
         config: the configuration.
         curves: values by step.

@@ -225,7 +225,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
             else:
                 now = state.get(key)
                 is_single = update is not None and not shape and value.shape == shape
-                if isinstance(now, torch.Tensor):  # the state tells a value of the element from a count
+                if isinstance(now, torch.Tensor):  # the state distinguishes a value per element from a count
                     is_single = is_single and now.shape == (1,)
                 _write(place, state, key, (value.view(1) if is_single else value).detach().to(on, copy=True))
 
@@ -403,7 +403,9 @@ def _refuse_local_gradients(place: ParameterLocation) -> None:
 
 
 def _steps_segments(update: Update | None) -> bool:
-    """Return True if each rank has the states of its own flat segments, instead of an owner those of the whole."""
+    """Return True if each rank has the states of its own flat segments; False if an owner has those of the whole
+    parameter.
+    """
     return update is not None and not update.needs_whole_parameters
 
 

@@ -82,7 +82,7 @@ def _unfrozen_tier(model: ShardedModel) -> Tier:
     """Return the tier of master weights and states of unfrozen parameters.
 
     This is the configured tier if the states of all trainable units are on it. Otherwise it is the device. Where tiers
-    were chosen for each unit, it is the farthest one that they have.
+    were chosen for each unit, it is the slowest of them.
     """
     if not model.policy.state:
         return Tier.DEVICE

@@ -12,7 +12,7 @@ gradient that is not reduced yet is dropped at once. A reduced gradient is zeroe
 before another reduction adds to it, or when it is read. A unit whose gradients were all dropped has no gradient any
 more. Every rank zeroes its own shard, so all ranks that shard a gradient must drop the same gradients, between the same
 reductions. At the agreement before a step, they compare a hash of the order of these events, which costs no extra
-message. Replicas (MiCS) reduce and drop by themselves, each before its sums are added to those of the others.
+message. Each replica (MiCS) reduces and drops on its own, before its sums are added to those of other replicas.
 
 [Note: gradients that stay] As in plain PyTorch, a step leaves the gradient of a parameter that requires one and is in
 no group of the optimizer. It accumulates until a script drops it. Such parameters have units of their own
@@ -173,8 +173,8 @@ class GradientReducer:
     def keep_local_gradients(self, keep: bool) -> None:
         """Begin or end to keep the gradients of this rank unreduced, from the next backward on.
 
-        There must be no gradient. Equal on all ranks. Where gradients are sharded, a rank has a whole one of each unit
-        meanwhile.
+        There must be no gradient. Equal on all ranks. Meanwhile each rank holds a full gradient of each unit, even
+        where gradients are sharded.
         """
         if keep == self.keeps_local_gradients:
             return

@@ -23,7 +23,7 @@ class GradientSlot:
         unreduced_copy: `[padded]`, private memory for gradients that cannot stay in the ring: under `no_sync`, or if
             all ring buffers are lent.
         shard: `[state span]`, reduced, on the device. A view of `buffer` if that is the unit's own.
-        storage: The same if offloaded to host or NVMe; `shard` is None then.
+        storage: Slot of the reduced shard, if that is offloaded to host or NVMe; `shard` is None then.
         spare_storage: Second storage, for the gradient that a delayed update uses.
         handed_over: True if `spare_storage` has a gradient that a running update uses; None if no update runs.
         has_reduced: `shard` (or `storage`) has this step's gradient, or will have it once transfers in flight end.

@@ -97,7 +97,7 @@ class TierMemory:
     disk: int | None = None
 
     def smallest(self, other: TierMemory) -> TierMemory:
-        """Return the smaller value of each tier; a tier that one of them lacks is lacking."""
+        """Return the smaller value of each tier; None for a tier that is None in either."""
         return TierMemory(min(self.device, other.device), _least(self.host, other.host), _least(self.disk, other.disk))
 
 

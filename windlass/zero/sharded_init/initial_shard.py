@@ -1,6 +1,6 @@
 """Shards of parameters that are constructed under `zero.Init`, before the model's units exist.
 
-[Note: sharded construction] Units are not known while a model is constructed, so each parameter is sharded by itself.
+[Note: sharded construction] Units are not known while a model is constructed, so each parameter is sharded separately.
 Each rank gets `ceil(numel / ranks)` elements in memory order; the last ranks may get fewer. `initialize` makes the
 units and exchanges the shards between ranks, unit by unit (unit_values.py).
 """

@@ -5,8 +5,9 @@ spans are those of stage 1. A rank sends each owner its part of the local gradie
 ([Note: error feedback]); each parameter in it has its own scales. The owner's answer is compressed too, and every rank,
 the owner included, uses the decoded answer, so that all ranks keep the same bits.
 
-[Note: messages in flight] Units are divided into small batches. While the message of one batch travels, the next one is
-encoded and the one before decoded, and nothing waits but the last. All ranks start the transfers in one order.
+[Note: messages in flight] Units are divided into small batches. While the message of one batch travels, the next
+message is encoded and the previous one is decoded; only the last one is waited for. All ranks start the transfers in
+one order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class UnitMessage:
 
     Attributes:
         flat: `[padded]` in float32: the values to send, and then the answer.
-        chosen: by index of the parameter, True if it takes part; equal on all ranks.
+        chosen: for each parameter of the unit, True if it takes part; equal on all ranks.
     """
 
     unit: Unit
@@ -81,7 +82,8 @@ class CompressedMessages:
     def start_average(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start to replace this rank's own fragments of each message by their mean over ranks. Collective.
 
-        One rank sends nothing, so that nothing is left out: errors of a checkpoint from several ranks are added once.
+        A single rank sends nothing, so its messages leave nothing out. Errors of a checkpoint from several ranks are
+        added once.
 
         Args:
             errors: for each message the error feedback of this rank, `[padded]` in float32.
@@ -99,7 +101,7 @@ class CompressedMessages:
             for rank in range(size)
         ]
         wait = self.lists(messages[0].flat.device).start_reduce_scatter(parts, owed, factor=1.0 / size)
-        return lambda: _ignore(wait())  # the means are in place of this rank's parts
+        return lambda: _ignore(wait())  # the means have replaced this rank's parts
 
     def start_send(
         self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor] | None = None

@@ -172,8 +172,8 @@ class CompressedPhase:
         """Move the parameters of all ranks by the decoded changes of their owners. Collective.
 
         Args:
-            changes: by unit, the difference of this rank's span to the parameters; removed. One that is missing, since
-                this rank's update failed, is sent as zeros: the others wait for its message.
+            changes: difference of this rank's span to the parameters, by unit; each is removed. A difference that is
+                missing because this rank's update failed is sent as zeros, since the others wait for its message.
         """
         batches = (self._changes_of(batch, changes) for batch in batches_of(in_kinds(units)))
         for messages in in_flight((batch, self._messages.start_send(batch)) for batch in batches):

@@ -4,7 +4,7 @@ After `start_step` each rank moves its own parameters with AdamW and states of i
 weights keep the values of the last outer step, equal on all ranks; the parameters of a rank are these minus its
 `local_change`. An outer step of a unit sends the changes of all ranks through the compressed all-reduce of two phases
 ([Note: error feedback]), and moves the master weights by SGD with Nesterov momentum on their mean. A save between two
-outer steps holds the weights of the last one, and what each rank has changed since as states of the rank.
+outer steps holds the weights of the last one and, as per-rank states, the changes of each rank since then.
 
 [Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
 and the outer step is taken with their mean after step s + T; inner steps go on meanwhile. The first phase of the

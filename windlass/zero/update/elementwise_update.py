@@ -154,7 +154,8 @@ class ElementwiseUpdate(OrdinaryUpdate):
         iterations, the master weights and states of the yielded batch are in memory.
 
         Args:
-            used: by unit index: one flag for each parameter. False: the parameter has no gradient and is skipped.
+            used: one flag for each parameter of a unit, by unit index. False: the parameter has no gradient and is
+                skipped.
             divisor: divisor of the gradients (loss scale over clip coefficient).
         """
         session = OptimizerStepSession(self.optimizer)
@@ -222,11 +223,12 @@ class ElementwiseUpdate(OrdinaryUpdate):
     def _native(self) -> torch.optim.Optimizer | None:
         """Return the native equivalent of the optimizer, which steps host memory in one pass.
 
-        None if there is none, if no chunk is off the device, or if one that is has another state dtype than float32.
+        None if there is no equivalent, if all chunks are on the device, or if a chunk off the device has a state dtype
+        other than float32.
         """
         held = [chunk for chunk in self.chunks if chunk.numel]
         offloaded = [chunk for chunk in held if chunk.tier is not Tier.DEVICE]
-        # A rank without elements decides as those do that have some off the device.
+        # A rank without elements makes the same choice as a rank with elements off the device.
         if (held and not offloaded) or any(chunk.state_dtype != torch.float32 for chunk in offloaded):
             return None
         native = make_native_cpu_equivalent(self.optimizer)

@@ -27,7 +27,7 @@ from windlass.zero.update.whole_parameter_update import OwnedParameter, WholePar
 
 
 class OneBitLambUpdate(WholeParameterUpdate):
-    """Update of `OneBitLamb`, whose states beside LAMB's exist from the first compressed step, but for `coeff_freeze`.
+    """Update of `OneBitLamb`, whose states beside LAMB's, except `coeff_freeze`, exist from the first compressed step.
 
     These are `exp_avg_sq_fresh`, `variance_steps` and `last_factor`, and for each rank `worker_error` and
     `server_error`.
@@ -131,12 +131,13 @@ def combine_parts(
     largest: torch.Tensor,
     chunks: Sequence[UpdateChunk],
 ) -> None:
-    """Make numbers of parts those of whole parameters, in place. Collective over the ranks with parts of a parameter.
+    """Combine the numbers of parts to those of whole parameters, in place. Collective over the ranks with parts of a
+    parameter.
 
     Args:
-        placements: for each row, that of its parameter.
+        placements: placement of the parameter of each row.
         sums: `[rows, n]`, numbers to sum.
-        largest: `[rows]`, numbers of which the largest counts.
+        largest: `[rows]`, numbers whose maximum over the parts is taken.
         chunks: chunks of the parameters.
     """
     for name in sorted({axis for placement in placements for axis in placement.sharded_axes}):

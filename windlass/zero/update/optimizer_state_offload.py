@@ -110,7 +110,7 @@ class _FetchedChunk:
     Attributes:
         record: staging buffer with its record; None if the chunk is not on NVMe.
         pending: read of the record.
-        sums: checksums of the record, if the read did not compare them; None once `compare_pages` has.
+        sums: checksums of the record, if the read did not compare them; None after `compare_pages`.
         own: staging buffer with its gradient, if the gradient was read from NVMe.
         gradient: chunk's part of the reduced gradient, `[chunk.numel]`; None if there is none or none was requested.
         gradient_pending: transfer of the gradient.
@@ -290,8 +290,8 @@ class OptimizerStateOffload:
         """Context with a chunk in memory, whose values the caller replaces. They are stored afterwards.
 
         Args:
-            states: by state key and name, the non-scalar states that the chunk has from now on, described by tensors
-                without memory. Other non-scalar states are dropped. Missing states are created with zeros.
+            states: the non-scalar states that the chunk has from now on, by state key and name, as tensors without
+                memory. Other non-scalar states are dropped. Missing states are created with zeros.
             on_resident: as in `resident`.
         """
         requested = [(state_key, key, like) for state_key, state in states.items() for key, like in state.items()]

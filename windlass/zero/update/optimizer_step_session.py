@@ -45,7 +45,8 @@ class OptimizerStepSession:
         self._own = _without(optimizer.__dict__, _NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
         self._new: dict[str, Any] = {}
-        # Of the groups and, last, of the attributes: plain values after a part with parameters, and keys that changed.
+        # For each group and, last, for the attributes: plain values after a part with parameters, and keys that
+        # changed.
         self._after: list[dict[str, Any]] = [{} for _ in range(len(self._options) + 1)]
         self._moved: list[set[str]] = [set() for _ in self._after]
 

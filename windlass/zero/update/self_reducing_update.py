@@ -66,7 +66,7 @@ class SelfReducingUpdate(OrdinaryUpdate):
     optimizer holds groups and hyper-parameters only; its `step` is never called.
 
     Attributes:
-        rank_state_rules: by name of each per-rank state, the rule for a load on another number of ranks.
+        rank_state_rules: rule for a load on another number of ranks, by the name of the per-rank state.
         group: the data-parallel ranks and their process group.
 
     Raises:

@@ -96,7 +96,9 @@ class Update(Protocol):
         ...
 
     def publish(self, units: list[Unit]) -> None:
-        """Bring the result of a step to the parameters of these units on all ranks. Collective; in the same order."""
+        """Bring the result of a step to the parameters of these units on all ranks. Collective: all ranks pass the same
+        order.
+        """
         ...
 
     def finish_transfers(self) -> None:
@@ -140,8 +142,8 @@ class Update(Protocol):
         A chunk of the batch has its `gradient` until the next batch, or None if it was not updated.
 
         Args:
-            used: by unit index, one flag for each parameter: True if it had a gradient on any rank. Other parameters
-                are skipped.
+            used: one flag for each parameter of a unit, by unit index: True if it had a gradient on any rank. Other
+                parameters are skipped.
             divisor: divisor of the gradients: the loss scale over the clip coefficient.
         """
         ...

@@ -13,8 +13,8 @@ At stages 1 and 2 no rank has the whole variance, so the parameters stand still 
 sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes as many steps with it
 as it stands for.
 
-A save between two synchronizations holds the weights of the last one, and what each rank has gathered since as states
-of the rank: a resumed run continues from the same values.
+A save between two synchronizations holds the weights of the last one and, as per-rank states, the changes of each rank
+since then. So a resumed run continues from the same values.
 """
 
 from __future__ import annotations
