@@ -1,10 +1,10 @@
-"""Refuse docstrings and comments that break the style rules of CONTRIBUTING.md, as far as a pattern can tell.
+"""Refuse docstrings, comments and pages that break the style rules of CONTRIBUTING.md, as far as a pattern can tell.
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring and comment, that each entry of a docstring's `Args:` has a line of its own,
-retired words in docstrings, comments and messages, and names of classes that occur twice in the package. Prints
-`path:line: reason` for each finding and exits with 1 if there is any.
+Checks the first word of every docstring and comment, that each entry of a docstring's `Args:` has a line of its own and
+begins with a noun, retired words in docstrings, comments, messages and Markdown pages, and names of classes that occur
+twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_DEFAULT_PATHS = ("windlass", "tests", "bench", "tools", "examples")
+_DEFAULT_PATHS = ("windlass", "tests", "bench", "tools", "examples", "docs", "README.md", "CONTRIBUTING.md")
 _FIRST_WORDS = re.compile(r"(what|whether|who|whose|whom|how|which|where|when|if|of|to whom|it|they)\b", re.IGNORECASE)
 # A function's docstring begins with a verb.
 _NO_VERB = re.compile(
@@ -33,6 +33,9 @@ _NO_VERB = re.compile(
 )
 # A comment begins with the noun that it describes: "# limit for each server", not "# of each server".
 _NO_NOUN = re.compile(r"#\s(of|that|which|whose|(?:above|after|by|for|from|in|on|to|with) which)\b")
+# So does an entry of `Args:`: "folder: folder of the files", not "folder: of the files".
+_BARE_ENTRY = re.compile(r"(?m)^ *[`\w, *]+: (?:see )?(of|by|from|to|what|whether|who|how|which|where)\b(?! default\b)")
+_QUOTED = re.compile(r"(?ms)^```.*?^```|`[^`\n]*`|\"[^\"\n]*\"")
 
 # Words of earlier versions of windlass, and the term that replaces each.
 _RETIRED = {
@@ -172,6 +175,16 @@ def _joined_arguments(definitions: list[_Definition]) -> Iterator[tuple[int, str
                 yield node.lineno, entry[1]
 
 
+def _bare_entries(definitions: list[_Definition]) -> Iterator[tuple[int, str, str]]:
+    """Yield `(line, entry, word)` for each documented argument or attribute whose description begins without a noun."""
+    for node in definitions:
+        if isinstance(node, ast.Module):
+            continue
+        for section in re.findall(r"\n\n(?:Args|Attributes):\n((?: +.*\n?)+)", ast.get_docstring(node) or ""):
+            for entry in _BARE_ENTRY.finditer(section):
+                yield node.lineno, entry[0].split(":")[0].strip(), entry[1]
+
+
 @dataclass
 class Report:
     """Findings `(line, reason)` of one file, and its public top-level classes `(line, name)`."""
@@ -181,10 +194,20 @@ class Report:
 
 
 def examine(path: Path, source: str) -> Report:
-    """Examine the docstrings, comments and messages of a Python file."""
+    """Examine the docstrings, comments and messages of a Python file, or the text of a Markdown page."""
+    if path.suffix == ".md":
+        return Report(list(_retired_words(source)), [])
     tree = ast.parse(source, filename=str(path))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     return Report(list(_problems(source, tree)), [(node.lineno, node.name) for node in classes])
+
+
+def _retired_words(page: str) -> Iterator[tuple[int, str]]:
+    """Yield `(line, reason)` for each retired word of a page outside code and quotations."""
+    text = _QUOTED.sub(lambda quoted: "`" + "\n" * quoted[0].count("\n"), page)
+    for pattern, instead in _RETIRED_PATTERNS:
+        for found in pattern.finditer(text):
+            yield text.count("\n", 0, found.start()) + 1, f"{found.group()!r}: {instead}"
 
 
 def _problems(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -201,6 +224,8 @@ def _problems(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield line, f"a function's docstring begins with {first_word.group()!r}: begin with a verb"
     for line, name in _joined_arguments(definitions):
         yield line, f"a docstring describes {name!r} within another argument's entry: begin a line for it"
+    for line, name, word in _bare_entries(definitions):
+        yield line, f"the description of {name!r} begins with {word!r}: begin with the noun"
     for line, word in _fragments(source):
         yield line, f"a comment begins with {word!r}: begin with the noun"
     if _ANY_RETIRED.search(source) is None:  # most files: to find their comments takes long
@@ -269,10 +294,14 @@ def _version() -> str:
     return hashlib.sha1(Path(__file__).read_bytes(), usedforsecurity=False).hexdigest()
 
 
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".md"))
+
+
 def main(arguments: list[str]) -> int:
     """Check the given files and folders, or the whole project. Return the exit status."""
     paths = [Path(argument) for argument in arguments or _DEFAULT_PATHS]
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    files = [file for path in paths for file in (_files_below(path) if path.is_dir() else [path])]
     reports = examine_files(files, Path(__file__).parents[1] / ".pytest_cache" / "prose.json")
     findings = [f"{file}:{line}: {reason}" for file, report in reports.items() for line, reason in report.problems]
     if not arguments:

@@ -47,7 +47,7 @@ class Client:
             path: folders in which modules are looked for first.
             stands_in: `import deepspeed` imports windlass; by default True with ranks.
             classic: start ranks by the `deepspeed` command, which passes `--local_rank` to scripts.
-            folder: where it runs; by default in the checkout.
+            folder: working directory; by default the checkout.
 
         Raises:
             AssertionError: it failed; the text has the end of what it printed.

@@ -257,7 +257,7 @@ def fuzz(
         make: writes a new case; returns its size and how to reproduce it.
         readers: all are given each case.
         vouched: returns the fault of a reader's value, or an empty text.
-        found: where a violating case is kept.
+        found: file of a violating case.
     """
     draw = random.Random(SEED)
     end, cases = time.monotonic() + SECONDS * _OF_CHECKPOINTS * share, 0

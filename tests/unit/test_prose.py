@@ -16,6 +16,11 @@ CASES = {
         1,
         "describes 'b' within another argument's entry",
     ),
+    "argument without a noun": (
+        'def f(a: int) -> None:\n    """Add.\n\n    Args:\n        a: of it.\n    """\n',
+        1,
+        "'a'",
+    ),
     "retired word in a comment": ("SIZE = 1\n# the rank has heard\n", 2, "has received"),
     "retired word in a message": ('raise ValueError("nobody has the key")\n', 1, "name the noun"),
     "is no": ("# the value is no tensor\n", 1, "is not a"),
@@ -37,3 +42,8 @@ def test_plain_text_has_no_findings() -> None:
         "COUNT = 1  # buffers of each rank\nSUM = 2  # if there is no rank, or the rank is no longer here\n"
     )
     assert examine(Path("windlass/example.py"), source).problems == []
+
+
+def test_retired_words_of_a_page_are_found_outside_code_and_quotations() -> None:
+    page = '# Page\n\n```\nsomebody\n```\nA rank `nobody` named "nobody",\nand somebody else.\n'
+    assert examine(Path("docs/page.md"), page).problems == [(7, "'somebody': name the noun")]
