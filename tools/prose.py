@@ -24,7 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_DEFAULT_PATHS = ("windlass", "tests", "bench", "tools", "examples", "docs", "README.md", "CONTRIBUTING.md")
+_DEFAULT_PATHS = (
+    "windlass", "tests", "bench", "tools", "examples", "docs",
+    "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md",
+)  # fmt: skip
 _FIRST_WORDS = re.compile(r"(what|whether|who|whose|whom|how|which|where|when|if|of|to whom|it|they)\b", re.IGNORECASE)
 # A function's docstring begins with a verb.
 _NO_VERB = re.compile(
@@ -205,8 +208,9 @@ def examine(path: Path, source: str) -> Report:
 def _retired_words(page: str) -> Iterator[tuple[int, str]]:
     """Yield `(line, reason)` for each retired word of a page outside code and quotations."""
     text = _QUOTED.sub(lambda quoted: "`" + "\n" * quoted[0].count("\n"), page)
+    joined = text.replace("\n", " ")
     for pattern, instead in _RETIRED_PATTERNS:
-        for found in pattern.finditer(text):
+        for found in pattern.finditer(joined):
             yield text.count("\n", 0, found.start()) + 1, f"{found.group()!r}: {instead}"
 
 

@@ -332,7 +332,7 @@ def own_experts(name: str) -> tuple[str, int, list[float], int]:
     return refused, number, losses, here
 
 
-@pytest.mark.parametrize("name", ["experts of your own model", "experts that nobody knows"])
+@pytest.mark.parametrize("name", ["experts of your own model", "experts of an unknown class"])
 def test_user_defined_experts_train_as_one_process(name: str) -> None:
     names: dict[str, Any] = {}
     exec(program(name).split("\nregister_experts(")[0], names)
@@ -344,7 +344,7 @@ def test_user_defined_experts_train_as_one_process(name: str) -> None:
     for refused, number, losses, here in found:
         assert losses == pytest.approx(wanted[number], rel=1e-5)
         assert 2 * here == whole
-        assert ("cannot distribute experts (Bank)" in refused) == (name == "experts that nobody knows")
+        assert ("cannot distribute experts (Bank)" in refused) == (name == "experts of an unknown class")
 
 
 # tests of data loaders
