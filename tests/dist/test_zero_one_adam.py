@@ -237,7 +237,7 @@ def test_at_first_it_is_adam_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_learning_rate_of_zero_changes_nothing(tmp_path: Path) -> None:
-    """The rate is 0 in a group that is not trained, or at the end of a schedule: no change can be divided by it."""
+    """The rate is 0 in a group that is not trained, or at the end of a schedule. The update must not divide by it."""
     case = replace(CASE, params=(*CASE.params, ("lr", 0.0)), steps=10)
     for found in run_ranks(run_cases, 2, [case], str(tmp_path), timeout=120.0):
         for name, value in found[0]["params"].items():

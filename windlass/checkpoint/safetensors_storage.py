@@ -116,7 +116,7 @@ class SafetensorsWriter:
         return WrittenFile(size, [sums[entry_name(name, of.shape, box)] for name, of, box in self._boxes])
 
     def write_index(self, files: Sequence[WrittenFile]) -> None:
-        """Write the index durably, which completes the checkpoint in the directory. On the first rank only.
+        """Write the index durably, which completes the checkpoint in the directory. Called on the first rank only.
 
         Args:
             files: results of `write` on each rank.

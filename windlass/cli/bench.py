@@ -192,7 +192,8 @@ def device(
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure products, attention, memory and the smallest operation of this device, and write the section `[device]`
-    of a cluster file for `windlass simulate`. On a CPU with this process's threads (OMP_NUM_THREADS)."""
+    of a cluster file for `windlass simulate`. A CPU is measured with this process's threads (OMP_NUM_THREADS).
+    """
     from windlass.cli.benches import device_bench
 
     device_bench.run_device_bench(device_bench.parse_dtypes(dtypes), size, out)

@@ -101,18 +101,18 @@ class ScaledCodec:
         return message_codes.can_encode(self.name, tensor)
 
     def begin(self, tensor: torch.Tensor, error: torch.Tensor, encoded: torch.Tensor) -> None:
-        """See `error_feedback.begin_message`. For a tensor that `is_native`."""
+        """See `error_feedback.begin_message`. Requires `is_native(tensor)`."""
         scales, _ = self._divided_message(encoded, tensor.numel())
         if not message_codes.write_scales(self.name, tensor, scales, error):
             require_finite(self.name, tensor, scales)
 
     def end(self, tensor: torch.Tensor, error: torch.Tensor, encoded: torch.Tensor, *, decodes: bool) -> None:
-        """See `error_feedback.end_message`. For a tensor that `is_native`."""
+        """See `error_feedback.end_message`. Requires `is_native(tensor)`."""
         scales, codes = self._divided_message(encoded, tensor.numel())
         message_codes.write_codes(self.name, tensor, scales, codes, error, tensor if decodes else None)
 
     def add_decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """See `error_feedback.add_decoded`. For a tensor that `is_native`."""
+        """See `error_feedback.add_decoded`. Requires `is_native(tensor)`."""
         message_codes.decode(self.name, *self._divided_message(encoded, out.numel()), out, adds=True)
 
     def _divided_message(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

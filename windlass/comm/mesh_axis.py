@@ -185,7 +185,7 @@ class MeshAxis:
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Broadcast the values of the rank at index `source` into `tensor`, which must be contiguous. In place."""
+        """Broadcast the values of the rank at index `source` into `tensor`, in place. It must be contiguous."""
         if self.size > 1:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)

@@ -135,7 +135,7 @@ def remove_layers(model: nn.Module, numbers: Sequence[int]) -> None:
     """Remove layers in place, and update the layer numbers stored in modules and the lists of the configuration.
 
     Raises:
-        ModelError: the function of the layers that stay depends on their numbers.
+        ModelError: the remaining layers would compute something else under their new numbers.
     """
     name = find_layer_list(model)
     if getattr(getattr(model, "config", None), "scale_attn_by_inverse_layer_idx", False):

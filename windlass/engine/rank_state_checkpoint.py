@@ -106,7 +106,7 @@ class _RelaidStorage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Allocate the rows; leaving the context sets this rank's state from them."""
+        """Allocate the rows for a load. At the end of the context this rank's state is set from them."""
         values = self._state.values
         self._rows = torch.empty(self._saved_ranks, values.numel(), dtype=values.dtype, device="cpu")
         yield

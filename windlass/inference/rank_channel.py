@@ -101,23 +101,23 @@ class RankChannel:
     # messages
 
     def start_batch(self, batch: StepBatch) -> None:
-        """Start the broadcast of a batch, which ranks that compute an earlier one receive later. On the leader."""
+        """Start the broadcast of a batch, which ranks receive after earlier ones. Called on the leader."""
         tensors = self._encode(RankCommand.RUN, encode_batch(batch))
         self._started.append([(self._control.start_broadcast(tensor), tensor) for tensor in tensors])
 
     def finish_batch(self) -> None:
-        """Wait for the oldest broadcast of a batch. On the leader."""
+        """Wait for the oldest broadcast of a batch. Called on the leader."""
         wait_for_transfers([work for work, _ in self._started.popleft() if work is not None])
 
     def send(self, command: RankCommand, value: Any = None) -> None:
-        """Broadcast a command with a Python value. On the leader."""
+        """Broadcast a command with a Python value. Called on the leader."""
         for tensor in self._encode(command, torch.empty(0, dtype=torch.long)):
             self._control.broadcast(tensor)
         if command is not RankCommand.CLOSE:
             self._control.broadcast_object(value)
 
     def receive(self) -> tuple[RankCommand, Any]:
-        """Wait for the next message, and return its command with the batch or the value. On the workers."""
+        """Wait for the next message, and return its command with the batch or the value. Called on the workers."""
         header = torch.empty(_HEADER, dtype=torch.long)
         self._control.broadcast(header)
         command, length = RankCommand(int(header[0])), int(header[1])

@@ -51,7 +51,8 @@ class EngineRanks:
         self._ended = asyncio.Event()
 
     def start(self) -> None:
-        """Start the processes, and set this process's environment variables to those of rank 0. In the main thread.
+        """Start the processes, and set this process's environment variables to those of rank 0. Called in the main
+        thread.
 
         Raises:
             LaunchError: a process cannot be started.

@@ -578,7 +578,9 @@ class ShardedModel:
             self.update.forget_unsent()
 
     def choose_gradient_mode(self) -> None:
-        """Let gradients be reduced or stay local as the next step needs them. Between steps, and after a load."""
+        """Choose whether gradients are reduced or stay local, as the next step needs. Called between steps, and after a
+        load.
+        """
         if self.update is not None and self.update.takes_local_gradients != self.reducer.keeps_local_gradients:
             self.drop_gradients()
             self.reducer.keep_local_gradients(self.update.takes_local_gradients)

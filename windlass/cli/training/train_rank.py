@@ -177,7 +177,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
 
 
 def write_results(plan: TrainingPlan, loop: TrainLoop, tokens: TokenFile, state: dict[str, Any]) -> None:
-    """Export the model, generate a sample, plot the loss, and write the result file for the parent. On rank 0."""
+    """Export the model, generate a sample, plot the loss, and write the result file for the parent, on rank 0."""
     export_model(loop.engine.module, state, Path(plan.tokenizer), plan.export_folder)
     prompt = plan.prompt
     if prompt is None:

@@ -25,10 +25,10 @@ class RoutingRule:
         score_function: score of an expert from its logit: a softmax over the experts, or each logit's sigmoid
             (DeepSeek-V3, arXiv:2412.19437, eq. 15).
         noise: "RSample" adds Gumbel noise to the logits before the comparison, so that experts are sampled by their
-            probability; "Jitter" multiplies the router's input by a factor in 1 +- 0.01 (Switch Transformer). In
-            training only.
+            probability; "Jitter" multiplies the router's input by a factor in 1 +- 0.01 (Switch Transformer). Applied
+            in training only.
         sample_second_expert: with k = 2, sample the second expert by its probability among the others (GShard,
-            arXiv:2006.16668, 2.2). In training only.
+            arXiv:2006.16668, 2.2). Applied in training only.
         num_expert_groups, num_limited_groups: experts form `num_expert_groups` equal groups, and a token's experts are
             chosen from its `num_limited_groups` best groups. A group ranks by its best expert (DeepSeek-V2,
             arXiv:2405.04434, 2.2.2), with sigmoid scores by the sum of its two best (DeepSeek-V3).

@@ -14,7 +14,8 @@ from windlass.parallel.pipeline.stage_transfers import StageTransfers
 class PlannedTransfers(StageTransfers):
     """Transfers whose other ranks do not exist.
 
-    Received tensors have the shapes, dtypes and memory of a run, and undefined values. For models of `FakeTensor`s.
+    Received tensors have the shapes, dtypes and memory of a run, and undefined values. Used with models of
+    `FakeTensor`s.
 
     Args:
         axis: a `PlannedAxis`.

@@ -281,7 +281,7 @@ class StageTransfers:
             self._wait(going.pop(micro_batch))
 
     def limit_activation_sends(self, stage: int) -> None:
-        """Wait for the oldest activations of `stage` if more than two are in flight. For runs without gradients."""
+        """Wait for the oldest activations of `stage` if more than two are in flight. Used without gradients."""
         self._limit_in_flight(_ACTIVATION, stage)
 
     def limit_gradient_sends(self, stage: int) -> None:

@@ -369,7 +369,7 @@ def _ranks_with_parameter(place: ParameterLocation) -> RankGroup | None:
 
 
 def _updated(parameter: nn.Parameter) -> ParameterLocation:
-    """Return the location of `parameter`, after this rank has waited for a delayed update. Without communication."""
+    """Return the location of `parameter`, after this rank has waited for a delayed update. It does not communicate."""
     place = require(parameter)
     place.model.wait_for_update()
     return place

@@ -233,7 +233,7 @@ class GradientReducer:
     def add_slots(self, slots: list[GradientSlot], buffers: list[TransportBuffer]) -> None:
         """Add slots of units that are unfrozen.
 
-        `buffers` has one buffer for each slot if gradients are not sharded. Between steps.
+        `buffers` has one buffer for each slot if gradients are not sharded. Called between steps.
         """
         for number, slot in enumerate(slots):
             self._numbers[slot.unit.index] = len(self.slots)

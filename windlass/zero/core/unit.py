@@ -187,7 +187,9 @@ class Unit:
             self.secondary_shard = torch.empty_like(local_shard(self.full, near.index, near.size))
 
     def move_to(self, buffer: TransportBuffer) -> None:
-        """Copy the values of `full` to another `buffer` and use it from now on. For units that are never resharded."""
+        """Copy the values of `full` to another `buffer` and use it from now on. Called for units that are never
+        resharded.
+        """
         # Parameters may have been given other memory; copy their values into `full` first.
         self.recapture_parameters()
         buffer.local.copy_(self.full)

@@ -615,7 +615,7 @@ def _same_form(value: torch.Tensor, like: torch.Tensor | None) -> bool:
 
 
 def _record_end(laid: list[_RecordEntry]) -> int:
-    """Return the size of a record in bytes: whole pages, so that no transfer has a part of one."""
+    """Return the size of a record in bytes, rounded up to whole pages, so that no two records share a page."""
     return page_up(laid[-1].offset + laid[-1].nbytes)
 
 
