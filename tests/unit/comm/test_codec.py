@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +81,15 @@ def test_sums_are_in_float32_or_wider() -> None:
     assert {accumulation_dtype(d) for d in (torch.float16, torch.bfloat16, torch.float32)} == {torch.float32}
     assert accumulation_dtype(torch.float64) == torch.float64
     assert accumulation_dtype(torch.int64) == torch.int64
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_documented_codec() -> None:
+    page = (Path(__file__).parents[3] / "docs/compressed-communication.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "compressed-communication.md", "exec"), {"__name__": "codec_page"})
+    tensor = values(100, torch.float32)
+    assert torch.equal(through(get_codec("half"), tensor, torch.float32), tensor.half().float())
 
 
 @pytest.mark.usefixtures("registry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from windlass.base.errors import WeightFormatError
 from windlass.kernels import packed_matmul, weight_format
+from windlass.kernels.packed_linear import pack_linear_layers
 from windlass.kernels.weight_format import (
     Int8WeightFormat,
     bits_per_weight,
@@ -134,6 +136,18 @@ def test_no_unpacked_weight_outlives_the_forward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         form.linear(x, packed, None)
     assert sorted(tensor.numel() * tensor.element_size() for tensor in saved) == [4 * 64, 64 * 64]
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_documented_format() -> None:
+    page = (Path(__file__).parents[3] / "docs/compression.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n((?:(?!```).)*register_weight_format.*?)```", page, re.DOTALL)
+    exec(compile(code, "compression.md", "exec"), {"__name__": "format_page"})
+    layer, x = torch.nn.Linear(8, 4), torch.randn(3, 8)
+    model = torch.nn.Sequential(layer)
+    expected = F.linear(x, layer.weight.detach().half().float(), layer.bias)
+    assert pack_linear_layers(model, "half") == ["0"]
+    torch.testing.assert_close(model(x), expected)
 
 
 @pytest.mark.usefixtures("registry")
