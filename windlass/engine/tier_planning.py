@@ -24,6 +24,7 @@ from windlass.base.text import plural
 from windlass.comm.choose_transport import choose_transport_name
 from windlass.comm.mesh import Mesh
 from windlass.comm.mesh_shape import AXES
+from windlass.comm.rank_group import RankGroup
 from windlass.config.offload_section import AutoOffload
 from windlass.optim.elementwise_optimizers import measure_state_bytes
 from windlass.storage.slot import Tier
@@ -54,7 +55,7 @@ _ORDER = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 class _NoTransport:
     """Placeholder for a transport of which only the ranks are read."""
 
-    group: Any
+    group: RankGroup
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,15 @@ def plan_tiers(
     return with_placement(settings, agreed.units, agreed.max_live_numel)
 
 
+def planned_dp_groups(mesh: Mesh, *, sharded: bool) -> list[DataParallelGroup]:
+    """Return the data-parallel groups without transports, the dense one first, as `build_dp_groups` orders them."""
+    found = []
+    for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
+        group = data.shard if sharded else data.data
+        found.append(DataParallelGroup(data, group, cast(Any, _NoTransport(group)), "planned"))
+    return found
+
+
 def sizes_of_units(
     model: nn.Module,
     settings: ZeroSettings,
@@ -145,10 +155,7 @@ def sizes_of_units(
     staging: int = 0,
 ) -> tuple[list[Unit], TierSizes]:
     """Return the units of `model`, without memory, and their bytes on this rank. Arguments: see `tier_sizes`."""
-    groups = []
-    for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
-        group = data.shard if settings.policy.state else data.data
-        groups.append(DataParallelGroup(data, group, cast(Any, _NoTransport(group)), "planned"))
+    groups = planned_dp_groups(mesh, sharded=settings.policy.state)
     _, plans = plan_units(model, settings.unit_rules)
     units = make_units(plans, settings, settings.tiers, mesh, groups, _NO_CALLBACKS, trains=trains)
     sizes = tier_sizes(

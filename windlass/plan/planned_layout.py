@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from windlass.comm.rank_group import DataMesh, RankGroup
 from windlass.config import Config
 from windlass.engine.parallelize import apply_memory_savings, partition_axes
 from windlass.engine.sharded_model_builder import build_settings, planned_placements, policy_of, staging_bytes
-from windlass.engine.tier_planning import sizes_of_units, step_traffic, with_placement
+from windlass.engine.tier_planning import planned_dp_groups, sizes_of_units, step_traffic, with_placement
 from windlass.optim.elementwise_optimizers import measure_state_bytes
 from windlass.optim.optimizer_factory import build_optimizer
 from windlass.parallel.placement import get_placement
@@ -176,7 +176,7 @@ def plan_layout(
         settings, choice = _with_chosen_tiers(model, config, settings, mesh, state_bytes, staging, memory, target)
         staging = staging if choice.is_on_disk else 0
     tiers = _effective_tiers(settings, target)
-    dp_groups = _planned_dp_groups(mesh, sharded=settings.policy.state)
+    dp_groups = planned_dp_groups(mesh, sharded=settings.policy.state)
     blocks, plans = plan_units(model, settings.unit_rules)
     units = make_units(plans, settings, tiers, mesh, dp_groups, _ABSENT, trains=True)
     reducer = GradientReducer(
@@ -242,7 +242,7 @@ def _with_chosen_tiers(
         mesh,
         state_bytes,
         trains=True,
-        shares_memory=_shares_memory(target, settings, _planned_dp_groups(mesh, sharded=settings.policy.state)[0]),
+        shares_memory=_shares_memory(target, settings, planned_dp_groups(mesh, sharded=settings.policy.state)[0]),
         staging=staging,
     )
     traffic = step_traffic(config.gradient_accumulation_steps or 1, settings)
@@ -284,15 +284,6 @@ def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
     return local
 
 
-def _planned_dp_groups(mesh: Mesh, *, sharded: bool) -> list[DataParallelGroup]:
-    """Return the data-parallel groups, the dense one first, as `build_dp_groups` does for a run."""
-    found = []
-    for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
-        group = data.shard if sharded else data.data
-        found.append(DataParallelGroup(data, group, cast(Any, _NoTransport(group)), "planned"))
-    return found
-
-
 def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:
     """Add the axes of pipeline stages that share a parameter, such as a tied embedding."""
     column = mesh.pp.group.ranks
@@ -301,13 +292,6 @@ def _add_stage_axes(model: nn.Module, mesh: Mesh) -> None:
             ranks = tuple(column[stage] for stage in stages)
             at = mesh.pp.index
             mesh.stages[stages] = PlannedAxis("pp", RankGroup(_ABSENT, ranks, stages.index(at)))
-
-
-@dataclass(frozen=True)
-class _NoTransport:
-    """Placeholder for a transport of which only the ranks are read."""
-
-    group: RankGroup
 
 
 def _effective_tiers(settings: ZeroSettings, target: Target) -> Placements:

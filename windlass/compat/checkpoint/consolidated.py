@@ -46,7 +46,7 @@ class NotZeroCheckpointError(CheckpointError, ValueError):
 
 
 @dataclass(frozen=True)
-class LazyTensor:
+class GatheredTensor:
     """Tensor that is read on demand.
 
     Attributes:
@@ -115,7 +115,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         tag: a tag in that directory; None: the one in `latest`.
         exclude_frozen_parameters: leave out parameters that are not trained.
-        lazy_mode: return a `LazyTensor` for each tensor, which reads it when `.contiguous()` is called.
+        lazy_mode: return a `GatheredTensor` for each tensor, which reads it when `.contiguous()` is called.
 
     Raises:
         ValueError: there is no `latest` and no tag is given, or a file is not one of ZeRO's, or of an unknown stage.
@@ -130,7 +130,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         if first is not None:
             found[name] = found[first]
         elif lazy_mode:
-            found[name] = LazyTensor(weight.dtype, torch.Size(weight.shape), weight.read_full)
+            found[name] = GatheredTensor(weight.dtype, torch.Size(weight.shape), weight.read_full)
         else:
             found[name] = weight.read_full()
     return found
