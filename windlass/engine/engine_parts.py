@@ -2,8 +2,9 @@
 
 [Note: files of an engine] The class of an engine is written in several files: `training_engine` has forward, backward
 and step; `query_methods` and `checkpoint_methods` are base classes; `pipeline_engine` and `windlass.compat` subclass
-it. `EngineParts` declares every private name that crosses one of these files. `tests/unit/test_engine_interfaces.py`
-holds it. Other files use an engine's public names, or are given the parts that they need, as `EngineState` is.
+it. `EngineParts` declares every private name that crosses one of these files, and
+`tests/unit/test_engine_interfaces.py` checks it. Other files use an engine's public names, or receive the parts that
+they need, as `EngineState` does.
 """
 
 from __future__ import annotations
