@@ -122,7 +122,7 @@ def _tuning(name: str, folder: Path, settings: TuningSettings, **more: Any) -> T
 
 def _settings(folder: Path, steps: int) -> TuningSettings:
     return TuningSettings(
-        folder / "results", limits=SearchLimits(micro_count=4), warmup=_WARMUP, steps=steps, trial_s=60
+        folder / "results", limits=SearchLimits(micro_count=4), warmup=_WARMUP, steps=steps, trial_seconds=60
     )
 
 

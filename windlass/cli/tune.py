@@ -104,7 +104,7 @@ def tune(
         trials=10**9 if exhaustive else trials,
         warmup=warmup,
         steps=steps,
-        trial_s=trial_seconds,
+        trial_seconds=trial_seconds,
         metric=metric,
     )
     launcher = [sys.executable, "-m", "windlass", "run", "--nproc", str(nproc)]

@@ -182,7 +182,7 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             raise ModelError(f'eval_batch: reduce_output is {reduce_output!r}; write "avg", or None')
         micros = num_micro_batches or self.progress.batch.accumulation
-        batches = self._read_micro_batches(micros, "eval_batch", data_iter, loss=compute_loss)
+        batches = self._read_micro_batches(micros, "eval_batch", data_iter, compute_loss=compute_loss)
         training, requested = self.module.training, return_logits or not compute_loss
         self.module.eval()
         try:
@@ -244,14 +244,14 @@ class PipelineEngine(Engine):
         return self._programs[key]
 
     def _read_micro_batches(
-        self, count: int, purpose: str, data: Any = None, loader: Any = None, *, loss: bool = True
+        self, count: int, purpose: str, data: Any = None, loader: Any = None, *, compute_loss: bool = True
     ) -> list[Any]:
         """Read and check the micro-batches of a step on every rank before any stage runs. Collective."""
 
         def read() -> list[Any]:
             micro_batches = self._batch_reader.read(count, data, purpose=purpose, loader=loader)
             for batch in micro_batches:
-                self._stages.check_batch(batch, compute_loss=loss)
+                self._stages.check_batch(batch, compute_loss=compute_loss)
             return micro_batches
 
         batches: list[Any] = self._error_check.run(read, "reading micro-batches", _NOT_STARTED)

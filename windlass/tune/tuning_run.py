@@ -69,7 +69,7 @@ class TuningSettings:
             of them and at most 50; 8 in any case if there are fewer than 32.
         early_stopping: Trials without a gain that end the search.
         warmup, steps: Steps of a trial before the timed ones, and timed steps.
-        trial_s: Limit of the time of a trial, in seconds.
+        trial_seconds: Limit of the time of a trial, in seconds.
         metric: `throughput`, `latency`, `flops`, `forward` or `step`.
         repeats: Largest number of times that a candidate close to the best is run again.
         ends_early: End trials that are much slower than the best one.
@@ -85,7 +85,7 @@ class TuningSettings:
     early_stopping: int | None = None
     warmup: int = 2
     steps: int = 5
-    trial_s: float = 600.0
+    trial_seconds: float = 600.0
     metric: str = "throughput"
     repeats: int = 2
     keeps_results: bool = False
@@ -363,7 +363,7 @@ class TuningRun:
         self.files.write_order(candidate, config, command)
         environ = {**self.environ, **job.environment()}
         return _PreparedTrial(
-            candidate, job, TrialCall(tuple(command), str(folder), environ, settings.trial_s, str(result))
+            candidate, job, TrialCall(tuple(command), str(folder), environ, settings.trial_seconds, str(result))
         )
 
     def _record_of(self, prepared: _PreparedTrial, end: TrialEnd) -> TrialRecord:

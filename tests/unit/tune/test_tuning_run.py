@@ -155,7 +155,7 @@ def test_programs_that_cannot_be_measured(tmp_path: Path, body: str, message: st
         "zero_optimization": {"stage": [0, 1]},
     }
     with pytest.raises(TuningError, match=message):
-        tuning(tmp_path, body, raw=raw, trial_s=1.0).run()
+        tuning(tmp_path, body, raw=raw, trial_seconds=1.0).run()
 
 
 def test_processes_left_behind_are_ended_and_named(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ time.sleep(60)
 """
     raw = {**RAW, "zero_optimization": {"stage": [0, 1]}}
     with pytest.raises(TuningError) as raised:
-        tuning(tmp_path, body, raw=raw, trials=1, trial_s=1.0).run()
+        tuning(tmp_path, body, raw=raw, trials=1, trial_seconds=1.0).run()
     text = str(raised.value)
     assert "it took longer than 1 s" in text and "loading data" in text and "SIGKILL" not in text
     assert "no configuration fits" not in text
