@@ -63,7 +63,8 @@ def main(
         updated.clear()
         seconds = dict[bool, list[float]]({True: [], False: []})
         for _ in range(rounds):
-            # A step's last writes delay the step after it, of whichever engine: each engine follows each one once.
+            # A step's last writes delay the next step, of either engine: in this order each engine follows each engine
+            # once.
             for checks in (True, False, False, True):
                 seconds[checks].append(steps[checks]())
     nbytes, of_updates = sum(moved) / (2 * rounds), sum(updated) / (2 * rounds)

@@ -3,7 +3,7 @@
     python bench/gpu_train.py                                     # on a CUDA device with about 60 GiB free
     python bench/gpu_train.py --device cpu --hidden 64 --layers 2 --vocabulary 256 --length 32 --batch 1
 
-The second line is a functional test. Of the plain loops `master` is the baseline, because its arithmetic equals
+The second line is a functional test. Among the plain loops, `master` is the baseline, because its arithmetic equals
 windlass's:
 
 master    bf16 parameters compute; the optimizer (torch's fused AdamW) holds fp32 copies, gradients are cast to fp32
@@ -32,7 +32,7 @@ from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 
 _RESULTS = Path(__file__).parent / "results"
-_TARGET_RATIO = 1.03  # x `master`
+_TARGET_RATIO = 1.03  # times the step of `master`
 _LOSS_TOLERANCE = 0.02  # relative; bf16 keeps 8 bits
 
 

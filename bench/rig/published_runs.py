@@ -27,7 +27,7 @@ class PublishedRun:
         figure: Published value, in `unit`.
         unit: `TFLOP/s` (of one device, by Megatron's formula, which counts recomputation), `tokens/s` (of one device)
             or `s` (a step).
-        config: The configuration, without what the numbers of samples say.
+        config: The configuration, without the batch sizes, which follow from the numbers of samples.
         assumed: Settings that the source does not give.
     """
 

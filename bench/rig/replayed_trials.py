@@ -17,8 +17,8 @@ from windlass.tune.step_ranking import StepRanking
 from windlass.tune.trial_process import TrialEnd
 
 _FORECAST_S = 1.5  # added to the first trial, which predicts the memory of all candidates
-_FORECAST_BYTES = 20 << 20  # in its peak
-_BATCH = 32  # any: candidates of a replay have one global batch
+_FORECAST_BYTES = 20 << 20  # added to its peak
+_BATCH = 32  # arbitrary: all candidates of a replay have one global batch
 
 
 @dataclass(frozen=True)

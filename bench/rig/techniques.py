@@ -1,6 +1,6 @@
 """Techniques for long sequences: combinations to measure, and the search for the longest sequence that fits.
 
-Measured are each technique alone, all together, and all but one.
+Each technique is measured alone, with all others, and left out of all.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class AgreementBoard(Protocol):
 class SharedMemoryBoard:
     """Board on counters in shared memory. An exchange takes some microseconds once all ranks have posted.
 
-    Integers are stored at two places in turn. A rank that posts an exchange has read the one before. So when all ranks
-    have posted, every rank has read the exchange before the last one, and its place may be overwritten.
+    Integers are stored at two places alternately. A rank that posts an exchange has read the previous one. So when all
+    ranks have posted, every rank has read the exchange before the last one, and its place may be overwritten.
 
     Args:
         counters, base: Shared counters, of which the board uses `COUNTERS` from `base` on.

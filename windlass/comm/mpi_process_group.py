@@ -215,7 +215,7 @@ class MpiProcessGroup(_TorchProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, *_: Any
     ) -> MpiWork:
-        """Exchange rows: equally many with each rank, or as many as the splits say."""
+        """Exchange rows: equally many with each rank, or the numbers in the splits."""
         elements = bytes_to_receive([output], self._cuda_aware)
         sent = bytes_to_send([source], self._cuda_aware)
         counts = [

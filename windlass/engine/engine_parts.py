@@ -92,7 +92,7 @@ class EngineParts:
         raise NotImplementedError
 
     def _run_backward(self, run: Callable[[], None], is_last: bool) -> None:
-        """Call the backward of a pipeline's micro-batch; `is_last` says that gradients are reduced."""
+        """Call the backward of a pipeline's micro-batch, which reduces gradients if `is_last`."""
         raise NotImplementedError
 
     def _end_gradients(self) -> None:

@@ -69,7 +69,7 @@ def load_model(
             (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: dtype of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened
             to float32, since there is no fast arithmetic for them.
-        pipeline: mesh axis of several ranks, of which each reads the weights of its own stage alone.
+        pipeline: mesh axis of several ranks; each reads only the weights of its own stage.
 
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, it is an encoder-decoder, or transformers

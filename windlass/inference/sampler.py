@@ -3,9 +3,9 @@
 The steps and their order are those of vLLM: masks and biases, penalties, temperature, min-p, top-k, top-p, then the
 draw. Log-probabilities are those of the unchanged logits.
 
-[Note: one draw a token] A sequence has its own stream of uniform numbers, of which each generated token takes one, and
-the token is the inverse of the cumulative distribution at it. So its tokens depend on its seed and its logits alone:
-not on the batch, and not on drafts, of which a draft is accepted exactly if it is the token that was drawn.
+[Note: one draw a token] A sequence has its own stream of uniform numbers. Each generated token takes one number and is
+the inverse of the cumulative distribution at it. So the tokens depend only on the seed and the logits of the sequence:
+not on the batch, and not on drafts, because a draft is accepted exactly if it equals the drawn token.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class PackedPanels:
         """Return the tensors with the weight in panels; see [Note: panels].
 
         Args:
-            pages: mapping of the weight, of which each part is dropped when it is packed.
+            pages: mapping of the weight; the pages of each part are dropped once it is packed.
         """
         module = self._path.module
         assert module is not None

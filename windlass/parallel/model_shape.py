@@ -154,7 +154,7 @@ def from_transformers(config: Mapping[str, Any]) -> ModelShape:
     experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0)
     own = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     activation = str(config.get("hidden_act", config.get("activation_function", "silu")))
-    # Falcon and GPT-BigCode have one key head unless they say otherwise.
+    # Falcon and GPT-BigCode have one key head by default.
     one_key_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
     return ModelShape(
         hidden=first("hidden_size", "n_embd", "d_model"),

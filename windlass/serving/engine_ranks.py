@@ -1,4 +1,4 @@
-"""Processes of the other ranks of a model that is sharded over several ranks, of which the server has the first."""
+"""Processes of all ranks of a sharded model except the first, which is the server itself."""
 
 from __future__ import annotations
 

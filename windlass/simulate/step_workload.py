@@ -229,7 +229,7 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
     shape, numel = from_transformers(plain), _numel(model)
     variants = [replace(shape, gated=gated, tied=tied) for gated in (shape.gated, not shape.gated)
                 for tied in (shape.tied, not shape.tied)]  # fmt: skip
-    # Families differ in what their keys say: the parameters decide.
+    # The meaning of these keys differs between model families, so the parameters decide.
     return min(variants, key=lambda one: abs(one.numel - numel)) if numel else shape
 
 

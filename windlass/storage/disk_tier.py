@@ -34,9 +34,9 @@ _MEASURED_AT_ONCE = 64 << 20
 class DiskTier:
     """Storage of tensors on one or more disks.
 
-    Transfers run in any order, except that two transfers that share a page, of which one writes, run in call order:
-    the later call waits for the earlier transfer. Bytes that were never written, or whose last write failed, can't be
-    read. Methods may be called from any thread, but only in the process that constructed the tier.
+    Transfers run in any order, except that two transfers that share a page run in call order if one of them writes: the
+    later call waits for the earlier transfer. Bytes that were never written, or whose last write failed, can't be read.
+    Methods may be called from any thread, but only in the process that constructed the tier.
 
     Args:
         paths: a directory on each disk. Blocks are striped over them. See [Note: unlinked files] for their contents.

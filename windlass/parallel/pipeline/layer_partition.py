@@ -114,7 +114,7 @@ def measure_layer_times(layers: Iterable[Callable[[Any], Any]], sample: Any, rep
     Args:
         layers: called one after the other, each with the previous layer's output.
         sample: input of the first layer.
-        repeats: number of measurements, of which the shortest counts, after one warm-up run.
+        repeats: number of measurements after one warm-up run; the shortest is used.
     """
     found = []
     for layer in layers:

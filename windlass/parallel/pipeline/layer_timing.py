@@ -24,7 +24,7 @@ def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[flo
 
     Args:
         model: a whole model with values that can be split.
-        repeats: number of measurements, of which the shortest counts, after one warm-up run.
+        repeats: number of measurements after one warm-up run; the shortest is used.
 
     Raises:
         ConfigError: the model is on the meta device.

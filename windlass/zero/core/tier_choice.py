@@ -7,9 +7,9 @@ fastest of them that fits, every uniform setting is among them, and more memory 
 units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one; placements with one bound, such as a
 `ratio` of the states, are compared for every unit of it.
 
-The time of a placement is that of its transfers and updates, by the measured rates: those that run during forward and
-backward, of which the slowest counts, and then those of the update. A share of every transfer counts in addition,
-because no overlap is perfect. The time of the computation is unknown, so nothing hides behind it.
+The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
+plus the slowest part of the update. A share of every other transfer is added, because no overlap is perfect. The time
+of the computation is unknown, so no transfer counts as hidden behind it.
 """
 
 from __future__ import annotations

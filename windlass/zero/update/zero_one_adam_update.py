@@ -10,8 +10,8 @@ the learning rates it is the new common momentum. `max_update` bounds the moves 
 sum of the learning rates since the last synchronization; a change that is sent keeps what is beyond the bound.
 
 At stages 1 and 2 no rank has the whole variance, so the parameters stand still between synchronizations while each rank
-sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes as many steps with it
-as it stands for.
+sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes one step with it for
+each summed step.
 
 A save between two synchronizations holds the weights of the last one and, as per-rank states, the changes of each rank
 since then. So a resumed run continues from the same values.
