@@ -79,7 +79,7 @@ def _stored_pieces(results: Path, steps: int) -> dict[str, Any]:
     """Return the pieces of earlier runs.
 
     Raises:
-        BadParameter: they have another number of steps.
+        BadParameter: earlier runs have another number of steps.
     """
     if not results.is_file():
         return {}

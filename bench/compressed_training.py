@@ -152,7 +152,7 @@ def stored_runs(path: Path, steps: int) -> list[Run]:
     """Return the runs of earlier calls.
 
     Raises:
-        BadParameter: they have another number of steps.
+        BadParameter: earlier runs have another number of steps.
     """
     if not path.is_file():
         return []

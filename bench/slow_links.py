@@ -160,7 +160,7 @@ class Rows:
         """Take the rows of earlier calls.
 
         Raises:
-            BadParameter: they were measured with another setting.
+            BadParameter: the rows were measured with another setting.
         """
         if not self.path.is_file():
             return

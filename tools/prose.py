@@ -3,8 +3,9 @@
     python tools/prose.py [PATH ...]
 
 Checks the first word of every docstring and comment, that each entry of a docstring's `Args:` has a line of its own and
-begins with a noun, retired words in docstrings, comments, messages and Markdown pages, and names of classes that occur
-twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
+begins with a noun, as each of `Raises:` does, retired words in docstrings, comments, messages and Markdown pages, and
+names of classes that occur twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there
+is any.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _NO_VERB = re.compile(
 _NO_NOUN = re.compile(r"#\s(of|that|which|whose|(?:above|after|by|for|from|in|on|to|with) which)\b")
 # So does an entry of `Args:`: "folder: folder of the files", not "folder: of the files".
 _BARE_ENTRY = re.compile(r"(?m)^ *[`\w, *]+: (?:see )?(of|by|from|to|what|whether|who|how|which|where)\b(?! default\b)")
+# An entry of `Raises:` names its subject: "the file is damaged", not "it is damaged".
+_NO_SUBJECT = re.compile(r"(?m)^ *\w+: (it|they|none|that|one(?! of\b)|there (?:is|are) none)\b")
 _QUOTED = re.compile(r"(?ms)^```.*?^```|`[^`\n]*`|\"[^\"\n]*\"")
 
 # Words of earlier versions of windlass, and the term that replaces each.
@@ -179,12 +182,14 @@ def _joined_arguments(definitions: list[_Definition]) -> Iterator[tuple[int, str
 
 
 def _bare_entries(definitions: list[_Definition]) -> Iterator[tuple[int, str, str]]:
-    """Yield `(line, entry, word)` for each documented argument or attribute whose description begins without a noun."""
+    """Yield `(line, entry, word)` for each documented argument, attribute or error whose text begins without a noun."""
     for node in definitions:
         if isinstance(node, ast.Module):
             continue
-        for section in re.findall(r"\n\n(?:Args|Attributes):\n((?: +.*\n?)+)", ast.get_docstring(node) or ""):
-            for entry in _BARE_ENTRY.finditer(section):
+        for name, section in re.findall(
+            r"\n\n(Args|Attributes|Raises):\n((?: +.*\n?)+)", ast.get_docstring(node) or ""
+        ):
+            for entry in (_NO_SUBJECT if name == "Raises" else _BARE_ENTRY).finditer(section):
                 yield node.lineno, entry[0].split(":")[0].strip(), entry[1]
 
 

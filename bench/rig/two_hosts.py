@@ -83,7 +83,7 @@ def enter_host(name: str) -> None:
     """Move the calling thread, and the threads that it starts, into a namespace.
 
     Raises:
-        OSError: it does not exist, or this process is not root.
+        OSError: the namespace does not exist, or this process is not root.
     """
     descriptor = os.open(Path("/run/netns", name), os.O_RDONLY)
     try:

@@ -50,7 +50,7 @@ class Client:
             folder: working directory; by default the checkout.
 
         Raises:
-            AssertionError: it failed; the text has the end of what it printed.
+            AssertionError: the script failed; the text has the end of its output.
         """
         command = [self.python]
         if ranks and classic:

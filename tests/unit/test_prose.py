@@ -21,6 +21,11 @@ CASES = {
         1,
         "'a'",
     ),
+    "error without a subject": (
+        'def f(a: int) -> None:\n    """Add.\n\n    Raises:\n        OSError: it is full.\n    """\n',
+        1,
+        "'OSError' begins with 'it'",
+    ),
     "retired word in a comment": ("SIZE = 1\n# the rank has heard\n", 2, "has received"),
     "retired word in a message": ('raise ValueError("nobody has the key")\n', 1, "name the noun"),
     "is no": ("# the value is no tensor\n", 1, "is not a"),

@@ -23,7 +23,7 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
         exist_ok: do nothing if it exists; else raise.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
     missing = [directory for directory in path.parents if not directory.is_dir()]
     for one in reversed(missing):

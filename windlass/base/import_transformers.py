@@ -16,7 +16,7 @@ def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
         quiet: Show errors alone: no progress bars, and no log line of each attempt to reach the hub.
 
     Raises:
-        ModelError: it is not installed.
+        ModelError: transformers is not installed.
     """
     try:
         import transformers

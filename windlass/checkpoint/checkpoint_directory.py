@@ -145,7 +145,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
     """Return tag and directory of the checkpoint `tag`, or of the one in `latest` if `tag` is None.
 
     Raises:
-        CheckpointError: there is none, or it lies outside `directory`.
+        CheckpointError: there is no such checkpoint, or it lies outside `directory`.
     """
     root = Path(directory)
     if not root.is_dir():

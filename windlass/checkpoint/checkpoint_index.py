@@ -100,8 +100,8 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
     """Read and check the index of the checkpoint directory `checkpoint`, and check the sizes of its files.
 
     Raises:
-        CheckpointError: it is missing, damaged, forged, or of another format or version, or a data file is missing or
-            truncated.
+        CheckpointError: the index is missing, damaged, forged, or of another format or version, or a data file is
+            missing or truncated.
     """
     path = checkpoint / INDEX_FILE
     try:

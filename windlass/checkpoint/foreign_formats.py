@@ -94,7 +94,7 @@ class ForeignFormat(Protocol):
         """Write the scripts that users of this format expect in a checkpoint directory, unless they are there.
 
         Raises:
-            CheckpointError: they cannot be written.
+            CheckpointError: the scripts cannot be written.
         """
         ...
 

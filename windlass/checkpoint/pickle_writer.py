@@ -71,7 +71,7 @@ def write_pickle(value: Any) -> tuple[bytes, list[PlannedTensor]]:
             and dictionaries of them.
 
     Raises:
-        CheckpointError: it contains another kind of value.
+        CheckpointError: `value` contains another kind of value.
     """
     writer = _PickleWriter()
     writer.put(value)

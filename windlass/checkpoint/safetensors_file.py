@@ -131,7 +131,7 @@ class TensorFile:
         root: the checkpoint's directory. Links out of it are refused.
 
     Raises:
-        CheckpointError: it cannot be opened, is not a regular file, or is not a safetensors file.
+        CheckpointError: the file cannot be opened, is not a regular file, or is not a safetensors file.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:

@@ -47,7 +47,7 @@ class StagingCheckpoint:
         directory: directory of all checkpoints; created if missing.
 
     Raises:
-        CheckpointError: it cannot be created, or `tag` exists and is not a checkpoint.
+        CheckpointError: the directory cannot be created, or `tag` exists and is not a checkpoint.
     """
 
     def __init__(self, directory: Path, tag: str) -> None:
@@ -135,7 +135,7 @@ def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> N
     """Log a warning for other jobs that save into the same directory now, once each.
 
     Raises:
-        CheckpointError: one of them is saving the same tag.
+        CheckpointError: another job is saving the same tag.
     """
     for path in others:
         process, other = _read_writer(path)

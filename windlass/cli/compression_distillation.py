@@ -87,7 +87,7 @@ def check_teacher_directory(teacher: Path, student: Path) -> None:
     """Check the teacher without loading its weights.
 
     Raises:
-        ConfigError: it has another tokenizer.
+        ConfigError: the teacher has another tokenizer.
         ModelError: the directory is not a model.
         DataError: one of the two has no tokenizer.
     """

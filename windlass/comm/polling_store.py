@@ -50,7 +50,7 @@ class PollingStore(Store):
         """Wait for all keys.
 
         Raises:
-            RuntimeError: they are not written in time, as from torch's stores, or will not be.
+            RuntimeError: a key is not written in time, as from torch's stores, or never will be.
         """
         limit = self._longest if timeout is None else timeout
         until = time.monotonic() + limit.total_seconds()

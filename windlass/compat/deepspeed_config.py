@@ -73,7 +73,7 @@ class DeepSpeedConfig:
         """Compute the batch sizes that are None from those that are not.
 
         Raises:
-            BatchError: they are inconsistent, or too few are given.
+            BatchError: the batch sizes are inconsistent, or too few are given.
         """
         given = {key: getattr(self, key) for key in batch_sizes.KEYS}
         try:

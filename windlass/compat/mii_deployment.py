@@ -82,7 +82,7 @@ def _check_processes(settings: dict[str, Any]) -> None:
     """Remove the settings of MII's processes.
 
     Raises:
-        ConfigError: one asks for a second process.
+        ConfigError: a setting asks for a second process.
     """
     tp, replicas = settings.get("tensor_parallel") or 1, settings.pop("replica_num", None) or 1
     if tp > 1 or replicas > 1:
@@ -107,7 +107,7 @@ def client(model_or_deployment_name: str | Path) -> MiiClient:
     """Return the client of a deployment of this process, by its name or by that of its model.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no deployment has this name.
     """
     given = str(model_or_deployment_name)
     for name in (given, _default_name(given)):

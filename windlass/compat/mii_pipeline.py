@@ -92,7 +92,7 @@ def merge_settings(name: str, given: Mapping[str, Any] | None, settings: Mapping
     """Return the settings of a dict argument `name` and those that were given as keywords.
 
     Raises:
-        ConfigError: one was given twice with different values, or the argument is not a dict.
+        ConfigError: a setting was given twice with different values, or the argument is not a dict.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{name} is {given!r}; give a dict")
@@ -108,7 +108,7 @@ def take_model(model: str | Path | nn.Module, settings: dict[str, Any]) -> str |
     """Remove `model_name_or_path` from the settings, and return the model.
 
     Raises:
-        ConfigError: none is given, or two different ones.
+        ConfigError: no model is given, or two different models are.
     """
     other = settings.pop("model_name_or_path", None)
     if isinstance(model, nn.Module):

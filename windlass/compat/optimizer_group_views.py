@@ -272,7 +272,7 @@ def index_of_parameter(optimizer: torch.optim.Optimizer, parameter: torch.nn.Par
     """Return the index of a parameter over all groups of an optimizer.
 
     Raises:
-        ModelError: it is in no group.
+        ModelError: the parameter is in no group.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     found = next((number for number, one in enumerate(parameters) if one is parameter), None)

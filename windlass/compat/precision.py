@@ -37,7 +37,7 @@ class Precision:
         """Check `data_types.param_dtype` against the enabled precision.
 
         Raises:
-            AssertionError: they differ.
+            AssertionError: dtype and precision differ.
         """
         named = self._config.param_dtype
         if named is None:

@@ -438,7 +438,7 @@ def find_blocks(model: nn.Module) -> str:
     """Return the name of the list of a model's blocks: the longest one that has linear layers.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model has no such list.
     """
     name = find_longest_list(model, lambda module: any(type(part) is nn.Linear for part in module.modules()))
     if name is None:

@@ -279,7 +279,7 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
     """Check that two models have as many tokens, by their configurations.
 
     Raises:
-        ConfigError: they have different numbers.
+        ConfigError: the vocabularies differ in size.
     """
     sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (student, teacher)]
     if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
@@ -290,7 +290,7 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
     """Check that two tokenizers, of the packages transformers or tokenizers, assign the same ids.
 
     Raises:
-        ConfigError: they do not; the message names a token.
+        ConfigError: the ids differ; the message names a token.
     """
     own, other = (dict(one.get_vocab()) for one in (student, teacher))
     if own == other:
@@ -306,7 +306,7 @@ def block_names(model: nn.Module, whose: str = "model") -> list[str]:
     """Return the names of a model's blocks: the children of its longest outer list of modules with parameters.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model has no such list.
     """
     lists = {
         name: len(module)

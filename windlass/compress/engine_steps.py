@@ -25,7 +25,7 @@ def check_compression(model: nn.Module, section: CompressionTraining) -> None:
     """Check that a model is prepared for the techniques of its configuration.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the model is not prepared.
     """
     if needs_preparation(section) and compression_clock(model) is None:
         raise ConfigError(
@@ -38,7 +38,7 @@ def check_distillation(model: nn.Module, section: DistillationConfig, pp: int, s
     """Check that a model has the teacher that its configuration names, and that its forward sees whole sequences.
 
     Raises:
-        ConfigError: it has none, or its layers or sequences are distributed.
+        ConfigError: the model has no teacher, or its layers or sequences are distributed.
     """
     attached = attached_distillation(model) is not None
     if section.requested_key() is not None and not attached:

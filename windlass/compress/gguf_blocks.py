@@ -53,7 +53,7 @@ def find_block_type(weight_format: WeightFormat, in_features: int) -> BlockType:
     """Return the type with the same values as a format.
 
     Raises:
-        ModelError: there is none, or rows of `in_features` do not divide into its blocks.
+        ModelError: no type has these values, or rows of `in_features` do not divide into its blocks.
     """
     name = None
     if isinstance(weight_format, IntegerWeightFormat) and not weight_format.has_zeros:

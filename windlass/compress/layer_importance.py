@@ -32,7 +32,7 @@ def find_layer_list(model: nn.Module) -> str:
     """Return the name of the list of a model's layers: the longest one whose elements have weights of their own.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model has no such list.
     """
     name = find_longest_list(model, lambda module: len(module) > 0 and all(list(one.children()) for one in module))
     if name is None:
@@ -247,7 +247,7 @@ def _check_removed(model: nn.Module, number: int, expected: float, batches: Sequ
     """Check that a model without a layer computes what it computes while the layer is skipped.
 
     Raises:
-        ModelError: it does not, e.g. since another layer uses what the removed one has computed.
+        ModelError: the results differ, e.g. since another layer uses a value that the removed layer computed.
     """
     reason, cause = "", None
     try:

@@ -132,7 +132,7 @@ def merge_tensors(
     dtypes are taken from the first model.
 
     Raises:
-        ModelError: it has values that are not finite where the first model's are.
+        ModelError: another model's tensor has values that are not finite where the first model's are.
     """
     first = tensors[0]
     if not first.is_floating_point():

@@ -93,7 +93,7 @@ class ModelDirectory:
         """Check that the directory is a whole model whose weights are not packed.
 
         Raises:
-            ModelError: it is quantized, or has an adapter beside the model.
+            ModelError: the model is quantized, or has an adapter beside it.
         """
         if self.quantization is not None:
             method = self.quantization.get("quant_method")
@@ -108,7 +108,7 @@ class ModelDirectory:
         """Return a tensor.
 
         Raises:
-            ModelError: there is none of this name, or it cannot be read.
+            ModelError: no tensor has this name, or it cannot be read.
         """
         if name not in self.places:
             raise ModelError(f"{self.path} has no tensor {name!r}; copy the model again")
@@ -131,7 +131,7 @@ class ModelDirectory:
         """Return a tensor whose memory is the file, and its mapping; see [Note: dropped pages].
 
         Raises:
-            ModelError: it cannot be mapped.
+            ModelError: the tensor cannot be mapped.
         """
         place = self.places[name]
         content, pages = map_bytes(place.path, place.offset, place.nbytes)

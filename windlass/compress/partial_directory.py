@@ -177,7 +177,8 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         sources: files and directories that are read.
 
     Raises:
-        ModelError: it exists and is not replaced, or holds something else than a model, or it is or contains a source.
+        ModelError: the directory exists and is not replaced, or holds something else than a model, or is or contains a
+            source.
     """
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; choose a directory")

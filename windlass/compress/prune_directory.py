@@ -23,7 +23,7 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
     """Return the model of a directory that is not quantized, in float32 and eval mode.
 
     Raises:
-        ModelError: it is quantized or has an adapter, or transformers cannot load it.
+        ModelError: the model is quantized or has an adapter, or transformers cannot load it.
     """
     directory.check_wide()
     if is_packed_directory(directory.path):

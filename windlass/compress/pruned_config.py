@@ -84,7 +84,7 @@ def check_layers(model: Any) -> None:
     """Check that the configuration of a model with fewer layers describes it.
 
     Raises:
-        ModelError: it does not, e.g. since every second layer has experts.
+        ModelError: the configuration cannot describe it, e.g. since every second layer has experts.
     """
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     with suppress(ValueError, TypeError, KeyError, IndexError, RuntimeError, ModelError, ZeroDivisionError):
@@ -104,7 +104,7 @@ def _check_valid(config: Any) -> None:
     """Run a configuration's own validation, which it must pass for transformers to save and load it.
 
     Raises:
-        ModelError: it breaks one, e.g. since the number of heads does not divide the hidden size.
+        ModelError: the configuration breaks a rule, e.g. since the number of heads does not divide the hidden size.
     """
     validate = getattr(config, "validate", None)
     try:

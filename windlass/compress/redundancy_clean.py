@@ -166,7 +166,7 @@ def _find_near(model: nn.Module, names: list[str], pattern: str, where: str) -> 
     """Return a related module for each name: the matching one with the longest common beginning.
 
     Raises:
-        ConfigError: there is none, or two are equally near.
+        ConfigError: no module matches, or two are equally near.
     """
     candidates = [
         name

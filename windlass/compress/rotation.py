@@ -64,7 +64,7 @@ class RotatedDirectory(ModelDirectory):
         """Return a rotated tensor in its dtype in the file.
 
         Raises:
-            ModelError: there is none of this name, or it cannot be read.
+            ModelError: no tensor has this name, or it cannot be read.
         """
         place: TensorPlace | None = self.places.get(name)
         tensor = self._source.read(_EMBEDDING if name == _HEAD and name not in self._source.places else name)

@@ -32,7 +32,7 @@ def check_blocks(layer: CompressedLayer, pruning: Pruning) -> None:
     """Check that a layer's weight consists of whole blocks.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the weight does not consist of whole blocks.
     """
     rows, columns = len(layer.weight), layer.weight.numel() // max(len(layer.weight), 1)
     if rows % pruning.block[0] or columns % pruning.block[1]:

@@ -37,7 +37,7 @@ def parse_pattern(text: str) -> SparsePattern:
     """Read a share, e.g. 0.5, or n:m, e.g. 2:4.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither a share nor n:m.
     """
     groups = re.fullmatch(r"(\d+):(\d+)", text)
     if groups is not None and 0 < int(groups[1]) < int(groups[2]):

@@ -149,8 +149,8 @@ class CheckpointMethods(EngineParts):
 
         Raises:
             ValueError: `save_dir` is empty.
-            CheckpointError: it could not be written, or there is no consistent state to save because a step was made
-                only in part (see `step`). Existing checkpoints are intact.
+            CheckpointError: the checkpoint could not be written, or there is no consistent state to save because a step
+                was made only in part (see `step`). Existing checkpoints are intact.
             StorageError: an offloaded value cannot be read.
         """
         if not str(save_dir):

@@ -103,7 +103,7 @@ class FailedCallBarrier:
         """Wait until the other ranks raised too, if the last call raised on this rank.
 
         Raises:
-            CommunicationError: they did not, and no watchdog ends the run.
+            CommunicationError: the other ranks did not raise, and no watchdog ends the run.
         """
         if not self._error:
             return

@@ -73,7 +73,7 @@ def check_frozen_parameters(
         saved_names: names of the tensors in the checkpoint.
 
     Raises:
-        CheckpointError: they differ; the message names the parameters.
+        CheckpointError: a parameter differs; the message names the parameters.
     """
     if not saved_hashes:
         return

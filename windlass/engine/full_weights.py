@@ -142,7 +142,7 @@ def require_unchanged_model(model: ShardedModel) -> None:
     """Check that no parameter was replaced, added or removed since `initialize`: it would be neither trained nor saved.
 
     Raises:
-        ModelError: one was.
+        ModelError: a parameter was replaced, added or removed.
     """
     held = {id(parameter) for unit in model.units for parameter in unit.parameters}
     present = {id(parameter): name for name, parameter in model.model.named_parameters()}

@@ -113,7 +113,7 @@ def state_kind(update: Update, entry: StateEntry, key: str, value: Any) -> str:
     """Return the kind of a state that is not quantized; see [Note: kinds of states].
 
     Raises:
-        CheckpointError: it has neither one value per element nor one for the parameter.
+        CheckpointError: the state has neither one value per element nor one for the parameter.
     """
     if not isinstance(value, torch.Tensor) or not value.numel():
         return "value"

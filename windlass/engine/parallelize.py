@@ -135,7 +135,7 @@ def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Seq
     """Check that parameters constructed under `zero.Init` are parts of the same model on all ranks. Collective.
 
     Raises:
-        ModelError: they are not, because ranks build different parts of the model.
+        ModelError: ranks build different parts of the model.
         ConfigError: the configuration needs full values, which are gathered only later.
     """
     sharded_names = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]

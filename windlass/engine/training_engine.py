@@ -662,7 +662,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
         Raises:
             ConfigError: another device, or an unknown kind.
-            ModelError: they are offloaded already.
+            ModelError: the states are offloaded already.
         """
         if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
             raise ConfigError(f'offload_states: device is {device!r}; states can only be moved to the "cpu"')

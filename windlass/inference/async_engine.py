@@ -250,7 +250,7 @@ class AsyncLLMEngine:
         """Load a LoRA adapter of peft between steps.
 
         Raises:
-            ModelError: it cannot be read, or does not fit the model.
+            ModelError: the adapter cannot be read, or does not fit the model.
             RequestError: an adapter of this name is loaded.
         """
         await self._call(lambda: self._engine.add_lora(name, directory))
@@ -259,7 +259,7 @@ class AsyncLLMEngine:
         """Unload a LoRA adapter.
 
         Raises:
-            RequestError: there is none of this name, or unfinished requests use it.
+            RequestError: no adapter has this name, or unfinished requests use it.
         """
         await self._call(lambda: self._engine.remove_lora(name))
 

@@ -207,7 +207,7 @@ class LLMEngine:
         """Load a LoRA adapter of peft, between steps.
 
         Raises:
-            ModelError: it cannot be read, or does not fit the model; or the model takes none.
+            ModelError: the adapter cannot be read, or does not fit the model; or the model takes no adapters.
             RequestError: an adapter of this name is loaded.
         """
         self._adapters().add(name, directory)
@@ -216,7 +216,7 @@ class LLMEngine:
         """Unload a LoRA adapter.
 
         Raises:
-            RequestError: there is none of this name, or unfinished requests use it.
+            RequestError: no adapter has this name, or unfinished requests use it.
         """
         adapters = self._adapters()
         adapters.check_name(name)

@@ -92,7 +92,7 @@ class LoraAdapters:
         """Load an adapter of peft.
 
         Raises:
-            ModelError: it cannot be read, or does not fit the model. Nothing has changed.
+            ModelError: the adapter cannot be read, or does not fit the model. Nothing has changed.
             RequestError: an adapter of this name is loaded.
         """
         self.add_weights(name, self.read(name, directory))
@@ -110,7 +110,7 @@ class LoraAdapters:
         them.
 
         Raises:
-            ModelError: it does not fit the model. Nothing has changed.
+            ModelError: the adapter does not fit the model. Nothing has changed.
         """
         shards = {path: self._find_shard(name, path, weight) for path, weight in weights.items()}
         self._check_rows(name, weights)
@@ -125,7 +125,7 @@ class LoraAdapters:
         """Unload an adapter.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: no adapter has this name.
         """
         self.check_name(name)
         del self._adapters[name], self._salts[name]

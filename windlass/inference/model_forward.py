@@ -156,7 +156,7 @@ def get_logits(result: Any) -> torch.Tensor:
     """Return the logits of a model's output: the output itself, its `logits`, or its first element.
 
     Raises:
-        ModelError: there are none.
+        ModelError: the output has no logits.
     """
     for candidate in (
         result,

@@ -104,7 +104,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the configuration of a model.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model has no configuration.
     """
     return _load(import_transformers("directories of models").AutoConfig, path, trust_remote_code)
 
@@ -113,7 +113,7 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
     """Load the tokenizer of a model's directory.
 
     Raises:
-        ModelError: there is none, or its files are damaged, so that it cannot be used.
+        ModelError: the directory has no tokenizer, or its files are damaged, so that it cannot be used.
     """
     tokenizer = _load(import_transformers("directories of models").AutoTokenizer, path, trust_remote_code)
     try:

@@ -138,7 +138,7 @@ class WeightStream:
         """Yield the bytes of a unit, which are valid inside the `with` block.
 
         Raises:
-            StorageError: they cannot be read. The next forward tries again.
+            StorageError: the bytes cannot be read. The next forward tries again.
         """
         if not self._reads:
             yield self._buffer[: self._sizes[unit]]

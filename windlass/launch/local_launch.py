@@ -72,7 +72,7 @@ def check_port(port: int) -> int:
     """Return `port` if a process of this host can listen at it.
 
     Raises:
-        LaunchError: it is not a port, or is in use.
+        LaunchError: `port` is not a port, or is in use.
     """
     if not 0 < port < 65536:
         raise LaunchError(f"--master-port {port} is not a port; give one from 1 to 65535, or none")

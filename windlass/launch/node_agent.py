@@ -164,7 +164,7 @@ def own_address() -> str:
     Loopback addresses are skipped.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: the host has no such address.
     """
     reached = os.environ.get("SSH_CONNECTION", "").split()
     candidates = reached[2:3]

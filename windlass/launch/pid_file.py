@@ -17,7 +17,7 @@ def pid_file(wanted: bool) -> Iterator[None]:
     """Keep a file `PID.deepspeed` in the directory for temporary files, if `wanted`.
 
     Raises:
-        LaunchError: it cannot be written.
+        LaunchError: the file cannot be written.
     """
     if not wanted:
         yield

@@ -31,7 +31,7 @@ def check_variable_name(name: str) -> str:
     """Return `name` if a shell allows it as the name of an environment variable.
 
     Raises:
-        LaunchError: it contains other characters.
+        LaunchError: `name` contains other characters.
     """
     if not _VARIABLE_NAME.fullmatch(name):
         raise LaunchError(f"{name!r} is not a variable name; use letters, digits and _, and no digit first")
@@ -42,7 +42,7 @@ def check_host_name(name: str) -> str:
     """Return `name` if it is a host's name or address, with an optional `user@`, that cannot be taken for an option.
 
     Raises:
-        LaunchError: it begins with `-` or contains a character that names and addresses do not have.
+        LaunchError: `name` begins with `-` or contains a character that names and addresses do not have.
     """
     if not _HOST_NAME.fullmatch(name):
         raise LaunchError(

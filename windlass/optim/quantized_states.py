@@ -89,7 +89,7 @@ def check_coverage(spans: Iterable[tuple[int, int]], start: int, stop: int, stat
     """Check that the spans of a checkpoint cover the elements `[start, stop)` exactly once.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: the spans overlap or leave elements out.
     """
     position = start
     for first, last in sorted(spans):

@@ -209,7 +209,7 @@ class Meeting:
         """Return a note, after waiting for it.
 
         Raises:
-            CommunicationError: it is not written in time.
+            CommunicationError: the note is not written in time.
         """
         until = time.monotonic() + self._connect.total_seconds()
         while not self._store.check([key]):

@@ -178,7 +178,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, splits_parameters: boo
         dense: name of a parameter with dense gradients; empty if there is none.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the rule differs on fragments.
     """
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if dense and "SparseAdam" in names:

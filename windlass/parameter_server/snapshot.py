@@ -24,7 +24,7 @@ def write_snapshot(path: Path, content: dict[str, Any]) -> None:
         content: dictionaries, lists, tuples, texts, numbers, None and tensors.
 
     Raises:
-        CheckpointError: it has a value of another type.
+        CheckpointError: `content` has a value of another type.
         OSError: the file cannot be written; `path` is unchanged.
     """
     data, tensors = encode_content(content)
@@ -51,7 +51,7 @@ def encode_content(content: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
     """Return `content` as JSON, and its tensors by their names in it.
 
     Raises:
-        CheckpointError: it has a value of a type that `write_snapshot` does not list.
+        CheckpointError: `content` has a value of a type that `write_snapshot` does not list.
     """
     tensors: dict[str, Tensor] = {}
     return json.dumps({"format_version": FORMAT_VERSION, "content": _encode(content, "", tensors)}), tensors
@@ -61,7 +61,7 @@ def decode_content(data: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what `encode_content` encoded.
 
     Raises:
-        CheckpointError: it is of another version.
+        CheckpointError: the content is of another version.
     """
     found = json.loads(data)
     if found["format_version"] != FORMAT_VERSION:

@@ -100,7 +100,7 @@ def best_measurement(found: Sequence[DiskMeasurement], *, read: bool = True, wri
     """Return the measurement with the highest rate; within 2 % of it, the one with the fewest bytes in flight.
 
     Raises:
-        StorageError: there is none.
+        StorageError: there is no measurement.
     """
     if not found:
         raise StorageError("no setting of the disk was measured; name at least one block size and queue depth")

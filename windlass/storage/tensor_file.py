@@ -53,8 +53,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of a file, on the CPU, and its metadata.
 
     Raises:
-        StorageError: it is damaged, or not a safetensors file.
-        OSError: it cannot be read, or is not a regular file.
+        StorageError: the file is damaged, or not a safetensors file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     found = {}
     with open_regular(path) as file:

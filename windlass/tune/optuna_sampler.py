@@ -16,7 +16,7 @@ def import_optuna() -> Any:
     """Return the module.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Optuna is not installed.
     """
     try:
         import optuna

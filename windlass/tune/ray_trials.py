@@ -30,7 +30,7 @@ def import_ray() -> Any:
     """Return the module, with Ray Tune.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Ray Tune is not installed.
     """
     try:
         import ray

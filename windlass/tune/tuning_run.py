@@ -37,7 +37,7 @@ from windlass.tune.trial_process import TrialEnd, run_trial
 from windlass.tune.trial_record import TrialRecord, TrialStatus
 
 _MARGIN = 1.15  # a candidate is discarded unmeasured only if its prediction exceeds the limit by this factor
-_OVER = 1.03  # a measured peak above the limit by less than this factor is no evidence about other candidates
+_OVER = 1.03  # a measured peak above the limit by less than this factor does not count against other candidates
 _SLOW = 1.3  # a trial ends early once two steps took this many times the best median
 _CLOSE = 0.1  # a trial slower than the best by less than this fraction is run again
 _CLOSEST = 3  # at most this many of them

@@ -25,7 +25,7 @@ class ServerUnderTest:
         log: file for its output.
 
     Raises:
-        WindlassError: it ended, or was not ready in five minutes.
+        WindlassError: the server ended, or was not ready in five minutes.
     """
 
     def __init__(self, model: Path, arguments: list[str], log: Path) -> None:

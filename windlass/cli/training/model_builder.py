@@ -107,7 +107,7 @@ def has_weights(path: Path) -> bool:
     """Return True if a directory contains weights to start from.
 
     Raises:
-        ModelError: it contains pickled weights only. Ignoring them would silently train from random weights.
+        ModelError: the directory contains pickled weights only. Ignoring them would silently train from random weights.
     """
     if not path.is_dir():
         return False

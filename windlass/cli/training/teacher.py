@@ -25,8 +25,8 @@ def check_teacher(config: dict[str, Any], tokenizer: Path) -> None:
     """Check the teacher that a configuration names, without loading it.
 
     Raises:
-        ConfigError: there is none, or it has another tokenizer.
-        DataError: it has no tokenizer.
+        ConfigError: the teacher does not exist, or has another tokenizer.
+        DataError: the teacher has no tokenizer.
     """
     section = load_config(config).distillation
     if section.requested_key() is None:

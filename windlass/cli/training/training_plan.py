@@ -87,7 +87,7 @@ def read_plan(path: Path) -> TrainingPlan:
     """Read the plan of an earlier run.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it has another format version.
+        CheckpointError: the plan is missing, cannot be read, or has another format version.
     """
     if not path.is_file():
         raise CheckpointError(f"nothing to resume: {path} does not exist; check --out, or leave out --resume")

@@ -27,7 +27,7 @@ class PickleStandIn:
         """Set the state from a pickle: a dictionary of attributes, or a tuple of one for attributes and one for slots.
 
         Raises:
-            ValueError: it is not a state.
+            ValueError: the value is not a state.
         """
         for part in state if type(state) is tuple else (state,):
             if part is None:
@@ -112,7 +112,7 @@ class NumpyArrayStandIn(PickleStandIn):
         """Return the array.
 
         Raises:
-            CheckpointError: it is not an array of numbers or text, or its bytes do not match its shape.
+            CheckpointError: the object is not an array of numbers or text, or its bytes do not match its shape.
         """
         import numpy
 

@@ -35,7 +35,7 @@ def write_recovery_scripts(directory: Path) -> None:
     """Write the scripts to `directory`, unless they are there.
 
     Raises:
-        CheckpointError: they cannot be written.
+        CheckpointError: the scripts cannot be written.
     """
     for name, text in SCRIPTS.items():
         path = directory / name

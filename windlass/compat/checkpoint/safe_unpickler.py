@@ -348,7 +348,7 @@ def check_tree(value: Any, budget: MemoryBudget) -> None:
     Code that traverses a value visits an object once per reference, so shared objects are charged several times.
 
     Raises:
-        PickleError: it is too deep, contains itself, or has more references than the budget allows.
+        PickleError: the value is nested too deeply, contains itself, or has more references than the budget allows.
     """
     stack: list[tuple[Any, int]] = [(value, 0)]
     while stack:

@@ -107,8 +107,8 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
         root: the checkpoint's directory, by default that of the file. Links out of it are refused.
 
     Raises:
-        CheckpointError: it is not such a file, it is damaged, or it names a function or class that is neither a tensor
-            nor plain data; none was called.
+        CheckpointError: the file is not one of `torch.save`, is damaged, or names a function or class that is neither a
+            tensor nor plain data; no function was called.
     """
     try:
         with open_regular(path, path.parent if root is None else root) as file:

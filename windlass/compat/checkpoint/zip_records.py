@@ -48,7 +48,7 @@ class ZipRecords:
     Memory: about 300 bytes per record, less than three times the size of an empty record in the file.
 
     Raises:
-        ZipError: it is not such an archive.
+        ZipError: the file is not such an archive.
         OSError: the file cannot be read.
     """
 

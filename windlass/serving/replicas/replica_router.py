@@ -98,7 +98,7 @@ class ReplicaRouter:
         """Start all replicas concurrently.
 
         Raises:
-            ReplicaStartError: one of them ended at its start.
+            ReplicaStartError: a replica ended at its start.
         """
         starts = [asyncio.ensure_future(replica.start()) for replica in self.replicas]
         try:

@@ -8,8 +8,8 @@ units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as o
 `ratio` of the states, are compared for every unit of it.
 
 The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
-plus the slowest part of the update. A share of every other transfer is added, because no overlap is perfect. The time
-of the computation is unknown, so no transfer counts as hidden behind it.
+plus the slowest part of the update. A share of every transfer is added, because no overlap is perfect. The time of the
+computation is unknown, so no transfer counts as hidden behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from windlass.storage.slot import Tier
 from windlass.storage.tier_rates import TierRates
 
 _MOST_GROUPS = 24  # 325 pairs of bounds for parameters, and as many for states
-_NOT_HIDDEN = 0.1  # share of a transfer that counts although another one takes longer: assumed, not measured
+_NOT_HIDDEN = 0.1  # share of every transfer that is added to the slowest ones: assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def choose_tiers(
     """Return the placement whose step is the shortest of those that fit, see [Note: choice of tiers].
 
     Raises:
-        ConfigError: none fits. The message has the nearest one, and the bytes that it lacks on each tier.
+        ConfigError: no placement fits. The message has the nearest one, and the bytes that it lacks on each tier.
     """
     groups = _Groups(units)
     compared = [_Compared(groups, groups.all_bounds(memory), rates, memory, fixed, traffic)]
