@@ -52,8 +52,8 @@ def freeze_live_objects() -> None:
     """Collect garbage once, and exclude the objects that are left from later collections.
 
     For the process of a server, after its model is loaded. Imported packages and a model are half a million objects,
-    whose traversal holds up all requests for 0.2 to 0.5 seconds. Those of them that become garbage are not collected if
-    they are in cycles.
+    whose traversal holds up all requests for 0.2 to 0.5 seconds. Objects among them that become garbage are not
+    collected if they are in cycles.
     """
     gc.collect()
     gc.freeze()

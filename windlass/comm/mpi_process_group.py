@@ -81,7 +81,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         return self._joined("all_reduce_coalesced", [self.allreduce([tensor], opts) for tensor in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> MpiWork:
-        """Reduce into the root's tensors. Those of the other ranks are unchanged."""
+        """Reduce into the root's tensors. The tensors of other ranks are unchanged."""
         tensors, op = _as_list(tensors), _operator(opts)
         memory, operator = self._elements(tensors, op)
         if self.rank() != opts.rootRank:

@@ -15,8 +15,8 @@ _PAUSE = 0.005
 class PollingStore(Store):
     """View of a store for the construction of a process group while other threads use the store.
 
-    A wait of `TCPStore` keeps its connection until the key is there. Opening a connection for each group instead can
-    take seconds: torch looks up the name of the address, on machines where no name server may answer.
+    A wait of `TCPStore` occupies its connection until the key is written. Opening a connection for each group instead
+    can take seconds: torch looks up the name of the address, on machines where no name server may answer.
 
     Args:
         store: store whose operations can be called from several threads.

@@ -1,4 +1,6 @@
-"""Leaf-module marks of stage 3, which scripts set and read. windlass gathers modules as they run without them."""
+"""Leaf-module marks of stage 3, which scripts set and read. windlass does not need the marks: it gathers modules as
+they run.
+"""
 
 from __future__ import annotations
 

@@ -208,7 +208,9 @@ def _experts(model: nn.Module, name: str, module: nn.Module) -> UnitGroup:
 
 
 def _counts_experts(module: nn.Module, count: int) -> bool:
-    """Return True if a module is a router: a linear layer with an output for each expert, or one that states them."""
+    """Return True if a module is a router: a linear layer with an output for each expert, or a module that has their
+    number.
+    """
     return _number(module, _EXPERT_COUNTS) == count or getattr(module, "out_features", None) == count
 
 

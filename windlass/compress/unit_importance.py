@@ -149,7 +149,7 @@ def _activations(
                     shape = [1] * weight.dim()
                     shape[tensor.dim] = -1
                     scores[tensor.part] += _per_unit(weight * inputs.to(weight.device).view(shape), tensor).cpu()
-        # features inside a module of all experts are not seen by any hook
+        # no hook sees the features inside a module that holds all experts
         found.append(
             {part: value.sqrt() for part, value in scores.items()} if is_measured else _magnitudes(model, group)
         )

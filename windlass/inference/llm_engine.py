@@ -428,7 +428,7 @@ class LLMEngine:
         self._finished_at = now
 
     def _check_weights(self) -> None:
-        """Drop keys and values that were computed with other weights: those of a training engine change."""
+        """Drop keys and values that were computed with other weights: a training engine changes its weights."""
         updates = count_updates(self.runner.model)
         if updates != self._updates:
             if self.options.deterministic:

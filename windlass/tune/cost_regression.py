@@ -47,7 +47,7 @@ class Deviations:
 
 
 class CandidateFeatures:
-    """Values of the searched keys of all candidates, as numbers of their choices."""
+    """Index of the value of each searched key among its choices, for all candidates."""
 
     def __init__(self, space: SearchSpace, candidates: Sequence[Candidate]) -> None:
         dimensions = [one for one in space.dimensions if len(one.choices) > 1]
