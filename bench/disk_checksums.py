@@ -185,7 +185,7 @@ def _make_step(
 
 
 def _time_update() -> float:
-    """Return the bytes that an update of Adam sums in each CPU second that it takes longer than without checksums."""
+    """Return the bytes of an update of Adam, divided by the CPU seconds that their checksums add to it."""
     numel = _UPDATE_NUMEL
     record = torch.zeros(12 * numel, dtype=torch.uint8)
     record = record[-record.data_ptr() % 4096 :][: 12 * numel - 4096]

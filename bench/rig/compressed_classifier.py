@@ -52,7 +52,7 @@ CLASSIFIERS: dict[str, ClassifierForm] = {
 
 
 def measure_classifier(row: str, seed: int, base: Path, known: Path) -> dict[str, Any]:
-    """Return the held-out accuracy and the size of the file of a form. The teacher of a seed is trained once."""
+    """Return the held-out accuracy and the file size of one compressed form. The teacher of a seed is trained once."""
     form = CLASSIFIERS[row]
     vocabulary, train, held_out = _texts(base / "tokenizer")
     torch.manual_seed(seed)

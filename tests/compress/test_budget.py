@@ -71,7 +71,7 @@ def test_a_model_of_many_equal_layers_is_solved_exactly() -> None:
     for layer in range(48):
         scale = 1 + layer % 7
         groups.append([FormatOption(str(bits), bits * 590_000, scale / 4**bits, 0.0) for bits in (3, 4, 8)])
-    limit = 48 * 4 * 590_000  # so many bytes as a uniform choice
+    limit = 48 * 4 * 590_000  # as many bytes as 4 bits in every layer
     chosen = choose_formats(groups, FormatLimits(nbytes=limit))
     assert total(groups, chosen, "nbytes") <= limit
     assert total(groups, chosen, "loss") <= total(groups, [1] * 48, "loss")

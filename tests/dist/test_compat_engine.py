@@ -415,3 +415,28 @@ def _dtype_of_lightning_module(stage: int) -> list[torch.dtype]:
 def test_lightning_module_reports_the_dtype_of_fp16(stage: int) -> None:
     """DeepSpeed calls `module.half()`, where lightning's modules take their `dtype` from."""
     assert run_ranks(_dtype_of_lightning_module, 1, stage) == [[torch.float16, torch.float16]]
+
+
+def _saved_and_loaded(stage: int, folder: str) -> list[dict[str, Any]]:
+    engine = _engine(stage)
+    _step(engine)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    engine.save_checkpoint(folder, tag="own", client_state={"ds_version": "mine"})
+    other = _engine(stage, steps_per_print=7)
+    states = [other.load_checkpoint(folder, tag)[1] for tag in ("global_step1", "own")]
+    import windlass
+
+    native, *_ = windlass.initialize(model=_net(), config=_config(stage))
+    states.append(native.load_checkpoint(folder, "global_step1", load_optimizer_states=False)[1])
+    return states
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_loaded_client_state_has_the_keys_that_deepspeed_leaves_in_it(stage: int, tmp_path: Path) -> None:
+    """`ds_config` is that of the saved run, and a script's key of the same name wins."""
+    from windlass.compat.stand_in_version import VERSION
+
+    first, own, native = run_ranks(_saved_and_loaded, 1, stage, str(tmp_path), transport="gloo")[0]
+    assert first == {"epoch": 3, "ds_config": _config(stage), "ds_version": VERSION, "global_samples": 2}
+    assert own["ds_version"] == "mine" and own["ds_config"] == _config(stage)
+    assert native == {"epoch": 3}

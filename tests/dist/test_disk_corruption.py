@@ -46,7 +46,7 @@ class Spoiler:
         self._old: dict[tuple[Any, int], bytes] = {}
 
     def spans(self) -> list[tuple[Any, int, int]]:
-        """Return the extents that hold the kind, and its position in them."""
+        """Return `(extent, offset, bytes)` for all data of this kind."""
         self.model.tiers.staging.wait_all()
         if self.kind in ("master", "exp_avg"):
             records = self.model.masters.state_offload._records.values()

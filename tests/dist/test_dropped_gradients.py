@@ -347,7 +347,10 @@ def test_access_to_a_gradient_raises_and_names_the_function(stage: int) -> None:
 
 
 def as_deepspeed(stage: int) -> None:
-    """Read `.grad` under the compat layer: None after a backward. At stage 0 DeepSpeed has a value, and this raises."""
+    """Read `.grad` under the compat layer after a backward: None at stages 1 and 3, as in DeepSpeed.
+
+    At stage 0, where DeepSpeed returns a value, the access raises.
+    """
     from windlass.compat.deepspeed_initialize import initialize
 
     subject = specimen("tied")

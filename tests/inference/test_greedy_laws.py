@@ -75,7 +75,7 @@ PAGED: dict[str, dict[str, Any]] = {
     },
     "RobertaForCausalLM": {"is_decoder": True, "num_key_value_heads": None},  # counts from its padding token
     "CamembertForCausalLM": {"is_decoder": True, "pad_token_id": 5, "num_key_value_heads": None},
-    # frequencies that depend on the length beyond some length alone
+    # rotary frequencies that depend on the length, but only of sequences above a limit
     "Phi3ForCausalLM": {
         "rope_parameters": {
             **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 40},

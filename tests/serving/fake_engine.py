@@ -224,7 +224,7 @@ class FakeEngine:
 
 
 def make_fake_engine(model: str, **options: Any) -> FakeEngine:
-    """Return an engine, as the factory of a served process does. The model's name chooses a failure."""
+    """Return an engine: the factory that a server process calls. The model's name chooses a failure."""
     if model == "broken":
         raise ConfigError("the model is broken")
     if model == "bug":

@@ -77,7 +77,7 @@ class AttentionBackend(Protocol):
             scaling: factor of the scores; None means `features ** -0.5`.
             dropout: probability of dropping an attention weight.
             heads: the query heads of the layer that `query` holds.
-            arguments: other arguments of the layer, those in `supported_arguments` alone.
+            arguments: other arguments of the layer, only those in `supported_arguments`.
 
         Returns:
             `[samples, heads, queries, value features]`.

@@ -13,7 +13,7 @@ def import_transformers(purpose: str, *, quiet: bool = False) -> Any:
 
     Args:
         purpose: features that need it, as a plural, for the error.
-        quiet: Show errors alone: no progress bars, and no log line of each attempt to reach the hub.
+        quiet: Show only errors: no progress bars, and no log line of each attempt to reach the hub.
 
     Raises:
         ModelError: transformers is not installed.

@@ -75,8 +75,8 @@ class BoxPart:
 
     Attributes:
         offsets, sizes: position and sizes in the global tensor.
-        containing_start, containing_sizes: the box of the range that contains it: its first element counted from the
-            start of the range, and its sizes.
+        containing_start, containing_sizes: the box of the flat range that contains this box: the position of its first
+            element in the range, and its sizes.
         starts_in_box: position inside the containing box.
     """
 

@@ -99,7 +99,7 @@ class _PostedCounters:
 
 
 class WireBoard:
-    """Board over gloo on the CPU, for any wire transport. It needs no collective of the transport in flight."""
+    """Board over gloo on the CPU, for any wire transport. It is independent of the transport's collectives."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -84,7 +84,7 @@ class Bf16Codec:
     """Codec that sends floating-point values as bfloat16, rounded to nearest, ties to even, as `Tensor.bfloat16`."""
 
     name = "bf16"
-    exact = False  # it is exact for bfloat16 tensors alone
+    exact = False  # it is exact only for bfloat16 tensors
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in _BF16_SOURCES

@@ -20,7 +20,7 @@ from windlass.config.comm_section import CommsLoggerConfig as Settings
 def analyze_stragglers(records: dict[str, dict[int, list[Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
     """Return each operation's latency without waiting, and the time this rank waited. Collective.
 
-    The last rank to arrive at an operation measures the latency alone; the others measure the latency and their wait.
+    The last rank to arrive at an operation measures only the latency; the others measure the latency and their wait.
     Operations are matched by name, size and order. If ranks recorded an operation different numbers of times (a send,
     or an operation of a subgroup), only ranks with the same count as this one are compared.
 

@@ -1,4 +1,4 @@
-"""Lossy codecs: one bit, 4 and 8 bits and fp8 in blocks with a scale, and the largest elements alone.
+"""Lossy codecs: one bit, 4 and 8 bits and fp8 in blocks with a scale, and only the largest elements.
 
 A block is a run of elements of the flat tensor; the last one may be shorter. Each has one float32 scale, and the scales
 precede the codes. All round deterministically, so none is unbiased by itself: error feedback of the caller makes the

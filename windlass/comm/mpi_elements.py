@@ -144,7 +144,7 @@ def mpi_spec(mpi: Any, memory: torch.Tensor, *counts: Any) -> list[Any]:
 
 
 def reduce_spec(mpi: Any, memory: torch.Tensor) -> list[Any]:
-    """Return the description of elements to reduce: MPI has no arithmetic on its bytes."""
+    """Return the description of elements to reduce. Bytes become unsigned integers, since MPI reduces no bytes."""
     spec = mpi_spec(mpi, memory)
     return [*spec[:-1], mpi.UINT8_T] if memory.dtype is torch.uint8 else spec
 

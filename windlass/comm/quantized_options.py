@@ -15,7 +15,7 @@ class LocoOptions:
 
     Attributes:
         err_beta: weight of the previous error.
-        reset_t: reductions of a unit after which its errors return to zero.
+        reset_t: number of reductions of a unit after which its errors are set to zero.
     """
 
     err_beta: float = 0.8

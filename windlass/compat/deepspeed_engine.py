@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -17,6 +18,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.base.tensor_tree import iterate_tensors
+from windlass.compat.checkpoint.deepspeed_metadata_reader import DEEPSPEED_KEY
 from windlass.compat.checkpoint_file_names import CheckpointFileNames
 from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
@@ -54,6 +56,8 @@ from windlass.compat.parameter_offload import ParameterOffload
 from windlass.compat.precision import Precision
 from windlass.compat.rank_logging import logger as script_logger
 from windlass.compat.returned_parameters import ReturnedParameterRecorder
+from windlass.compat.script_config import load_ds_config
+from windlass.compat.stand_in_version import VERSION
 from windlass.compat.strict_mode import VARIABLE, is_strict
 from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.config import Config
@@ -131,6 +135,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     _config: Config
     _groups: Any = None
     collate_fn: Any = None
+    _saved_config: Any = None
     tput_timer: Any = None
     sparse_tensor_module_names: frozenset[str] = frozenset()  # no gradient is sent as a sparse tensor
 
@@ -145,6 +150,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     ) -> None:
         """Store the arguments of `initialize`, which scripts read back. Collective."""
         self.config, self.mpu, self._config = given_config, mpu, asked(self._config)
+        self._saved_config = json.loads(json.dumps(load_ds_config(given_config), default=str))
         self._scaler = scale_of(self._scaler, zero=self.zero_optimization())
         self._publish_groups()
         self.client_lr_scheduler = client_lr_scheduler
@@ -161,6 +167,19 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             self._add_optimizer_attributes(self._optimizer)
         elif self.zero_optimization_stage() == 3:
             self.optimizer = ParameterOffload(self)
+
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        return {DEEPSPEED_KEY: {"ds_config": self._saved_config, "ds_version": VERSION}}
+
+    def _loaded_client_state(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the client state with the keys of DeepSpeed's file that its engine leaves in it."""
+        known = plain.get(DEEPSPEED_KEY)
+        known = known if isinstance(known, Mapping) else {}
+        return {
+            **{key: known[key] for key in ("ds_config", "ds_version") if key in known},
+            "global_samples": plain["engine"]["global_samples"],
+            **super()._loaded_client_state(plain),
+        }
 
     def log_level(self) -> str | None:
         """Return the configured level of the log, in the letters in which it was written."""

@@ -90,7 +90,7 @@ class PyFileWriter(BaseFileWriter):
 
 
 class MockFileWriter(BaseFileWriter):
-    """Writer that counts data and drops them, to measure serialization alone. The file stays empty."""
+    """Writer that counts data and drops them, to measure only the serialization. The file stays empty."""
 
     def __init__(self, file_path: str | Path) -> None:
         super().__init__(file_path)

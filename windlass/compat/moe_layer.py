@@ -23,7 +23,7 @@ class MoE(experts.MixtureOfExperts):
 
     Expert parameters are marked by `parameter.allreduce` and `parameter.group_name`, and `ep_size` must divide the
     number of experts. The layer is constructed with all experts; `initialize` keeps only each rank's own. Before that,
-    `load_state_dict` also accepts the experts of this rank alone, which DeepSpeed numbers from 0 on every rank; then
+    `load_state_dict` also accepts only the experts of this rank, which DeepSpeed numbers from 0 on every rank; then
     every rank loads its own, and `initialize` exchanges them.
 
     Attributes:

@@ -13,6 +13,11 @@ from typing import Any
 from windlass.compat.runtime_functions import call_to_str
 
 
+def tensor_bytes(tensor: Any) -> int:
+    """Return the number of bytes of a tensor's elements."""
+    return int(tensor.numel() * tensor.element_size())
+
+
 class PipeInstruction:
     """Instruction for one stage. Its keyword arguments become attributes."""
 

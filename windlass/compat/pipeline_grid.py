@@ -19,7 +19,7 @@ class PipelineParallelGrid:
     """Groups of ranks along each axis of a topology. The constructor is collective over all ranks.
 
     "Model parallel" has DeepSpeed's meaning: all ranks that together hold one copy of the model, along pipe and model.
-    "Slice parallel" means the ranks along model alone.
+    "Slice parallel" means only the ranks along model.
 
     Args:
         topology: Topology with axes among pipe, data and model. Default: pipe x data, to which the prime factors of the

@@ -198,7 +198,7 @@ class _Trace:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, with its own modules: the fused encoder layers of torch skip hooks."""
+    """Run a model in eval mode, without torch's fused encoder layers, which skip the hooks of their modules."""
     modes = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     model.eval()

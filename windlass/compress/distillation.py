@@ -112,7 +112,7 @@ class Distillation:
         return student
 
     def detach(self, student: nn.Module) -> nn.Module:
-        """Make the model, or a copy of it, plain again."""
+        """Undo `attach` on the model or on a copy of it."""
         for hooks, flags in (
             (student._forward_pre_hooks, student._forward_pre_hooks_with_kwargs),
             (student._forward_hooks, student._forward_hooks_with_kwargs),

@@ -1,8 +1,8 @@
 """Rounding of trained weights to a weight format, in the forward and at the end.
 
-[Note: trained scales] While weights are trained, the scale of a group of 2 or 3 bits follows from its root mean square,
-by the step that loses least for normally distributed weights. The largest weight, which the formats' own rule uses,
-would make the steps too wide and jump from step to step.
+[Note: trained scales] While weights are trained, the scale of a group with 2 or 3 bits is its root mean square times a
+constant, which minimizes the rounding error of normally distributed weights. The formats' own rule uses the largest
+weight instead: that scale would be too wide, and would jump from one training step to the next.
 """
 
 from __future__ import annotations

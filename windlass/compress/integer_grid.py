@@ -40,7 +40,7 @@ class IntegerGrid:
     zero: Tensor
 
     def spread(self, values: Tensor, columns: int) -> Tensor:
-        """Return values of groups for each input feature."""
+        """Repeat values `[rows, groups]` for each input feature of their group. Returns `[rows, columns]`."""
         return values.repeat_interleave(self.group, 1)[:, :columns]
 
     def codes(self, weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from windlass.compress.pruned_config import PRUNING_ENTRY, renumber_layers
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
-_NO_LAYERS = ("token_id", "token_ids", "architectures")  # ends of names of lists that are not one entry a layer
+_NO_LAYERS = ("token_id", "token_ids", "architectures")  # ends of the names of lists that have other entries than one per layer
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 

@@ -163,7 +163,7 @@ class SensitivityMeter:
         return int(rest.partition(".")[0]) if alone else -1
 
     def _continues(self) -> bool:
-        """Return True if a forward can begin at any block: the blocks before it leave hidden states alone."""
+        """Return True if a forward can begin at any block: the blocks before it pass on only hidden states."""
         last = len(self._layers()) - 1
         for number in {min(1, last), last} - {0}:
             try:

@@ -183,7 +183,7 @@ def _round(layer: str, weight: torch.Tensor, weight_format: WeightFormat) -> Pac
 
 @dataclass
 class _FollowedDirectory:
-    """Placeholder on ranks other than the first, which alone writes the directory."""
+    """Placeholder on all ranks except the first, since only the first writes the directory."""
 
     done: set[str]
 

@@ -157,7 +157,7 @@ class PartialDirectory:
             with open_new(self.path / name) as file:
                 file.write(header)
                 file.truncate(self._sizes[name])
-        # last, so that the plan is there only with complete headers
+        # written last, so that a plan exists only if all headers are complete
         with open_new(self.path / _PLAN) as file:
             file.write(_json_bytes(self._plan))
 

@@ -59,7 +59,7 @@ class UnitGroup:
 
     @property
     def parts(self) -> tuple[int | None, ...]:
-        """Parts of the tensors that choose their units independently: the experts, or None alone."""
+        """Parts of the tensors that choose their units independently: the experts, or a single None."""
         return tuple(dict.fromkeys(tensor.part for tensor in self.tensors))
 
 

@@ -36,7 +36,7 @@ class RotatedDirectory(ModelDirectory):
     """Directory whose tensors are those of another one with rotated hidden states, computed when they are read.
 
     See [Note: rotated hidden states]. A head that shares the embedding becomes a tensor of its own, since the weight of
-    the last norm is multiplied into it alone.
+    the last norm is multiplied into the head but not into the embedding.
 
     Raises:
         ModelError: the model is of another family than Llama's.

@@ -107,7 +107,7 @@ def _taylor(model: nn.Module, groups: Sequence[UnitGroup], batches: Sequence[Any
 
 @contextmanager
 def _requiring_gradients(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Record gradients of some parameters alone."""
+    """Record the gradients of only some parameters."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:

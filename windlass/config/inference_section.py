@@ -125,7 +125,7 @@ class InferenceCheckpoint(ConfigSection):
 
 
 class InitInference(ConfigSection):
-    """Configuration of `init_inference`. A key has one of its names, and `tp` may be an integer."""
+    """Configuration of `init_inference`. A key may have any one of its names, and `tp` may be an integer."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The `quantize_training` section: bits of weights that fall while the model is trained (MoQ)."""
+"""The `quantize_training` section: weights with fewer and fewer bits during training (MoQ)."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def open_tokens(path: Path, verify: bool = False) -> TokenFile:
 
 
 def read_header(path: Path) -> TokenFileHeader:
-    """Read the header alone.
+    """Read only the header.
 
     Raises:
         DataError: the file is missing, is not a token file, or has a format version that this release does not read.

@@ -226,11 +226,19 @@ class CheckpointMethods(EngineParts):
         )
         begun = time.monotonic()
         loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
-        if loaded[0] is not None:
-            self._reporter.record_checkpoint("load", str(loaded[0]), time.monotonic() - begun)
+        if loaded is not None:
+            self._reporter.record_checkpoint("load", loaded[0], time.monotonic() - begun)
         for observer in self._observers:
             observer.after_load()
-        return loaded
+        return (None, None) if loaded is None else (loaded[0], self._loaded_client_state(loaded[1]))
+
+    def _loaded_client_state(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the client state in the plain data of a checkpoint."""
+        return dict(plain["client"])
+
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        """Return plain data of this class that a checkpoint contains beside the state."""
+        return {}
 
     def _state(self) -> EngineState:
         return EngineState(
@@ -244,4 +252,5 @@ class CheckpointMethods(EngineParts):
             training_dataloader=self.training_dataloader,
             async_save=self._async_save,
             saved_tags=self.saved_tags,
+            metadata=self._checkpoint_metadata(),
         )

@@ -91,6 +91,7 @@ class EngineState:
 
     Attributes:
         raw_config: the configuration as the script gave it.
+        metadata: plain data of the engine's class, saved beside the state under keys of its own.
         saved_tags: tags of the checkpoints that the engine wrote; a save adds its own.
     """
 
@@ -104,6 +105,7 @@ class EngineState:
     training_dataloader: Any
     async_save: AsyncSave
     saved_tags: set[str]
+    metadata: dict[str, Any]
 
 
 @held_off()
@@ -203,6 +205,7 @@ def save_engine(
         "averages": average_checkpoint.average_metadata(model),
         "extra": merge_metadata(model.mesh, collect_plain_extra_states(engine.sharded.model)),
         "client": client_state,
+        **engine.metadata,
     }
     require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
     # rank 0's buffers are saved; those of other ranks may differ until the next forward (engine/module_buffers)
@@ -287,8 +290,8 @@ class LoadOptions:
 @held_off()
 def load_engine(
     engine: EngineState, directory: str, tag: str | None, options: LoadOptions
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint as `Engine.load_checkpoint` describes."""
+) -> tuple[str, dict[str, Any]] | None:
+    """Load a checkpoint as `Engine.load_checkpoint` describes. Return its path and plain data, or None without one."""
     model = engine.sharded
     require_unchanged_model(model)
     engine.async_save.finish()  # the async save in flight may be the requested checkpoint
@@ -297,7 +300,7 @@ def load_engine(
         tag = ranks.run_on_first("looking for the checkpoint", lambda: _tag_to_load(engine, directory))
     if tag is None:
         logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts from the beginning")
-        return None, None
+        return None
     opened: list[StoredCheckpoint] = []
     order = (
         optimizer_parameter_order(engine.sharded.model, engine.optimizer)
@@ -387,15 +390,14 @@ def load_engine(
             _matching_scheduler_state(loaded_state.plain["schedule"], engine.lr_scheduler.state_dict())
         )
     _restore_position(engine, loaded_state, position, options)
-    client_state = dict(loaded_state.plain["client"])
-    if unknown := sorted(unknown_classes(client_state)):
+    if unknown := sorted(unknown_classes(loaded_state.plain["client"])):
         logger.warning(
             "the client state of %s has objects that are not rebuilt (UnknownObject), of %s; import the class and "
             "call torch.serialization.add_safe_globals([it]) before load_checkpoint",
             loaded_state.path,
             ", ".join(unknown[:3]),
         )
-    return str(loaded_state.path), client_state
+    return str(loaded_state.path), loaded_state.plain
 
 
 def _tag_to_load(engine: EngineState, directory: str) -> str | None:

@@ -85,7 +85,7 @@ class BufferSynchronizer:
         device: device to move the buffers to.
         dtype_policy: dtypes of floating-point buffers; None: unchanged.
         sync_point: waits until all ranks are about to broadcast, and meanwhile joins the collectives of ranks that run
-            a forward alone.
+            a forward which this rank does not run.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         observer.on_sharded(self._sharded)
 
     def remove_observer(self, observer: EngineObserver) -> None:
-        """Stop to call `observer`; ignored if it was not added."""
+        """Stop calling `observer`. Does nothing if it was not added."""
         # A new list, because an observer may remove itself while all of them are called.
         self._observers = [one for one in self._observers if one is not observer]
 

@@ -42,7 +42,7 @@ class CachePopulation:
         self._wanted = max(self._wanted, min(max(block + self._lead, _LEAD_RATIO * block), self._num_blocks))
 
     def advance(self) -> bool:
-        """Allocate the next page of one tensor; return False if enough blocks have theirs."""
+        """Allocate the next pages of one tensor. Return False if the blocks to prepare all have pages."""
         if self._done >= self._wanted:
             return False
         problem = populate_pages(self._tensors[self._tensor][self._done : self._done + self._step])

@@ -53,7 +53,7 @@ def find_decoder(model: Any) -> nn.Module | None:
 
 
 def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:
-    """Return the last hidden state of the last token, float32 `[hidden]`; with pp on the last stage alone."""
+    """Return the last hidden state of the last token, float32 `[hidden]`; with pp only on the last stage."""
     decoder: Any = find_decoder(model)
     tokens = torch.tensor([ids], device=find_device(model))
     link = get_stage_link(model)

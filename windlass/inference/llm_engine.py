@@ -130,7 +130,7 @@ class LLMEngine:
             level: service level that the request declares.
             lora_name: name of the adapter.
             arrival: time of the engine's clock; None: now.
-            streams: `step` reports the request at every token, not at its end alone.
+            streams: `step` reports the request at every token, not only at its end.
             constraint: that of `params`, compiled by `constraints`; None: it is compiled here.
 
         Raises:
@@ -392,7 +392,7 @@ class LLMEngine:
         step.pending = draw_later(logits, [sequence.sampler for sequence, _ in step.plan.chosen])
 
     def _start_next(self, last: _StartedStep) -> None:
-        """Queue the step after the last one, whose tokens are on the device alone, so that the device does not wait.
+        """Queue the step after the last one, whose tokens are still only on the device, so that the device does not wait.
 
         [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
         blocks are freed after that. Nothing is queued if the step could be another one.

@@ -211,7 +211,7 @@ class LoraAdapters:
         if tokens in (0, rows):
             return self._tokens
         if rows == logits:
-            return self._logits  # the output head computes the rows of the wanted logits alone
+            return self._logits  # the output head computes only the rows of the wanted logits
         raise ModelError(f"{path} computed {rows} of {tokens} tokens; adapters of such layers are not served")
 
     def _find_shard(self, name: str, path: str, weight: LowRankWeight) -> LayerShard:

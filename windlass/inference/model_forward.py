@@ -120,7 +120,7 @@ def own_modes(*, allocates: bool = False) -> Iterator[None]:
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the settings of rotary embeddings of a configuration, those of single kinds of layers too."""
+    """Return a configuration's settings of rotary embeddings, including those of individual layer types."""
     found = []
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None)

@@ -108,7 +108,7 @@ class OwnCacheModelRunner:
                     with applied:
                         logits = self._advance(state, [row + offset for row in wanted])
                     found.update(zip(wanted, logits, strict=True))
-        if not rows:  # parts of prompts alone
+        if not rows:  # the step has only parts of prompts, which need no logits
             return torch.empty(0, self.vocab_size, device=self.device)
         return torch.stack([found[row] for row in rows])
 

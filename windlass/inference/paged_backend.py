@@ -35,7 +35,7 @@ class PagedMask:
 
     Attributes:
         sliding_window: positions that a query sees, its own included; None: all before it.
-        chunk_size: a query sees its own chunk of positions alone.
+        chunk_size: a query sees only its own chunk of positions.
         predicate: any other pattern, evaluated for every pair.
     """
 
@@ -64,7 +64,7 @@ class PagedAttention(AttentionBackend):
 
     Args:
         make_cache: allocates the cache of a layer at its first call. None: a probe, which records shapes and computes
-            attention within the row alone.
+            attention only within the row.
     """
 
     name = "paged"

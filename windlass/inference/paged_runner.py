@@ -197,7 +197,7 @@ class PagedModelRunner:
             tensor[index] = content.to(tensor.device)
 
     def release(self, sequence_id: int) -> None:
-        """Do nothing: a sequence has blocks alone."""
+        """Do nothing: a sequence has no state here besides its blocks."""
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
         """Do nothing: forked sequences share blocks through their block tables."""
@@ -272,7 +272,7 @@ def check_pageable(model: Any, max_model_len: int | None = None) -> None:
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     if others := sorted(kinds - PAGEABLE_LAYERS):
         raise ModelError(f"{name} has layers of the types {others}, whose state is not keys and values of tokens")
-    if getattr(model, "_is_stateful", False) and not kinds:  # a hybrid class may have layers of attention alone
+    if getattr(model, "_is_stateful", False) and not kinds:  # a hybrid class may have only attention layers
         raise ModelError(f"{name} keeps a recurrent state, not keys and values of tokens")
     for rope in rope_settings(config):
         kind = rope.get("rope_type", rope.get("type"))

@@ -38,7 +38,7 @@ def shard_for_inference(model: nn.Module, channel: RankChannel) -> None:
 
 
 def share_tokens(experts: nn.Module, axis: MeshAxis) -> None:
-    """Let each rank along ep dispatch a part of the tokens alone, since all ranks have the same tokens.
+    """Let each rank along ep dispatch only a part of the tokens, since all ranks have the same tokens.
 
     Other kinds of expert layers dispatch all tokens on each rank, which gives the same result.
     """

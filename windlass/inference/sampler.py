@@ -269,7 +269,7 @@ def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[
 
     Args:
         logits: float32 `[rows, vocabulary]`.
-        tokens: one for each row; the first entry of its result.
+        tokens: one token for each row. Its log-probability is the first entry of the row's result.
         counts: number of likeliest tokens for each row.
     """
     logprobs = logits.log_softmax(dim=-1)

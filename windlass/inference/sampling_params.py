@@ -99,7 +99,7 @@ class SamplingParams:
         max_tokens: maximum number of generated tokens; None: as many as the context window allows.
         min_tokens: no end-of-sequence token and no stop token is drawn before this number of tokens.
         logprobs: number of likeliest tokens whose log-probabilities are returned at each position, beside that of the
-            drawn token. None: no logprobs; 0: of the drawn token alone. They are taken before penalties, temperature
+            drawn token. None: no logprobs; 0: only of the drawn token. They are taken before penalties, temperature
             and masks.
         prompt_logprobs: the same for the tokens of the prompt.
         logit_bias: added to the logits of these token ids.

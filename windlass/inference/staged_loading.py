@@ -11,7 +11,7 @@ from windlass.inference.stage_link import split_for_inference
 
 
 class StagedModelSource:
-    """Source of a causal language model that reads the weights of one stage alone.
+    """Source of a causal language model that reads only the weights of one stage.
 
     transformers builds a model on the meta device and then reads the tensors that the model has. The class that is
     built here is a subclass of the model's own, which splits itself at the end of its construction.

@@ -90,7 +90,7 @@ class _Uses:
 
 
 def _fold_constants(recording: Recording) -> Recording:
-    """Compute operators of constants alone."""
+    """Compute operators whose inputs are all constants."""
     mutated = {
         ref.storage for op in recording.operators if op.mutates for ref in references([op.inputs[:1], op.outputs])
     }

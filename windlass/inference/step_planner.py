@@ -110,7 +110,7 @@ class StepPlanner:
         return PlannedStep(batch, chosen, rows, self._predict(chosen))
 
     def plan_next(self, last: Sequence[GenerationSequence], ids: torch.Tensor) -> PlannedStep | None:
-        """Plan the decode step after one whose tokens are on the device alone; see [Note: one step ahead].
+        """Plan the decode step after one whose tokens are still only on the device; see [Note: one step ahead].
 
         Args:
             last: sequences of that step, all of those that run.

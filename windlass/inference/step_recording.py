@@ -215,8 +215,8 @@ def unify(recordings: Sequence[Recording], sizes: Sequence[tuple[int, int]]) -> 
 
     Args:
         recordings: recordings of the same model.
-        sizes: tokens and rows of each; of the first three, the second differs from the first in the tokens alone, and
-            the third in the rows alone. The others are checked against these.
+        sizes: tokens and rows of each recording. The second differs from the first only in the tokens, and the third
+            only in the rows. The others are checked against these three.
 
     Raises:
         NotRecordableError: the recordings are not the same list of operators.

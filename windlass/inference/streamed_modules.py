@@ -100,7 +100,7 @@ class MappedUnits:
 
 
 class StackedParameters:
-    """Module whose own stacked matrices are parameters during its forward alone."""
+    """Module that has its stacked matrices as parameters only during its forward."""
 
     def __init__(
         self,

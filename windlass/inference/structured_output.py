@@ -106,7 +106,7 @@ class OutputConstraint:
             raise RequestError(f"token {token} violates structured_outputs: {self._matcher.get_error()}")
 
     def is_complete(self) -> bool:
-        """Return True if only the end may follow."""
+        """Return True if the answer satisfies the constraint and nothing but its end may follow."""
         return bool(self._matcher.is_stopped())
 
     def copy(self) -> OutputConstraint:

@@ -1,4 +1,4 @@
-"""Entry of the ranks other than the first one of a model that a server runs."""
+"""Entry point of all ranks of a served model except the first one."""
 
 from __future__ import annotations
 

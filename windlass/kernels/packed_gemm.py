@@ -200,7 +200,7 @@ class PackedPanels:
 
 
 class BorrowedPanels(PackedPanels):
-    """Packed weight whose tensors are in memory during a product alone.
+    """Packed weight whose tensors are in memory only during a product.
 
     Args:
         path: "reference" for tensors of the format itself; None: panels, for the active instruction set.

@@ -16,7 +16,7 @@ UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
 
 
 class Product(Protocol):
-    """Product of an input and its own form of a packed weight."""
+    """Product of an input and a packed weight, of which this object may hold a form of its own."""
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `input @ weight.T + bias` without gradients."""
@@ -37,7 +37,7 @@ def packed_matmul(
 ) -> torch.Tensor:
     """Return `input @ weight.T + bias` in the dtype of `input`, where `weight` is unpacked from `packed`.
 
-    The backward unpacks again, so that autograd saves the packed tensors alone; it gives gradients of `input` and
+    The backward unpacks again, so that autograd saves only the packed tensors; it gives gradients of `input` and
     `bias`. A matrix of at most `BLOCK_NUMEL` elements is one block: then values and gradients are those of `F.linear`
     with the unpacked weight, to the bit.
 
@@ -47,7 +47,7 @@ def packed_matmul(
         unpack_rows: `[rows, in_features]` in a dtype, from the same rows of all packed tensors.
         packed: tensors whose first dimension is `out_features`, without gradients.
         product: computes the result of the forward instead, from its own form of the weight.
-        shared: tensors that follow the rows in each call of `unpack_rows`, whole.
+        shared: tensors that each call of `unpack_rows` receives in full, after the rows.
     """
     result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, product, len(packed), *packed, *shared)
     return result

@@ -252,7 +252,7 @@ def paged_attention(
         context_lengths: int32 `[sequences]`; tokens of each sequence in the cache, the queries' own included.
         scaling: factor of the scores; by default `key_dim ** -0.5`.
         sliding_window: a query sees this many positions, its own included.
-        chunk_size: a query sees its own chunk of positions alone, as in Llama 4.
+        chunk_size: a query sees only its own chunk of positions, as in Llama 4.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
         sinks: `[heads]`; one more logit of each head in the softmax, without a value (GPT-OSS's `s_aux`).
 

@@ -149,7 +149,7 @@ def _launch_locally(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSta
 
 
 def _launch_one_node(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitStatus:
-    """Start the ranks of this host alone. The other hosts run the same command, with the same master address."""
+    """Start only the ranks of this host. The other hosts run the same command, with the same master address."""
     nodes = len(plan.hosts)
     if not 0 <= args.node_rank < nodes:
         raise LaunchError(

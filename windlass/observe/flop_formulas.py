@@ -1,7 +1,7 @@
 """Floating-point operations of single torch operations: matrix products, convolutions, attention, recurrent layers.
 
 A multiplication and an addition are two operations; elementwise work, products of two vectors, norms and softmax are
-not counted. Products with a sparse matrix count its stored elements alone. Attention is counted in full, also with a
+not counted. Products with a sparse matrix count only its stored elements. Attention is counted in full, also with a
 causal mask, as in `torch.utils.flop_counter`. Operations for which torch has a formula use torch's. The backward of a
 fused attention kernel computes its scores again: that product is counted as recomputed.
 """

@@ -106,7 +106,7 @@ def send_update(link: PairLink, version: int, gradient: ShardGradient, counted: 
 
     Args:
         version: version before the update.
-        counted: number of each worker's push in it.
+        counted: for each worker whose push is part of the update, the number of that push.
     """
     pushes = torch.tensor(list(counted.items()), dtype=torch.int64).view(-1, 2)
     _send_gradient(link, [MessageKind.UPDATE, version, len(counted)], gradient, pushes)

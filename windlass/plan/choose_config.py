@@ -54,7 +54,7 @@ class Rung:
     def apply(self, raw: dict[str, Any], nvme_path: str | None) -> dict[str, Any]:
         """Return the configuration `raw` with the stage and tiers of this rung."""
         changed = copy.deepcopy(raw)
-        changed.pop("offload", None)  # the rung has the tiers
+        changed.pop("offload", None)  # the rung sets all tiers
         zero = changed.setdefault("zero_optimization", {})
         zero["stage"] = self.stage
         for key, tier in (("offload_optimizer", self.states), ("offload_param", self.parameters)):

@@ -85,7 +85,7 @@ def actual_memory(failed: FailedRun) -> str:
 
 
 def memory_limit(failed: FailedRun) -> int | None:
-    """Return the bytes that a rank may use on its device, or of the host on a CPU; None: unknown."""
+    """Return the bytes that a rank may use: of its GPU, or of host memory if its device is a CPU. None: unknown."""
     emulated = emulated_device_memory()
     if emulated is not None:
         return emulated.budget

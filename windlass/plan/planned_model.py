@@ -91,7 +91,7 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
 def _auto_class(transformers: Any, config: Any) -> Any:
     """Return transformers' automatic class that builds a model of this configuration; None: there is none."""
     remote = getattr(config, "auto_map", None) or {}
-    # Encoder-decoders have a causal class too, of their decoder alone.
+    # Encoder-decoders also have a causal class, which contains only their decoder.
     tasks = sorted(_TASKS, key="Seq2SeqLM".__ne__) if getattr(config, "is_encoder_decoder", False) else _TASKS
     for task in tasks:
         found = getattr(transformers, f"AutoModelFor{task}")

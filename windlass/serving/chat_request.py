@@ -38,8 +38,8 @@ class ChatFields(RequestModel):
         add_generation_prompt: end the prompt with the header of the assistant's message.
         continue_final_message: continue the last message in place of a new one.
         chat_template_kwargs: values that the chat template reads.
-        reasoning_effort: the same for its variable of this name.
-        add_special_tokens: let the tokenizer add its beginning-of-text token; templates usually have it.
+        reasoning_effort: value of the template's variable of this name.
+        add_special_tokens: let the tokenizer add its beginning-of-text token, which most templates already contain.
     """
 
     messages: list[dict[str, Any]]

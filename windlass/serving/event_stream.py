@@ -60,7 +60,7 @@ class EventStream(Response):
             await until_disconnect(Request(scope, receive), self._send_events(send))
         except ClientDisconnect:
             return
-        except ApiError as error:  # the answer was cut
+        except ApiError as error:  # the answer ended before its last event
             await self._send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:

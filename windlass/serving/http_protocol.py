@@ -15,7 +15,7 @@ HEAD_SECONDS = 30.0
 """Seconds that a client has for the head of a request; it is closed after twice as many at the latest."""
 
 MAX_HEAD_BYTES = 2**17
-"""Bytes of a head, which uvicorn bounds with its other parser alone."""
+"""Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""
 
 _TOO_LARGE = ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes; send fewer headers")
 

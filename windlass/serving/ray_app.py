@@ -48,8 +48,8 @@ def build_app(
         ray_actor_options: resources of a replica, e.g. `{"num_cpus": 8, "num_gpus": 1}`.
         deployment_options: further arguments of `ray.serve.deployment`.
         server_options: further fields of `ServerSettings`.
-        factory: `module:function` that makes the engine of model and options.
-        engine_options: those of `windlass.LLM`.
+        factory: `module:function` that makes the engine from the model and the options.
+        engine_options: options of the engine, as for `windlass.LLM`.
 
     Raises:
         ConfigError: Ray is not installed, or an option is out of range.

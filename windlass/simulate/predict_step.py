@@ -32,7 +32,7 @@ def predict_step(
 ) -> StepPrediction:
     """Predict one optimizer step of `model` under `config` on `cluster`, in steady state.
 
-    Nothing is allocated and no rank starts: the model may be on the meta device, or its sizes alone.
+    Nothing is allocated and no rank starts: the model may be on the meta device, or be given by its sizes.
 
     Args:
         model: A model of transformers, or its sizes.

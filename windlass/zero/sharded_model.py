@@ -157,8 +157,8 @@ class ShardedModel:
             local_factor=local_factor,
         )
         self.disk_health = DiskHealth(tiers.disk, tiers.staging, mesh.world, device, self._temporary_extents)
-        # Stages have different units and unshard at different times, so that the ranks of one stage alone exchange the
-        # failures of its reads.
+        # Stages have different units and unshard them at different times, so failures of a stage's reads are exchanged
+        # only by the ranks of that stage.
         self._stage_ranks: RankGroup | None = None
         if mesh.pp.size > 1 and tiers.disk is not None:
             self._stage_ranks = mesh.over(*(axis for axis in AXES if axis != "pp"))
@@ -573,7 +573,7 @@ class ShardedModel:
         self._finish_result(trouble, failed.item())
 
     def forget_unsent(self) -> None:
-        """Drop what ranks have not sent yet of steps with other weights, after weights alone were loaded."""
+        """Drop changes that ranks have not yet sent, after a load of weights without optimizer states replaced the weights."""
         if self.update is not None:
             self.update.forget_unsent()
 

@@ -61,7 +61,7 @@ class DeviceRates:
 
 
 def parse_dtypes(text: str) -> list[torch.dtype]:
-    """Return the dtypes of a list with commas, each once.
+    """Return the dtypes of a comma-separated list, without duplicates.
 
     Raises:
         ConfigError: a dtype is unknown.

@@ -15,6 +15,9 @@ from windlass.checkpoint import plain_data
 from windlass.compat.checkpoint.pickle_stand_ins import LossScalerStandIn, NamespaceStandIn, NumpyArrayStandIn
 from windlass.compat.checkpoint.torch_file import StoredTensor
 
+DEEPSPEED_KEY = "deepspeed"
+"""Key of a checkpoint's plain data: `ds_config` and `ds_version`, which DeepSpeed returns with the client state."""
+
 # keys that DeepSpeed's engine writes besides the caller's `client_state`
 _ENGINE_KEYS = frozenset(
     """
@@ -45,6 +48,7 @@ def read_deepspeed_metadata(first: Mapping[str, Any], saved: list[dict[str, Any]
         "schedule": first.get("lr_scheduler"),
         "client": _client_state(first, path),
         "written_by": f"DeepSpeed {first.get('ds_version', '')}".strip(),
+        DEEPSPEED_KEY: _plain_values({key: first[key] for key in ("ds_config", "ds_version") if key in first}, path),
     }
 
 
@@ -68,18 +72,20 @@ def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[s
 
 def _client_state(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the caller's client state. Unsupported values are left out with a warning."""
-    client = {}
-    for key, value in first.items():
-        if key in _ENGINE_KEYS:
-            continue
+    return _plain_values({key: value for key, value in first.items() if key not in _ENGINE_KEYS}, path)
+
+
+def _plain_values(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
         try:
             value = _resolve_stand_ins(value)
             plain_data.encode(value, "", (torch.Tensor, StoredTensor))
         except CheckpointError as error:
             logger.warning("%s: %r of the client state is not read: %s", path, key, error)
             continue
-        client[key] = value
-    return client
+        found[key] = value
+    return found
 
 
 def _resolve_stand_ins(value: Any) -> Any:

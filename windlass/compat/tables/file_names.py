@@ -51,6 +51,17 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.checkpoint.ds_to_universal": differs(
         "windlass.compat.checkpoint.to_windlass", "writes a windlass checkpoint, which loads on any number of ranks"
     ),
+    **{
+        f"deepspeed.runtime.checkpoint_engine.{name}": differs(
+            f"windlass.compat.script_checkpoint_engine:{name.rpartition('.')[2]}",
+            "for scripts: the engine reads and writes its own files and calls none of its methods",
+        )
+        for name in (
+            "checkpoint_engine.CheckpointCommitInfo",
+            "checkpoint_engine.CheckpointEngine",
+            "torch_checkpoint_engine.TorchCheckpointEngine",
+        )
+    },
     "deepspeed.launcher.runner": works("windlass.compat.deepspeed_command"),
     "deepspeed.launcher.runner.main": works("windlass.compat.deepspeed_command:run"),
     "deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME": works(

@@ -15,6 +15,7 @@ _COMPRESSION = "init_compression replaces layers itself and engines run their sc
 _SHARDED = "compression does not run with sharded matrices; compress the whole model"
 _NORMS = "batch norms keep their class; channel_pruning masks their channels, and redundancy_clean cuts them"
 _SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
+_SENDS = "stages exchange tensors inside train_batch and eval_batch; use torch.distributed.send and recv for others"
 _DATA = "the data pipeline of DeepSpeed is not built yet; use windlass.data, or a torch DataLoader"
 _LTD = "random layer-token dropping is not built; train on all tokens"
 _CURRICULUM = "batches of varying size are not built yet; use a torch batch sampler and pass the loader's batches"
@@ -61,8 +62,14 @@ TABLE: dict[str, StandInEntry] = {
     **_refused_names(_NORMS, "compression.basic_layer.BNLayer_Compress"),
     **_refused_names(
         _SPARSE,
+        "ops.sparse_attention.SparseSelfAttention ops.sparse_attention.BertSparseSelfAttention "
+        "ops.sparse_attention.SparseAttentionUtils ops.sparse_attention.MatMul ops.sparse_attention.Softmax",
+    ),
+    **_refused_names(
+        _SPARSE,
         " ".join(
-            f"ops.sparse_attention.{name}"
+            f"ops.sparse_attention.{module}{name}"
+            for module in ("", "sparsity_config.")
             for name in [
                 "SparsityConfig",
                 "DenseSparsityConfig",
@@ -71,13 +78,13 @@ TABLE: dict[str, StandInEntry] = {
                 "BigBirdSparsityConfig",
                 "BSLongformerSparsityConfig",
                 "LocalSlidingWindowSparsityConfig",
-                "SparseSelfAttention",
-                "BertSparseSelfAttention",
-                "SparseAttentionUtils",
-                "MatMul",
-                "Softmax",
             ]
         ),
+    ),
+    **_refused_names(
+        _SENDS,
+        "runtime.pipe.p2p.init_process_groups runtime.pipe.p2p.can_send_recv runtime.pipe.p2p.send "
+        "runtime.pipe.p2p.recv runtime.pipe.p2p.wait",
     ),
     **_refused_names(
         _DATA,

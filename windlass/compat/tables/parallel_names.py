@@ -139,6 +139,7 @@ _STAGES |= {
     "deepspeed.pipe.PipelineEngine": _ENGINE,
     "deepspeed.runtime.pipe.engine.PipelineEngine": _ENGINE,
     "deepspeed.runtime.pipe.engine.DeepSpeedEngine": works("windlass.compat.deepspeed_engine:DeepSpeedEngine"),
+    "deepspeed.runtime.pipe.engine._tensor_bytes": works("windlass.compat.pipe_schedule:tensor_bytes"),
     "deepspeed.runtime.pipe.module.PipelineModule": _MODULE,
     "deepspeed.runtime.pipe.module.LayerSpec": works("windlass.parallel.pipeline.layer_specs:LayerSpec"),
     "deepspeed.runtime.pipe.module.TiedLayerSpec": works("windlass.parallel.pipeline.layer_specs:TiedLayerSpec"),

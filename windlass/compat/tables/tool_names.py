@@ -135,6 +135,7 @@ _RUNTIME: dict[str, StandInEntry] = {
         "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group bwc_tensor_model_parallel_rank",
     ),
     "deepspeed.runtime.utils.see_memory_usage": _SEE,
+    "deepspeed.runtime.data_pipeline.constants": works("windlass.compat.data_pipeline_constants"),
     "deepspeed.runtime.lr_schedules": works("windlass.compat.lr_schedule_arguments"),
     "deepspeed.runtime.constants": works(_WORDS, "without the help texts"),
     **_rows_for("deepspeed.runtime.config", _WORDS, _OPTIMIZER_NAMES),

@@ -122,7 +122,7 @@ def mpi_library_name(mpi: Any) -> str:
 
 
 def is_cuda_aware(mpi: Any) -> bool:
-    """Return True if the initialized MPI sends from and receives into GPU memory: by its own answer, or its switch."""
+    """Return True if the initialized MPI accepts GPU memory: it reports this, or an environment variable enables it."""
     library = ctypes.CDLL(mpi.__file__)
     try:
         answer = bool(library.MPIX_Query_cuda_support())

@@ -98,7 +98,7 @@ def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = N
 
     Args:
         model: has values or is on the meta device; it is unchanged afterwards.
-        example_kwargs: keyword arguments of a forward; by default `input_ids` alone.
+        example_kwargs: keyword arguments of a forward; by default only `input_ids`.
 
     Raises:
         ModelError: no list of layers can be split. The text names each list that was tried and the reason it was

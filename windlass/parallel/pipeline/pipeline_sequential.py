@@ -281,7 +281,7 @@ class PipelineSequential(nn.Module):
     ) -> Any:
         """Run one stage; see `PipelineStages.run_stage`.
 
-        A batch is a pair of inputs and labels; without `loss_fn` it may be inputs alone.
+        A batch is a pair of inputs and labels; without `loss_fn` it may be only inputs.
         """
         inputs, labels = batch if _is_pair(batch) else (batch, None)
         inputs = stage_input if stage else inputs

@@ -36,7 +36,7 @@ class ExecutorCallbacks:
             once.
         run_backward: called with a function that runs a backward, and with True if it is the last backward of the
             schedule, after which all gradients are complete.
-        on_weight_backward: called inside a backward of weights alone, before any computation.
+        on_weight_backward: called inside a backward that computes only gradients of weights, before any computation.
         loss_factor: returns the factor of each micro-batch's loss before its backward.
         to_device: moves a micro-batch from the loader to the device.
     """

@@ -1,4 +1,4 @@
-"""Distribution of a sequence's tokens over the ranks along sp. Arithmetic alone.
+"""Distribution of a sequence's tokens over the ranks along sp. Pure arithmetic.
 
 [Note: positions of tokens] A rank's tokens are one or two ranges of the sequence, in local order. In attention,
 `ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds the tokens of the whole group, for

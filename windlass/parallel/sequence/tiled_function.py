@@ -1,7 +1,7 @@
 """Tiled computation: a part of a model runs on a tile of tokens at a time, in the forward and in the backward.
 
 So the intermediate activations of all tokens never exist at once. S. Bekman et al., "Arctic Long Sequence Training",
-arXiv 2506.13996, section 3.1. The forward saves its inputs alone; the backward recomputes each tile. Gradients of
+arXiv 2506.13996, section 3.1. The forward saves only its inputs; the backward recomputes each tile. Gradients of
 parameters are summed over the tiles, in fp32 if parameters have 16 bits, and each parameter receives its gradient once.
 So a reduction that waits for the gradient starts once.
 

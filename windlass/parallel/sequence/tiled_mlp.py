@@ -17,7 +17,7 @@ from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Find the modules of `model` with the structure of an MLP.
 
-    An MLP has two linear layers or more and no other weights but norms. Its forward takes hidden states alone, and its
+    An MLP has two linear layers or more and no other weights but norms. Its forward takes only hidden states, and its
     output has as many features as its input.
 
     Yields:

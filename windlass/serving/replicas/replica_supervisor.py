@@ -110,7 +110,7 @@ class ReplicaSupervisor:
             stderr=asyncio.subprocess.PIPE,
             env={**self._environment, "PYTHONPATH": source_pythonpath(self._environment.get("PYTHONPATH", ""))},
             pass_fds=shared_descriptors(self._environment),
-            start_new_session=True,  # Ctrl-C reaches the router alone, which drains
+            start_new_session=True,  # Ctrl-C reaches only the router, which drains
         )
         assert process.stdin is not None and process.stdout is not None
         self._forwarding = asyncio.ensure_future(self._forward_log(process))

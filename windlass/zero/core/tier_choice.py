@@ -1,4 +1,4 @@
-"""Choice of a tier for the parameters, the gradients and the optimizer states of each unit. Arithmetic alone.
+"""Choice of a tier for the parameters, the gradients and the optimizer states of each unit. Pure arithmetic.
 
 [Note: choice of tiers] In model order, the first units are on NVMe, the next ones in host memory and the last ones on
 the device, with one pair of bounds for parameters and one for master weights and states. Gradients follow the states;

@@ -113,10 +113,10 @@ class FromPretrainedPatch:
 
 
 def _fit_biases_by_shape(model: Any) -> None:
-    """Let `PreTrainedModel` leave a bias without values alone if it fits its weight. Idempotent.
+    """Let `PreTrainedModel` skip the padding of a sharded bias that already fits its weight. Idempotent.
 
-    Tying weights pads the bias of the head to the rows of the weight, also by no element, and reads the bias for that.
-    It does so after the context, too, so that this replacement stays.
+    Tying weights pads the head's bias to the number of rows of the weight. It reads the bias even if there is nothing
+    to pad, which would gather it or raise. Weights are also tied after the context, so the replacement stays.
     """
     original = vars(model).get(FIT_BIAS)
     if original is None or getattr(original, "fits_by_shape", False):

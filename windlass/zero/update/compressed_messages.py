@@ -180,7 +180,7 @@ def batches_of(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 
 def owner_rows(unit: Unit, index: int, rows: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Distribute the errors of owners over another number of ranks: each element's goes to its new owner.
+    """Distribute the errors of owners over another number of ranks: each element's error goes to its new owner.
 
     Args:
         rows: `[saved ranks, n]`, zeros where a rank is not the owner. Returns `[ranks, n]`.

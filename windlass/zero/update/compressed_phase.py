@@ -140,7 +140,7 @@ class CompressedPhase:
         Yield each batch when it has its result; batches after it are on their way ([Note: messages in flight]).
 
         Args:
-            fragments: values to add to those of this rank before.
+            fragments: values that are added to this rank's values before the exchange.
         """
         averaged = in_flight((messages, self.start_average(messages, fragments)) for messages in batches)
         if self.shards:

@@ -167,7 +167,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
             moment.lerp_(part, 1 - beta1)
             variance.mul_(beta2).addcmul_(part, part, value=1 - beta2)
             root = (variance / (1 - beta2**steps)).sqrt_().add_(given["eps"])
-            if given["weight_decay"]:  # lr decay (master - change), which is the local weight
+            if given["weight_decay"]:  # decay of the local weight, which is `master - change`
                 change.lerp_(master.to(change.dtype), lr * given["weight_decay"])
             change.addcdiv_(moment, root, value=lr / (1 - beta1**steps))
 

@@ -22,7 +22,7 @@ variance is 0 have never had a gradient, and are not updated: the sign of a zero
 [Note: bounded steps] A message gives all elements of a block one magnitude. Divided by the root of a variance that few
 gradients have measured, it moves some elements by many times the learning rate, which Adam never does, since there each
 gradient is a part of the variance that divides it. `max_update` bounds the quotient, on the rank that steps the
-element, so it changes no message; the error feedback is that of the messages alone.
+element, so it changes no message; the error feedback contains only errors of the messages.
 """
 
 from __future__ import annotations

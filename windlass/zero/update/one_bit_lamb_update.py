@@ -101,7 +101,7 @@ class OneBitLambUpdate(WholeParameterUpdate):
         return has_gradient and id(owned.parameter) in options
 
     def _shaped(self, owned: OwnedParameter, *, gradient: bool = False) -> torch.Tensor:
-        """Return the master weights of a parameter in the dtype of the update, or its common momentum."""
+        """Return a parameter's master weights, or with `gradient` its common momentum, in the dtype of the update."""
         source = owned.chunk.gradient if gradient else owned.chunk.values()
         assert source is not None
         return self._place(owned, source).to(owned.chunk.state_dtype)

@@ -132,5 +132,5 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the int, float and str values, which alone are sent to other ranks."""
+    """Return the int, float and str values. Only these are sent to other ranks."""
     return {key: value for key, value in values.items() if isinstance(value, int | float | str)}
