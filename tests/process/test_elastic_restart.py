@@ -67,7 +67,7 @@ def test_too_few_ranks_or_too_many_restarts_return_the_failure(
     assert outcome.exit_code == 128 + signal.SIGKILL
     assert not [name for name in started(tmp_path) if name.startswith("start1")]
     assert len(reported) == 1 and reported[0].startswith("rank 1 was ended by SIGKILL")
-    assert reported[0].endswith("; not restarted: 1 ranks are left, fewer than 2")
+    assert reported[0].endswith("; not restarted: 1 rank left, fewer than 2")
     with pytest.raises(LaunchError, match="--max-restarts -1"):
         start_elastic(script(LOSES_ONE), 2, max_restarts=-1)
     with pytest.raises(LaunchError, match="--min-nproc 3 with 2 ranks"):

@@ -69,7 +69,7 @@ def run_with_restarts(
         hosts = drop_lost_slots(plan.hosts, outcome.failures)
         left = sum(len(host.slots) for host in hosts)
         if left < min_nproc:
-            logger.warning("%s; not restarted: %d ranks are left, fewer than %d", failures_text, left, min_nproc)
+            logger.warning("%s; not restarted: %s left, fewer than %d", failures_text, plural(left, "rank"), min_nproc)
             return outcome
         logger.warning(
             "%s; restarting on %s (restart %d of %d)",

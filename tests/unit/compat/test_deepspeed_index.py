@@ -257,7 +257,7 @@ def test_mismatched_files_are_refused(tmp_path: Path) -> None:
         return str(refused.value)
 
     (path / OPTIM).unlink()
-    assert "2 ranks saved, and there are 1 files of optim states" in error_text()
+    assert "2 ranks saved, but the number of files of optim states is 1" in error_text()
     (path / OPTIM).write_bytes(good)
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     assert "the file of rank 0 is missing" in error_text()

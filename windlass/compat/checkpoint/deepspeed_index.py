@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
+from windlass.base.text import plural
 from windlass.checkpoint import plain_data
 from windlass.checkpoint.checkpoint_directory import INDEX_FILE
 from windlass.checkpoint.checkpoint_index import (
@@ -105,7 +106,8 @@ class _DeepSpeedDirectory:
         for kind, files in (("optim", optim_files), ("model", model_files)):
             if files and len(files) != ranks:
                 raise CheckpointError(
-                    f"{self.path}: {ranks} ranks saved, and there are {len(files)} files of {kind} states"
+                    f"{self.path}: {plural(ranks, 'rank')} saved, "
+                    f"but the number of files of {kind} states is {len(files)}"
                 )
         stage, groups = 0, []
         if model_files:
