@@ -6,14 +6,14 @@ import io
 from pathlib import Path
 from typing import Any
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.atomic_file import make_directory, write_atomically
 
 
 def write_figure(figure: Any, path: Path) -> None:
     """Write a `matplotlib.figure.Figure` to a PNG, in one step, and create its folder. No display is needed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     drawn = io.BytesIO()
     canvas: Any = FigureCanvasAgg(figure)
     canvas.print_png(drawn)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.atomic_file import make_directory, open_new
 from windlass.base.errors import ModelError
 from windlass.base.text import print_escaped
 from windlass.observe.flop_counter import FlopCounter
@@ -275,5 +276,6 @@ def _write_lines(lines: Iterable[str], output_file: str | None) -> None:
             print_escaped(line)
         return
     path = Path(output_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", "utf-8")
+    make_directory(path.parent)
+    with open_new(path, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")

@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from windlass.base.atomic_file import open_new
 from windlass.base.log import logger as own_logger
 
 log_levels: dict[str, int] = {
@@ -125,7 +125,8 @@ def print_json_dist(
     if path is None:
         raise ValueError("print_json_dist: path is None; name a file")
     message["rank"] = dist.get_rank() if dist.is_initialized() else -1
-    Path(path).write_text(json.dumps(message), "utf-8")
+    with open_new(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(message))
 
 
 def print_configuration(args: Any, name: str) -> None:

@@ -13,6 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from windlass.base.atomic_file import make_directory
 from windlass.compat.accelerator.real_accelerator import get_accelerator
 from windlass.observe import memory_usage
 
@@ -135,7 +136,7 @@ def noop_decorator(func: Item) -> Item:
 
 def ensure_directory_exists(filename: str) -> None:
     """Create the parent folder of a file."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+    make_directory(Path(filename).parent)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

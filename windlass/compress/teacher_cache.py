@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from windlass.base.atomic_file import make_directory, write_atomically
+from windlass.base.atomic_file import make_directory, open_new, write_atomically
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ConfigError, DataError
 from windlass.base.log import logger
@@ -87,7 +87,7 @@ class TeacherCache:
         count = self._form["values"].shape[1]
         values, indices = F.log_softmax(logits.detach().float() / self._settings["temperature"], -1).topk(count)
         path = self.folder / f"rank{self.rank}.bin"
-        with open(path, "ab") as file:
+        with open_new(path, "ab") as file:
             for row, key in enumerate(_keys(ids)):
                 if key in self._places:
                     continue

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from windlass.base.atomic_file import make_directory, open_new
 from windlass.base.compute_device import synchronized_time
 from windlass.base.dtypes import parse_dtype
 from windlass.base.log import logger
@@ -167,8 +168,9 @@ class StepProfiler:
     def _write(self, text: str) -> None:
         path = Path(self._section.output_file or "")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", "utf-8")
+            make_directory(path.parent)
+            with open_new(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
         except OSError as error:  # the step was made on all ranks, so training continues
             logger.warning(
                 f"flops_profiler.output_file: {path} can't be written ({error.strerror}); name a file in a folder that "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import stat
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -195,7 +196,10 @@ class TensorBoardWriter:
         except ImportError as error:
             raise ConfigError(_missing_package_message("tensorboard", "tensorboard", "monitor", error)) from error
         make: Callable[..., Any] = SummaryWriter
+        make_directory(folder)
         self._writer = make(log_dir=str(folder))
+        for path in folder.glob(f"*.{os.getpid()}.*"):  # TensorBoard gives its file all permissions of the umask
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_IWOTH)
 
     def write(self, events: list[Event]) -> None:
         """Add the scalars and flush."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from windlass.base.atomic_file import write_atomically
+from windlass.base.atomic_file import make_directory, write_atomically
 from windlass.simulate.step_prediction import StepPrediction
 
 
@@ -39,7 +39,7 @@ def trace_events(prediction: StepPrediction) -> list[dict[str, Any]]:
 
 def write_trace(prediction: StepPrediction, path: Path) -> None:
     """Write the timeline. Open the file at ui.perfetto.dev, or in chrome://tracing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(prediction)})
     write_atomically(path, text.encode())
 

@@ -42,3 +42,21 @@ def test_existing_directories_and_files(tmp_path: Path) -> None:
         open_new(tmp_path / "file")
     with pytest.raises(OSError, match="file"):
         make_directory(tmp_path / "file" / "below")
+
+
+def test_files_of_monitors_and_reports_are_not_world_writable(umask: int, tmp_path: Path) -> None:
+    """Scripts that no command of windlass starts have the caller's umask."""
+    from windlass.compat.flops_profiler import _write_lines
+    from windlass.compat.rank_logging import print_json_dist
+    from windlass.compat.runtime_functions import ensure_directory_exists
+    from windlass.observe.monitor_writers import TensorBoardWriter
+
+    pytest.importorskip("tensorboard")
+    root = tmp_path / "out"
+    TensorBoardWriter(root / "a" / "events").close()
+    _write_lines(["1"], str(root / "b" / "report.txt"))
+    ensure_directory_exists(str(root / "c" / "name"))
+    print_json_dist({}, ranks=[-1], path=str(root / "json"))
+    written = [root, *root.rglob("*")]
+    assert len(written) == 8
+    assert not any(path.stat().st_mode & stat.S_IWOTH for path in written)
