@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +14,15 @@ from tests.causal_models import VOCABULARY, build, language
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.tensor_parallel_runs import (
     EXACT,
+    added_up,
     gather_full_tensor,
     pair,
     stepped,
     tensor_axis,
+    whole_gradients,
     whole_values,
 )
+from tests.hf_models import t5
 from tests.oracle import relative_error
 from windlass.comm.mesh import build_mesh
 from windlass.comm.mesh_shape import MeshShape
@@ -105,6 +110,29 @@ def test_table_shards_an_unknown_model() -> None:
     for logits, parameters in run_ranks(strange, 2):
         assert logits < EXACT
         assert parameters[0] < EXACT, parameters
+
+
+def of_relative_positions() -> tuple[float, tuple[float, str], list[int]]:
+    """Train a T5, whose attention looks up a bias for each head by the distance of two tokens."""
+    plain, axis = t5(), tensor_axis()
+    model = copy.deepcopy(plain)
+    apply_tensor_parallel(model, axis)
+    batch = language(0)
+    want, have = plain(**batch).loss, model(**batch).loss
+    want.backward(), have.backward()
+    added_up(model, axis)
+    error = relative_error(
+        whole_gradients(model, axis), {name: parameter.grad for name, parameter in plain.named_parameters()}
+    )
+    table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    return abs(float(have) - float(want)), error, list(table.shape)
+
+
+def test_biases_of_relative_positions_are_sharded_by_heads() -> None:
+    for loss, gradients, shape in run_ranks(of_relative_positions, 2):
+        assert loss < EXACT
+        assert gradients[0] < EXACT, gradients
+        assert shape == [32, 2]  # 2 of 4 heads
 
 
 def placed(name: str) -> tuple[int, int, bool]:

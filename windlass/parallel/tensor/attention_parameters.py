@@ -36,7 +36,11 @@ def shard_attention_parameters(
     ]
     for leaf, child in module.named_children():
         inner = f"{name}.{leaf}" if name else leaf
-        if inner not in layers and inner not in entries and next(child.parameters(), None) is not None:
+        if inner in layers or inner in entries or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.Embedding) and child.embedding_dim == head_partition.num_query_heads:
+            shards.append(_shard_head_bias(f"{inner}.weight", head_partition, layers[-1]))
+        else:
             shards += _shard_head_norm(inner, leaf, child, module, head_partition, layers)
     return [shard for shard in shards if shard.style is not ShardStyle.REPLICATED]
 
@@ -68,6 +72,13 @@ def _shard_direct_parameter(
         (name, "partial"),
         (name, "replicated"),
     )
+
+
+def _shard_head_bias(name: str, head_partition: HeadPartition, chain: str) -> ModuleShard:
+    """Shard a table of relative positions that has a column for each head, as in T5."""
+    count = head_partition.num_query_heads
+    ranges = scale_ranges(head_partition.query_ranges, 1)
+    return ModuleShard(name, ShardStyle.PARAMETER, count, ranges, f"{count} heads", chain, dim=1)
 
 
 def _shard_head_norm(
