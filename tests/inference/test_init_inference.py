@@ -229,3 +229,14 @@ def test_the_default_configuration_is_accepted() -> None:
     engine = init_inference(copy.deepcopy(model), default_inference_config())
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=4)
     assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=4), expected)
+
+
+def test_packed_weights_stay_where_they_are() -> None:
+    """Scripts move the engine to its device before each call; packed layers have no other values to move."""
+    ids, mask = padded()
+    engine = windlass.init_inference(small_model(), weights="int8", **SMALL)
+    expected = engine.generate(ids, attention_mask=mask, max_new_tokens=5)
+    assert engine.to("cpu").float().to(torch.device("cpu")) is engine
+    assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+    with pytest.raises(ConfigError, match=r"packed in int8 for cpu, and cannot become torch.bfloat16"):
+        engine.bfloat16()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,25 @@ class InferenceModel(nn.Module):
             )
         with torch.inference_mode():
             return own(input_ids, attention_mask=attention_mask, **settings)
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> InferenceModel:
+        """Change the parameters, as `to`, `half` and `cuda` do.
+
+        Raises:
+            ConfigError: weights are packed, and would change. Without a change, nothing is done.
+        """
+        if self._options.weights is None:
+            super()._apply(fn, recurse)
+            return self
+        kept = next((one for one in self.module.parameters() if not one.is_meta), torch.empty(0))
+        probe = torch.empty(0, dtype=kept.dtype, device=kept.device)
+        found = fn(probe)
+        if (found.dtype, found.device) != (probe.dtype, probe.device):
+            raise ConfigError(
+                f"weights are packed in {self._options.weights} for {probe.device}, and cannot become {found.dtype} on "
+                f"{found.device}; move or convert the model before init_inference"
+            )
+        return self
 
     def close(self) -> None:
         """Free the KV cache. The module stays sharded."""
