@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,22 @@ def test_a_deployment_answers_threads_and_streams(directory: Path) -> None:
         client("tiny")
     with pytest.raises(ConfigError, match="'tiny' was terminated"):
         deployment.generate(PROMPTS)
+
+
+def test_a_fork_cannot_call_a_deployment(directory: Path) -> None:
+    """The threads of the engine stay in the process that started it; a call in a fork would wait for them forever."""
+    deployment = serve(str(directory), deployment_name="forked", **SMALL)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            client("forked").generate(PROMPTS, max_new_tokens=2)
+        except BaseException as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = os.read(reading, 1000).decode()
+    assert f"'forked' runs in process {os.getpid()}, and this is a fork of it, {child}; call it from threads" in found
+    deployment.terminate_server()
 
 
 def test_a_deployment_is_found_by_its_model_and_its_callbacks_may_call_it(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -123,7 +124,7 @@ class MiiClient:
     """Client of a deployment. Threads may call it at the same time; their requests share batches."""
 
     def __init__(self, name: str, engine: AsyncLLMEngine) -> None:
-        self._name, self._engine = name, engine
+        self._name, self._engine, self._process = name, engine, os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mii-{name}", daemon=True)
         self._thread.start()
@@ -207,6 +208,13 @@ class MiiClient:
                 raise
 
     def _start(self, coroutine: Coroutine[Any, Any, Result]) -> Any:
+        if os.getpid() != self._process:  # a fork has no engine: its threads stayed behind
+            coroutine.close()
+            raise ConfigError(
+                f"the deployment {self._name!r} runs in process {self._process}, and this is a fork of it, "
+                f"{os.getpid()}; call it from threads of that process, or start `windlass serve` for clients in other "
+                "processes"
+            )
         if self._loop.is_closed():
             coroutine.close()
             raise ConfigError(f"the deployment {self._name!r} was terminated; start another one with mii.serve")
