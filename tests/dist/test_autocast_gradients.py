@@ -13,6 +13,7 @@ import windlass
 from tests.dist.equivalence_runs import whole_grads
 from tests.dist.harness import RankError, run_ranks
 from tests.models import Place, mlp, rows
+from tests.oracle import relative_error
 
 NAMES = ["torch.nn.Linear"]
 
@@ -75,3 +76,46 @@ def unknown() -> None:
 def test_unknown_class_name_is_refused() -> None:
     with pytest.raises(RankError, match=r"lower_precision_safe_modules: 'torch.nn.Linea' is not a class"):
         run_ranks(unknown, 1)
+
+
+def bf16_rows(rank: int) -> dict[str, torch.Tensor]:
+    return {name: value.bfloat16() for name, value in rows(Place(0, 0, rank)).items()}
+
+
+def of_bf16_parameters(stage: int) -> tuple[float, torch.dtype, bool, float]:
+    """Return this rank's loss, the dtype of its parameters, whether autocast was on, and the error of the gradients."""
+    torch.manual_seed(0)
+    engine = windlass.initialize(model=mlp(), config=config(stage, NAMES, bf16={"enabled": True}))[0]
+    seen: list[bool] = []
+    engine.module.head.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    loss = engine(**bf16_rows(dist.get_rank()))
+    engine.backward(loss)
+    means: dict[str, torch.Tensor] = {}
+    for rank in range(dist.get_world_size()):
+        torch.manual_seed(0)
+        model = mlp().bfloat16()
+        lowered_loss(model, rank).backward()
+        for name, parameter in model.named_parameters():
+            means[name] = means.get(name, 0) + parameter.grad.float() / dist.get_world_size()
+    found = relative_error(whole_grads(engine.module), means)[0]
+    dtype = next(engine.module.parameters()).dtype
+    engine.destroy()
+    return loss.item(), dtype, seen == [True], found
+
+
+def lowered_loss(model: nn.Module, rank: int) -> torch.Tensor:
+    """Return the loss of a model and inputs in bf16, under autocast."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss: torch.Tensor = model(**bf16_rows(rank))
+    return loss
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_in_bf16_compute_under_autocast(stage: int) -> None:
+    torch.manual_seed(0)
+    model = mlp().bfloat16()
+    for rank, (loss, dtype, lowered, error) in enumerate(run_ranks(of_bf16_parameters, 2, stage)):
+        assert loss == lowered_loss(model, rank).item()
+        assert dtype == torch.bfloat16
+        assert lowered
+        assert error < 1e-2

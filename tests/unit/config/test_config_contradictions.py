@@ -14,7 +14,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}),
     ("fp16.enabled", {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}),
-    ("bf16.enabled", {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}),
+    ("bf16.enabled", {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}}),
     ("data_types.param_dtype", {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}),
     ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}),
     ("data_types.buffer_dtype", {"data_types": {"buffer_dtype": "bf16"}}),

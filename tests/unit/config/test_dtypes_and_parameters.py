@@ -34,6 +34,11 @@ BUILT = [
             ("fp32", "fp16", "fp32", "fp32", "fp32", "fp32"),
         ),
         (
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+            "fp32",
+            ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"),
+        ),
+        (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
             "fp32",
             ("bf16", "bf16", "bf16", "bf16", "fp32", "fp32"),
