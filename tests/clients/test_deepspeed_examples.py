@@ -236,6 +236,7 @@ def test_chat_is_fine_tuned_as_in_plain_pytorch(
     check(*results, 2 + 2 * ranks, 1e-3)
 
 
+HYBRID = ("--enable_hybrid_engine", "--release_inference_cache")
 SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_scores \(lower is better\) : {NUMBER}"
 
 
@@ -261,8 +262,10 @@ def test_chat_reward_model_trains_as_in_plain_pytorch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
-@pytest.mark.parametrize("stage", [3, 2, 1, 0])
-def test_chat_rlhf_trains_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
+@pytest.mark.parametrize(("stage", "hybrid"), [(3, ()), (2, ()), (1, ()), (0, ()), (3, HYBRID), (2, HYBRID)], ids=str)
+def test_chat_rlhf_trains_as_in_plain_pytorch(
+    run: Run, chat: Path, tmp_path: Path, stage: int, hybrid: tuple[str, ...], ranks: int
+) -> None:
     """Law: step 3 of DeepSpeed-Chat in bf16, with four models, has the plain actor and critic losses and rewards."""
     batches = ("--per_device_training_batch_size", 4 // ranks, "--per_device_generation_batch_size", 4 // ranks)
     models = ("--actor_model_name_or_path", chat / "model", "--critic_model_name_or_path", critic(chat))
@@ -274,7 +277,8 @@ def test_chat_rlhf_trains_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Pa
     for plain in (False, True):
         stages = ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
         common = chat_options(chat, tmp_path / f"out-{plain}")
-        printed = run(script, *models, *options, *common, *stages, ranks=ranks, plain=plain)
+        more = (*stages, *(() if plain else hybrid))
+        printed = run(script, *models, *options, *common, *more, ranks=ranks, plain=plain)
         losses = rf"Actor Loss: {NUMBER} \| Critic Loss: {NUMBER}"
         results.append([*numbers(printed, losses), *numbers(printed, rf"Average reward score: {NUMBER}")])
     check(*results, 4 * 3, 2e-3)
