@@ -287,6 +287,20 @@ def test_channels_are_removed() -> None:
     torch.testing.assert_close(model(image), before, rtol=1e-5, atol=1e-5)
 
 
+def test_a_related_norm_that_the_model_lacks_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    related = [["^2$", "bn1"]]
+    config = section(channel_pruning=technique({}, {"dense_ratio": 0.5}, ["^0$"], related_modules=related))
+    init_compression(model, config)
+    image = torch.randn(2, 3, 9, 9)
+    before = model(image).detach()
+    redundancy_clean(model, config)
+    assert model[0].weight.shape[0] == model[2].in_channels == 4
+    torch.testing.assert_close(model(image), before, rtol=1e-5, atol=1e-5)
+    assert "related_modules has 'bn1', which matches no layer" in caplog.text
+
+
 class TiedHead(nn.Module):
     """Embedding whose weight is that of the head too."""
 

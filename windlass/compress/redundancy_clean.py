@@ -141,7 +141,9 @@ def _shrink_related(model: nn.Module, section: CompressionTraining, kind: str, k
             raise ConfigError(f"{where}.related_modules has another length than modules; name a list for each of them")
         for pattern, related in zip(group.modules, group.related_modules, strict=True):
             names = [name for name in find_layers(model, pattern, PRUNINGS[kind]) if f"{kind} {name}" in kept]
-            others = [_find_near(model, names, other, where) for other in _as_list(related)]
+            others = [
+                found for other in _as_list(related) if (found := _find_near(model, names, other, where)) is not None
+            ]
             for place, name in enumerate(names):
                 mask = kept[f"{kind} {name}"]
                 module = model.get_submodule(name)
@@ -162,17 +164,22 @@ def _as_list(related: Any) -> list[str]:
     return [related] if isinstance(related, str) else [str(one) for one in related]
 
 
-def _find_near(model: nn.Module, names: list[str], pattern: str, where: str) -> list[str]:
+def _find_near(model: nn.Module, names: list[str], pattern: str, where: str) -> list[str] | None:
     """Return a related module for each name: the matching one with the longest common beginning.
 
+    Returns None, with a warning, if the pattern matches no layer: configurations name norms that a model may lack.
+
     Raises:
-        ConfigError: no module matches, or two are equally near.
+        ConfigError: no other layer matches for some name, or two are equally near.
     """
     candidates = [
         name
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d)) and re.search(pattern, name)
     ]
+    if not candidates:
+        logger.warning("%s.related_modules has %r, which matches no layer", where, pattern)
+        return None
     found = []
     for name in names:
         parts = name.split(".")
