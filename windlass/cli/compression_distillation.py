@@ -169,7 +169,7 @@ def _load_teacher(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _rounded_names(model: nn.Module, directory: ModelDirectory, settings: DistillationSettings) -> list[str]:
-    """Return the layers to pack later: those that share no weight, and the output head only if `settings.head` is set."""
+    """Return the layers to pack later: those that share no weight; the output head only if `settings.head` is set."""
     if settings.format is None:
         return []
     sources = CheckpointNames(model, directory.places).source_of

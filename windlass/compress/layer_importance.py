@@ -24,7 +24,8 @@ from windlass.compress.pruned_config import PRUNING_ENTRY, renumber_layers
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
-_NO_LAYERS = ("token_id", "token_ids", "architectures")  # ends of the names of lists that have other entries than one per layer
+# ends of the names of lists whose entries do not belong to layers
+_NO_LAYERS = ("token_id", "token_ids", "architectures")
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
