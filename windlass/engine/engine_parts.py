@@ -111,6 +111,14 @@ class EngineParts:
         """Step the learning-rate scheduler after an applied step, with the arguments of `step(lr_kwargs=...)`."""
         raise NotImplementedError
 
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        """Return plain data of the engine's class that a checkpoint contains beside the state."""
+        raise NotImplementedError
+
+    def _loaded_client_state(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return what `load_checkpoint` returns as the client state, from the plain data of a checkpoint."""
+        raise NotImplementedError
+
     def _report_external_gradients(self, names: list[str]) -> None:
         """Report gradients of these parameters that the script set and the step drops."""
         raise NotImplementedError
