@@ -392,7 +392,7 @@ class LLMEngine:
         step.pending = draw_later(logits, [sequence.sampler for sequence, _ in step.plan.chosen])
 
     def _start_next(self, last: _StartedStep) -> None:
-        """Queue the step after the last one, whose tokens are only on the device yet, so that the device does not wait.
+        """Queue the step after the last one, whose tokens are only on the device, so that the device does not wait.
 
         [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
         blocks are freed after that. Nothing is queued if the step could be another one.

@@ -573,7 +573,7 @@ class ShardedModel:
         self._finish_result(trouble, failed.item())
 
     def forget_unsent(self) -> None:
-        """Drop changes that ranks have not yet sent, after a load of weights alone, without optimizer states."""
+        """Drop changes that ranks have not yet sent, after a load of weights only replaced the weights."""
         if self.update is not None:
             self.update.forget_unsent()
 
