@@ -108,7 +108,7 @@ def _run(job: Job) -> Outcome:
             )
             dist.barrier()  # no rank may fail, and so close its connections, while a peer still connects to it
             value = job.function(*job.args)
-            dist.barrier()  # nor while a peer still communicates with it
+            dist.barrier()  # nor may it fail while a peer still communicates with it
             outcome = Outcome(value)
         except BaseException as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)

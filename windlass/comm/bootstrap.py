@@ -234,7 +234,7 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
 
 
 def _rendezvous_by_mpi(place: RankEnvironment, backend: str, timeout: timedelta) -> None:
-    """Create the default group with a store whose address MPI broadcasts: jobs on one host need no port each."""
+    """Create the default group with a store whose address MPI broadcasts, so that no job needs a port of its own."""
     with require_own_peers(_STORE_CONNECTION):
         store, address, port = store_over_mpi(place, place.master or _own_address(), timeout)
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))

@@ -31,8 +31,8 @@ class CompressedCollectives:
         traffic: traffic counters; new ones by default.
 
     Raises:
-        CodecError: the codec does not exist, or ranks have different ones. From a collective: it does not accept the
-            dtype of the tensor.
+        CodecError: the codec does not exist, or ranks have different ones. From a collective: the codec does not accept
+            the dtype of the tensor.
         CollectiveArgumentError: from a collective whose tensor, sizes or peer do not fit the group.
     """
 

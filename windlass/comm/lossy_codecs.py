@@ -19,7 +19,7 @@ from windlass.kernels import message_codes
 SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1 << 17  # elements that a CPU encodes or decodes at once, a multiple of every block: they stay in its cache
 _LEAST = torch.finfo(torch.float32).tiny  # lower bound of a scale, so that its reciprocal is finite
-_MOST_PLACES = 1 << 31  # numbers of elements that fit in 32 bits
+_MOST_PLACES = 1 << 31  # element indices that fit in 32 bits
 
 
 def require_finite(name: str, values: torch.Tensor, sums: torch.Tensor) -> None:

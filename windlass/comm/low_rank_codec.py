@@ -19,7 +19,7 @@ class LowRankCodec:
     a projection, so that an error is never larger than the tensor. Bytes: `4 rank` for each row and column, or those of
     the tensor in float32 where that is less.
 
-    A codec has neither the shape of a parameter nor the basis of the message before: `PowerSGD` uses both.
+    A codec has neither the shape of a parameter nor the basis of the previous message. `PowerSGD` uses both.
     """
 
     exact = False

@@ -163,8 +163,8 @@ class MeshAxis:
             most: Largest possible sum of `counts`.
 
         Returns:
-            `[size x local receivers]`, the rows that each rank has for the receivers here; and `counts`, followed by
-            these, on the host.
+            `[size x local receivers]`, the rows that each rank has for the receivers here; and a list on the host with
+            `counts` followed by these numbers.
         """
         here = spans[self.index][1] - spans[self.index][0]
         arriving = self.all_to_all(counts, [end - first for first, end in spans], [here] * self.size)
@@ -199,7 +199,7 @@ class MeshAxis:
         run_pending_checks()
         return self._gather_objects(value)
 
-    # The messages themselves, which an axis of a run that is only planned does not send.
+    # Communication, which `PlannedAxis` replaces: it sends nothing.
 
     def _start_sum(self, tensor: torch.Tensor, op: Any) -> Pending:
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())

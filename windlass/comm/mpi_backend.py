@@ -42,7 +42,7 @@ def register_mpi() -> str:
 
 
 def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | None:
-    """Return the place of this process: that of its launcher, completed and checked by MPI.
+    """Return the rank environment of this process: that of its launcher, completed and checked by MPI.
 
     Raises:
         CommunicationError: MPI has another rank or number of ranks.
@@ -51,7 +51,7 @@ def mpi_rank_environment(place: RankEnvironment | None) -> RankEnvironment | Non
     world = mpi.COMM_WORLD
     if place is None and world.Get_size() == 1:
         return None
-    if place is None:  # a launcher that only MPI knows
+    if place is None:  # the launcher sets no variables; only MPI has the rank
         place = RankEnvironment(f"MPI ({mpi_library_name(mpi)})", world.Get_rank(), world.Get_size())
     check_world(mpi, place.source, place.rank, place.world)
     if place.local_rank is None or place.local_world is None:
@@ -100,7 +100,7 @@ def _create_group(options: Any, _: Any) -> MpiProcessGroup:
     ranks = list(options.global_ranks_in_group)
     world, index, size = mpi.COMM_WORLD, options.group_rank, options.group_size
     with MPI_LOCK:
-        if not ranks:  # torch's name of all ranks
+        if not ranks:  # torch's way to name all ranks
             if not dist.is_initialized():
                 check_world(mpi, "torch.distributed", index, size)
                 _check_job(mpi, options.store, index)

@@ -265,7 +265,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         """Wait until every rank of the group has called this."""
         return self._start("barrier", self._comm.Ibarrier, [], None)
 
-    # Inside
+    # Internals
 
     def _elements(self, tensors: Tensors, op: Any) -> tuple[torch.Tensor, Any]:
         operator = mpi_operator(self._mpi, op, tensors[0].dtype)

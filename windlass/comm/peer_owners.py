@@ -7,8 +7,8 @@ unpickle what their peers send. Over loopback Linux lists both ends of a connect
 process group are made and before anything is received over them. The superuser is accepted, since no check holds
 against it. Connections with other hosts are not checked: their other ends are not listed here.
 
-A process on a busy machine may take seconds to accept a connection, which then has no owner yet. Such a connection is
-waited for; one that its owner has closed is not.
+A process on a busy machine may take seconds to accept a connection, which then has no owner yet. The check
+waits for such a connection, but not for one whose owner has closed it.
 
 Reading the list takes milliseconds, and a run creates many groups. So each connection is looked up by itself first
 (`socket_diagnosis`), and the list is read where this does not show that all of them are of the same user.

@@ -42,7 +42,7 @@ class LaneErrors:
     Attributes:
         flat: `[numel]` in float32, the error of each element of the buffer: a rank sends each element of the other
             shards once, in the first hop or in the second one. None before the first reduction.
-        reductions: `[1]` int64, their number.
+        reductions: `[1]` int64, the number of reductions of this lane.
     """
 
     def __init__(self) -> None:

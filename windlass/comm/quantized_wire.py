@@ -82,7 +82,7 @@ class QuantizedReduction:
 
     Args:
         flat: `[numel]`, the gradient of this rank.
-        out: `[numel / size]`, receives the sum, or it is added.
+        out: `[numel / size]`, to which the sum is written or added.
         errors: error feedback of the lane, if the options have it.
         tags: tags of both hops.
         node_size: see `WireOptions.node_size`.

@@ -75,7 +75,7 @@ class SharedMemoryChannel:
     def start_exchange(
         self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
-        self.exchange(sends, receives)  # copies of this rank: there is no transfer to wait for
+        self.exchange(sends, receives)  # this rank has copied everything, so no transfer is left to wait for
         return _nothing
 
     def start_all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> Callable[[], None]:

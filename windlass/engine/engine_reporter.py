@@ -96,7 +96,7 @@ class EngineReporter:
         self._write_finished_step()
 
     def record_start(self, model: ShardedModel) -> None:
-        """Write what runs on which machine to the record of the run, if there is one."""
+        """Write the configuration, the model and the machine to the record of the run, if there is one."""
         if self._record is None:
             return
         self._record.write(
@@ -114,7 +114,7 @@ class EngineReporter:
         )
 
     def record_checkpoint(self, action: str, path: str, seconds: float) -> None:
-        """Write that a checkpoint was saved or loaded to the record of the run, if there is one."""
+        """Add a saved or loaded checkpoint to the record of the run, if there is one."""
         if self._record is not None:
             self._record.write("checkpoint", action=action, path=path, seconds=seconds, step=self._engine.global_steps)
 
@@ -332,7 +332,7 @@ def _tier_lines(model: ShardedModel) -> list[str]:
     requested, tiers = model.settings.tiers, model.tiers
     if requested.param is Tier.DEVICE and requested.state is Tier.DEVICE:
         return []
-    if requested.of_units:  # the table of the choice has them
+    if requested.of_units:  # `placement_table` has listed them
         return [f"disk: {tiers.disk.description()}"] if tiers.disk is not None else []
     line = f"tiers: parameters {requested.param.value}, master weights and optimizer states {requested.state.value}"
     if tiers.state is not requested.state or tiers.param is not requested.param:

@@ -99,7 +99,8 @@ def load_hyperparameters(
     """Load the saved hyper-parameters, and log what was matched.
 
     Args:
-        applied_steps: optimizer steps before the save, for an optimizer whose phases count those of another one.
+        applied_steps: optimizer steps before the save. If another optimizer made them, an optimizer with phases counts
+            its own steps from there.
     """
     for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:

@@ -16,8 +16,8 @@ from windlass.zero.sharded_model import ShardedModel
 class ScheduleUnshardPolicy:
     """Policy of a pipeline rank to unshard its parameters once per step or once per micro-batch.
 
-    It is once per step if the configuration requests it and memory allows. Its construction is collective over the
-    ranks that share a stage, which make the same choice.
+    Parameters are unsharded once per step if the configuration requests it and memory allows. The construction is
+    collective over the ranks that share a stage, which make the same choice.
 
     Args:
         sharded: the rank's stages.

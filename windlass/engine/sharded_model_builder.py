@@ -77,7 +77,7 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
     """Return the settings of the ZeRO core for `model`, which may be on the meta device.
 
     Args:
-        tiers: tiers of the slots, of `planned_placements` if nothing is to be opened.
+        tiers: tiers of the slots. `planned_placements` returns them without opening a disk.
         timeout: time-out of collectives.
 
     Raises:
@@ -249,7 +249,7 @@ def planned_placements(config: Config, staging_limit: int | None) -> Placements:
 
 
 def _undecided_placements(config: Config, section: AutoOffload, staging_limit: int | None) -> Placements:
-    """Return placements for the sizes of units whose tiers `plan_tiers` chooses."""
+    """Return provisional placements: `plan_tiers` computes the sizes of units with them, then chooses their tiers."""
     return Placements(
         param=Tier.HOST if config.zero_optimization.stage == 3 else Tier.DEVICE,
         state=Tier.HOST,

@@ -126,7 +126,7 @@ def plan_tiers(
         raise ConfigError(problems[0])
     itemsize = max((unit.dtype.itemsize for unit in units), default=4)
     live = sizes.max_live_numel(choice, itemsize)
-    # Ranks of other machines might compare equal times otherwise, and all ranks of a stage need the same tiers.
+    # All ranks of a stage need the same tiers, but different machines may order equally fast placements differently.
     stage = mesh.world if mesh.pp.size == 1 else mesh.over(*(axis for axis in AXES if axis != "pp"))
     agreed = stage.broadcast_object(_Proposal(choice.units, live))
     for line in placement_table(units, replace(choice, units=agreed.units), rates):
@@ -171,7 +171,7 @@ def sizes_of_units(
 
 
 def step_traffic(accumulation: int, settings: ZeroSettings) -> StepTraffic:
-    """Return the passes of a step of `accumulation` micro-batches."""
+    """Return the numbers of transfers in a step of `accumulation` micro-batches."""
     return StepTraffic(2 * accumulation, accumulation if settings.policy.grad else 1)
 
 
@@ -221,7 +221,7 @@ def free_memory_of_rank(section: AutoOffload, device: torch.device) -> TierMemor
 
 
 def placement_table(units: Sequence[Unit], choice: TierChoice, rates: TierRates) -> list[str]:
-    """Return the lines of a table of the tiers: one for neighbours with equal ones."""
+    """Return the lines of a table of the tiers, with one line for neighbouring units on equal tiers."""
     head = ("units", "first parameter", "elements", "parameters", "gradients", "states")
     rows: list[tuple[str, ...]] = [head]
     pairs = list(zip(units, choice.units, strict=True))

@@ -32,7 +32,7 @@ class TrialJob:
         slow_s: The trial ends early if the first two timed steps both take longer than this; None: it never does.
         forecast: `module:attribute` of a function that rank 0 calls with the model before it is sharded; the result is
             called with the first batch. Empty: there is none.
-        forecast_order: Path of the order of the forecast.
+        forecast_order: Path of the file with the settings of the forecast.
     """
 
     result: str

@@ -175,7 +175,7 @@ class StagedModel:
         A module that is never called lies on all of them.
 
         Returns:
-            The names that kept parameters have on other ranks only, with the parameters.
+            By name, parameters that this rank keeps under another name: the name belongs to a module on other ranks.
         """
         ranks: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}

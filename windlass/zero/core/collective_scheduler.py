@@ -397,8 +397,8 @@ class CollectiveScheduler:
         unit = self._units[number]
         released = unit.shard_state is ShardState.SHARDED
         unit.join_unshard(backward=code % len(_Operation) == _Operation.REGATHER)
-        # Other ranks need this unit, this rank may not: keep at most one such unit beyond its collective to bound
-        # memory.
+        # Other ranks need this unit, but this rank may not: keep at most one such unit unsharded after its collective,
+        # to bound memory.
         if released:
             unit.unsharded_for_peers = True
             if not wanted:
@@ -484,7 +484,8 @@ class _RecordedPhase:
     def without_first_gathers(self, unsharded: frozenset[int]) -> tuple[int, ...]:
         """Return the codes for a phase that begins with these units unsharded, which saves their first gathers.
 
-        A gather of a unit that was unsharded at the beginning of this phase too is a later one, and stays.
+        The recorded phase has no first gather of a unit that was unsharded at its own beginning: all gathers of that
+        unit are later ones, and stay.
         """
         saved = set(unsharded - self.begun_unsharded)
         found = []

@@ -34,8 +34,8 @@ class DiskHealth:
     Attributes:
         loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks.
         update_error: Exception of a partial update on this rank, until all ranks have received it.
-        update_changed_nothing: That update raised before any part of it was complete. If so on all ranks, training
-            continues.
+        update_changed_nothing: The update of `update_error` raised before any part of it was complete. Training
+            continues if this is so on all ranks.
         frozen_are_intact: With a `loss_reason`: parameters that are not trained have kept their values.
     """
 
@@ -63,7 +63,7 @@ class DiskHealth:
         )
 
     def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None) -> None:
-        """Exchange with all ranks if a transfer failed, and raise if so. Collective if the model keeps data on NVMe.
+        """Raise on all ranks if a transfer of any rank failed. Collective if the model keeps data on NVMe.
 
         Args:
             what: Operation that failed or cannot run, for the message.

@@ -171,7 +171,7 @@ class GradientReducer:
         self._allocated = {}
 
     def keep_local_gradients(self, keep: bool) -> None:
-        """Begin or end to keep the gradients of this rank unreduced, from the next backward on.
+        """Start or stop keeping the gradients of this rank unreduced, from the next backward on.
 
         There must be no gradient. Equal on all ranks. Meanwhile each rank holds a full gradient of each unit, even
         where gradients are sharded.

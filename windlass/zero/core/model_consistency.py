@@ -13,7 +13,7 @@ from windlass.comm.rank_group import RankGroup
 from windlass.parallel.placement import get_placement
 from windlass.zero.core.unit_partition import UnitPlan
 
-# Name, global shape, dtype, and if and in which optimizer group it is trained.
+# Name, global shape, dtype, and the optimizer group that trains the parameter, if any.
 _Summary = tuple[str, tuple[int, ...], str, str]
 
 

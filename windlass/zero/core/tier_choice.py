@@ -1,11 +1,11 @@
 """Choice of a tier for the parameters, the gradients and the optimizer states of each unit. Pure arithmetic.
 
 [Note: choice of tiers] In model order, the first units are on NVMe, the next ones in host memory and the last ones on
-the device, with one pair of bounds for parameters and one for master weights and states. Gradients follow the states;
-those of states on NVMe may be in host memory or there. All placements of that form are compared, so the result is the
-fastest of them that fits, every uniform setting is among them, and more memory never makes it slower. A model of many
-units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one; placements with one bound, such as a
-`ratio` of the states, are compared for every unit of it.
+the device, with one pair of bounds for parameters and one for master weights and states. Gradients are on the tier of
+their states; those of states on NVMe may be in host memory too. All placements of that form are compared, so the result
+is the fastest of them that fits, every uniform setting is among them, and more memory never makes it slower. A model of
+many units is divided into `_MOST_GROUPS` groups of neighbours, which are placed as one; placements with one bound, such
+as a `ratio` of the states, are compared for every unit of it.
 
 The time of a placement is computed from the measured rates: the slowest of the transfers during forward and backward,
 plus the slowest part of the update. A share of every transfer is added, because no overlap is perfect. The time of the
@@ -67,9 +67,10 @@ class FixedBytes:
     """Bytes that do not depend on the tier of single units.
 
     Attributes:
-        device: Whole parameters, gradient buffers, and units that are unsharded at the same time.
-        device_if_params_offloaded: Units that are unsharded at the same time, where those on the device are in memory
-            that ranks share, and only those off the device are unsharded into memory of their own.
+        device: Whole parameters, gradient buffers, and units that are unsharded at the same time, unless ranks share
+            the memory of unsharded units.
+        device_if_params_offloaded: Units that are unsharded at the same time, if ranks share the memory of unsharded
+            units: only units whose shards are off the device are then unsharded into memory of each rank.
         device_if_offloaded: Buffers of gradients on their way, once the states of a unit are off the device.
         host_if_offloaded: Buffers of an update on the host.
         host_if_on_disk: Staging of NVMe transfers, once anything is on NVMe.
@@ -103,7 +104,7 @@ class TierMemory:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Passes of a step.
+    """Numbers of transfers of a unit in a step.
 
     Attributes:
         gathers: Number of times that a shard of the parameters is read: two for each micro-batch.
@@ -121,8 +122,8 @@ class TierChoice:
     Attributes:
         units: Tiers of each unit.
         seconds: Time of the transfers and updates of a step, see [Note: choice of tiers].
-        used: Bytes by tier, as `memory` limits them.
-        memory: Bytes that could be used.
+        used: Bytes used on each tier.
+        memory: Limits of these bytes.
     """
 
     units: tuple[UnitTiers, ...]
@@ -201,7 +202,7 @@ class _Compared:
         least = int(over.min())
         nearest = int(over.argmin())
         fastest = int(torch.where(over == 0, seconds, torch.inf).argmin())
-        self.row = nearest if over[fastest] else fastest  # nothing fits, or takes a finite time
+        self.row = nearest if over[fastest] else fastest  # nearest: none fits and takes a finite time
         self.key = least, float(seconds[self.row])
 
     def choice(self) -> TierChoice:
@@ -215,8 +216,10 @@ class _Compared:
 
 
 class _Bounds:
-    """Placements, one a row: `[n, 5]` ends of the groups on NVMe and in host memory, of parameters and of states, and
-    1 if gradients of states on NVMe are there too.
+    """Placements, one per row: `[n, 5]`.
+
+    The columns are the ends of the groups on NVMe and in host memory, for parameters and then for states, and 1 if
+    gradients of states on NVMe are on NVMe too.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class Block:
-    """Module whose call unshards units: before its forward, with a reshard afterwards."""
+    """Module around whose forward and backward its units are unsharded and then resharded."""
 
     name: str
     module: nn.Module
