@@ -28,7 +28,7 @@ from windlass.storage import DiskTier
 
 _RESULTS = Path(__file__).parent / "results"
 _RANK_SCRIPT = Path(__file__).parent / "rig" / "checkpoint_rank.py"
-_STATE_BYTES_PER_PARAMETER = 12  # bytes a parameter: float32 weight and two moments
+_STATE_BYTES_PER_PARAMETER = 12  # bytes per parameter: float32 weight and two moments
 _BLOCK_BYTES, _QUEUE_DEPTH = 1 << 20, 32
 SAVE_METHODS = (
     "windlass",

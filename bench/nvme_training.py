@@ -22,7 +22,7 @@ from windlass.launch.start_ranks import launch, threads_per_rank
 
 _RESULTS = Path(__file__).parent / "results"
 _RANK_SCRIPT = Path(__file__).parent / "rig" / "infinity_rank.py"
-_STATE_BYTES_PER_PARAMETER = 16  # bytes a parameter: bf16 weight and gradient, float32 master weight and two moments
+_STATE_BYTES_PER_PARAMETER = 16  # bytes per parameter: bf16 weight and gradient, float32 master weight and two moments
 _MIN_STATES_OVER_MEMORY = 3.0
 # Large blocks return to the system when they are freed: fresh pages cost time, but memory is scarce here.
 _MALLOC_ENVIRONMENT = {

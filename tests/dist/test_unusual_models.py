@@ -317,7 +317,7 @@ def feature_loss(features: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("place", ["gloo", "disk"])
 def test_a_loss_of_features_alone_trains_as_in_plain_pytorch(place: str, tmp_path: Any) -> None:
-    """The blocks' own outputs get no gradient: it begins at modules inside them."""
+    """The backward begins at modules inside the blocks, and the outputs of the blocks get no gradient."""
     model = built()
     features = observe_features(model)
     optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))

@@ -209,7 +209,7 @@ def test_a_forward_that_fails_ends_its_request_alone(position: int) -> None:
 
 @pytest.mark.parametrize("part", ["mask", "structure", "text"])
 def test_an_error_of_masks_or_text_ends_its_request_alone(part: str) -> None:
-    """These come from libraries, as errors of other types than RequestError."""
+    """Libraries compute masks and text, and raise errors of other types than RequestError."""
 
     class Broken:
         text = ""

@@ -85,7 +85,7 @@ def test_drafts_change_no_token(name: str, cache: int) -> None:
 
 
 def test_the_draft_model_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache stays between steps, so only accepted tokens and drafts are computed."""
+    """The draft model's cache stays between steps, so only accepted tokens and drafts are computed."""
     model = model_of()
     speculative = {"method": "draft", "num_tokens": 3, "model": model_of()}
     with LLM(model, check_at_load=False, speculative=speculative) as llm:

@@ -157,7 +157,7 @@ def test_faults_on_either_transport_and_rank(transport: str, faulty: int, tmp_pa
 
 @pytest.mark.slow
 def test_other_exits_and_a_suspended_run(tmp_path: Path) -> None:
-    """Other ends are reported by their cause, and a suspended run continues.
+    """Ranks that end in other ways are reported with their cause, and a suspended run continues.
 
     A rank may be killed at once, report its own error, or have another exception hook. Ranks that are all stopped for
     longer than `timeout_s`, as by Ctrl-Z, do not count that time as waiting.

@@ -36,7 +36,7 @@ from windlass.data.tokenizer import load_tokenizer
 
 LOSS_TERMS = ("logits", "task", "hidden", "attention", "temperature")
 _SAVE_SECONDS = 60.0
-_WARM_UP_SHARE = 20  # the learning rate warms up during one of this many steps
+_WARM_UP_SHARE = 20  # the learning rate warms up during 1 / this of all steps
 
 
 @dataclass(frozen=True)

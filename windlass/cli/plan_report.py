@@ -43,7 +43,7 @@ def memory_table(plan: MemoryPlan) -> Table:
 
 
 def peak_line(plan: MemoryPlan, limits: RankLimits) -> str:
-    """Return one line with the peak of each place, its moment and its limit."""
+    """Return one line with the peak of each kind of memory, the moment of the peak and the limit."""
     parts = []
     for place in places_of(plan):
         most = limits.of(place)

@@ -22,7 +22,7 @@ _CACHED_NUMEL = 1 << 16  # weights that a search reads again and again
 
 @dataclass(frozen=True)
 class IntegerGrid:
-    """Values that the codes of a matrix stand for: `(code - zero) * scale`.
+    """Values of the codes of a matrix: `(code - zero) * scale`.
 
     Attributes:
         form: weight format of the codes.

@@ -108,7 +108,7 @@ def packed_lora_class() -> type[nn.Module]:
             return module.in_features, module.out_features
 
         def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[None, None]:
-            return None, None  # the adapters keep theirs; reading the base would unpack it
+            return None, None  # adapters keep their device and dtype; reading the base's weight would unpack it
 
     return PackedLora
 

@@ -302,8 +302,10 @@ def _fold_if_preserved(
     before: Tensor,
     group: RankGroup | None = None,
 ) -> bool:
-    """Fold scales; undo it where the output of the block for its first batch changes, as with norms that add 1 to their
-    weight."""
+    """Fold scales into weights, and undo this if it changes the block's output for its first batch.
+
+    It does for e.g. norms that add 1 to their weight.
+    """
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)

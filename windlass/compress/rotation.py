@@ -98,7 +98,7 @@ class RotatedDirectory(ModelDirectory):
         return tensor
 
     def _rotate_heads(self, rows: Tensor) -> Tensor:
-        """Return rows of the features of heads, `[rows, heads * size]`, with each head rotated."""
+        """Return `[rows, heads * size]` features with the features of each head rotated."""
         size = len(self._head_rotation)
         rotated: Tensor = rows.unflatten(1, (-1, size)) @ self._head_rotation
         return rotated.flatten(1)

@@ -219,7 +219,7 @@ def _number(module: Any, names: Sequence[str]) -> int:
 
 
 def fit_module(model: nn.Module, group: UnitGroup, kept: int) -> None:
-    """Set the attributes of the modules around some units to the number that stays."""
+    """Set the attributes with the number of units of a group, on the modules around them, to `kept`."""
     module = model.get_submodule(group.name)
     if group.kind in ("heads", "groups"):
         query, key = group.heads

@@ -42,7 +42,7 @@ class FailedRun:
 
     @property
     def has_own_memory(self) -> bool:
-        """True if the device has memory beside the host's."""
+        """True if the device has memory separate from the host's."""
         return self.device.type != "cpu" or emulated_device_memory() is not None
 
 

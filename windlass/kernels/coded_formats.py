@@ -177,7 +177,7 @@ class CodedWeightFormat:
         return codes.sub_(zero).mul_(scale).to(dtype)
 
     def _spread(self, values: torch.Tensor, columns: int) -> torch.Tensor:
-        """Return values of groups for each feature (or for all, of rows)."""
+        """Repeat `[rows, groups]` values for each feature of a group. Without groups, return `[rows, 1]` unchanged."""
         return values if self.group is None else values.repeat_interleave(self.group, 1)[:, :columns]
 
     def group_weights(self, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

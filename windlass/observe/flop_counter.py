@@ -142,7 +142,7 @@ class FlopCounter(TorchDispatchMode):
         output = func(*args, **kwargs)
         returned = time.perf_counter()
         self._record(operation, args, kwargs, output)
-        if self._device.type == "cpu":  # elsewhere this work runs beside the device's
+        if self._device.type == "cpu":  # on other devices this work of the host overlaps with theirs
             self._own_seconds += called - began + time.perf_counter() - returned
         return output
 

@@ -166,7 +166,10 @@ def _triple_product(
     first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, expand_first: Sequence[int],
     expand_second: Sequence[int], expand_third: Sequence[int], summed: Sequence[int], *rest: Any,
 ) -> int:  # fmt: skip
-    """Count the two products of `nn.Bilinear` or its backward, which sums the first one where the third is constant."""
+    """Count the two products of a trilinear form, by which `nn.Bilinear` and its backward are computed.
+
+    The first product is summed over dimensions along which `third` is expanded, before the second one.
+    """
 
     def sizes(tensor: torch.Tensor, expanded: Sequence[int]) -> list[int]:
         found = list(tensor.shape)

@@ -30,7 +30,7 @@ class BlockScales:
     Args:
         start, stop: elements of the span.
         first_block: index of the block to which `values[0]` belongs.
-        values: fp32, one a block; unused blocks may be missing at either end.
+        values: fp32, one per block; unused blocks may be missing at either end.
     """
 
     start: int

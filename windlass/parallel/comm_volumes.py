@@ -1,7 +1,8 @@
 """Formulas for the bytes that each mesh axis transfers in an optimizer step.
 
 All values are bytes that one rank receives, as `MeshAxis.traffic` counts them: an all-reduce of B bytes over n ranks is
-2 B (n - 1) / n; an all-gather, a reduce-scatter or an all-to-all whose total is B bytes a rank is B (n - 1) / n.
+2 B (n - 1) / n; an all-gather, a reduce-scatter or an all-to-all whose parts have B bytes in total on each rank is
+B (n - 1) / n.
 Scalars (a loss, a norm, token counts) and padding are left out. If a size does not divide, the value is that of a rank
 with the largest part.
 """

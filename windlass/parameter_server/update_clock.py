@@ -52,7 +52,7 @@ class UpdateClock:
     def join(self, worker: int, pulled: int, step: int) -> None:
         """Add a worker.
 
-        A server that was restored has an older version than its workers in synchronous mode, and takes theirs.
+        In synchronous mode, a restored server with an older version than its workers continues at their version.
 
         Args:
             pulled: the version of its last pull.

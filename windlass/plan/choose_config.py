@@ -105,7 +105,7 @@ def ladder(*, has_own_memory: bool, can_checkpoint: bool, nvme: bool) -> list[Ru
     """Return the rungs from the fastest to the smallest, see [Note: order of the ladder].
 
     Args:
-        has_own_memory: The device has memory beside the host's; else offloading to the host moves nothing.
+        has_own_memory: The device has memory separate from the host's; else offloading to the host moves nothing.
         can_checkpoint: The model can checkpoint its activations.
         nvme: There is a path for NVMe offload.
     """

@@ -122,7 +122,7 @@ class _EngineCollector(Collector):
         self._labels = labels
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the registry then does not collect in order to find the names."""
+        """Return nothing, so that a registration does not call `collect` to find the names of the metrics."""
         return []
 
     def collect(self) -> Iterable[Metric]:

@@ -206,7 +206,7 @@ def describe_step(
             zero.zero_quantized_gradients_codec_across if zero.zero_quantized_gradients else "",
         ),
         model_numel=0 if isinstance(model, ModelShape) else _numel(model),
-        # Other axes divide parameters, which the sizes of a decoder are enough for.
+        # With other axes the units are built from the sizes of the decoder, which show how parameters are divided.
         model=model if isinstance(model, nn.Module) and grid.size("pp", "ep", "tp") == 1 else None,
     )
 

@@ -7,7 +7,7 @@
 | `RESULTS/NAME/stdout.log`, `stderr.log` | its output |
 | `RESULTS/ds_config_optimal.json`, `cmd_optimal.txt` | the best so far, written after every gain |
 | `RESULTS/summary.txt`, `trials.json` | all trials |
-| `EXPS/NAME.json` | order of a trial |
+| `EXPS/NAME.json` | settings of a trial |
 """
 
 from __future__ import annotations

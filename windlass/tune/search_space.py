@@ -118,7 +118,7 @@ class SearchLimits:
         train_min, train_max: Range of the global batch; None, None: it keeps the configuration's value.
         micro_min, micro_max: Range of the micro-batch.
         micro_count: Largest number of micro-batches that are searched.
-        has_device_memory: The device has memory beside the host's, so that offloading to the host frees some.
+        has_device_memory: The device has memory separate from the host's, so that offloading to the host frees some.
         nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
         fast: Leave out sizes of buckets, if the configuration does not ask for them.
         choices: Choices by dotted key that the user states; they take part whatever the configuration has.

@@ -31,7 +31,7 @@ def log() -> Any:
 
 
 def spin(seconds: float) -> None:
-    """Use the processor for so long."""
+    """Use the processor for `seconds`."""
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass

@@ -257,7 +257,7 @@ class _DeepSpeedExport:
         return found
 
     def _stage_0_optimizer(self) -> dict[str, Any]:
-        """Return the optimizer state of stage 0: torch's own, by numbers; under 16 bits inside another dictionary."""
+        """Return the optimizer state of stage 0: torch's `state_dict()`, in 16 bits inside DeepSpeed's dictionary."""
         target, stored = self._target, self._stored
         if target.low_precision and target.flat_optimizer:
             base = {"state": dict(enumerate(map(self._flat_states, self.groups))), "param_groups": self._group_states()}

@@ -1,6 +1,6 @@
 """Classes OnebitAdam, OnebitLamb and ZeroOneAdam: windlass's optimizers with DeepSpeed's arguments.
 
-`deepspeed`, the engine in DeepSpeed's signatures, is not needed.
+The argument `deepspeed`, for which DeepSpeed's classes take the engine, is accepted and ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ulysses all-to-all: swaps some tokens with all heads for all tokens with some heads, and back.
 
-S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N h / P (P - 1) / P` elements a layer for
-N tokens of h features on P ranks, and as many in the backward. The number of heads need not be a multiple of the
+S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N h / P (P - 1) / P` elements per layer
+for N tokens of h features on P ranks, and as many in the backward. The number of heads need not be a multiple of the
 ranks: the first ranks have one head more, and ranks may have none. A rank gets the heads of keys and values that its
 queries use. With fewer key heads than ranks, a key head goes to several ranks, and its gradients are summed at its
 origin.

@@ -32,9 +32,9 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Compute the loss of each token; all ranks of the axis get the same result.
 
-    Maxima, sums of exponentials and the labels' logits are reduced over the axis: three numbers of 4 bytes a token. The
-    gradient needs no communication (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3). The computation is in
-    fp32. The backward saves the logits and one number a token.
+    Maxima, sums of exponentials and the labels' logits are reduced over the axis: three numbers of 4 bytes per token.
+    The gradient needs no communication (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3). The computation is
+    in fp32. The backward saves the logits and one number per token.
 
     Args:
         logits: `[tokens, part of the vocabulary]` of this rank.

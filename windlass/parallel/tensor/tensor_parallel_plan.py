@@ -52,7 +52,7 @@ class ModuleShard:
         sharded_size: elements along the sharded dimension.
         rank_ranges: for each rank, the ranges of these elements that it holds, or needs (`COLUMN_SHARED`); empty if
             nothing is sharded.
-        description: the same in words.
+        description: the sharding in words.
         chain: name of the chain's last layer, whose outputs are summed. All shards of the chain have the same.
         dim: sharded dimension of a single parameter.
         repeated_ranges: for `COLUMN_SHARED` only: for each rank, the ranges of its computed features that make up the

@@ -137,7 +137,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
                 yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
 
     def rank_states(self) -> Iterator[RankState]:
-        """Yield none: ranks keep equal states, or shards of them."""
+        """Yield nothing, because ranks keep equal states, or shards of them."""
         return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:

@@ -145,7 +145,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
                 yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, owned.stepped_shape)
 
     def rank_states(self) -> Iterator[RankState]:
-        """Yield none: ranks keep equal states, or shards of them."""
+        """Yield nothing, because ranks keep equal states, or shards of them."""
         return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:

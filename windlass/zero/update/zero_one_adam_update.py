@@ -212,7 +212,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
-        self._lacks_changes = LOCAL_CHANGE not in saved  # rates that are loaded belong to changes of another stage
+        self._lacks_changes = LOCAL_CHANGE not in saved  # then the loaded rates belong to no saved changes
         return super().open_rank_states(saved)
 
     def _begin_changes(self) -> None:
