@@ -174,7 +174,7 @@ def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch
 def _read_scattered(
     directory: ModelDirectory, layer: str, name: str, order: torch.Tensor
 ) -> tuple[PackedWeight, dict[str, MappedBytes]]:
-    """Return the values of a layer whose groups are scattered: no packed form has them."""
+    """Return the values of a layer whose groups are scattered, which no packed form supports."""
     logger.warning("layer %s has groups of scattered features (actorder), and is held in float32", layer)
     form = get_weight_format(name)
     assert isinstance(form, CodedWeightFormat)

@@ -115,7 +115,7 @@ def _sampled_product(mask: torch.Tensor, first: torch.Tensor, second: torch.Tens
 
 
 def _product(first: torch.Tensor, second: torch.Tensor, *rest: Any) -> int:
-    """Count a (grouped) matrix product. A group that only one factor has is along rows, columns or the inner sum."""
+    """Count a matrix product, which may be grouped. If only one factor is, groups divide rows, columns or terms."""
     if not first.layout is second.layout is torch.strided:
         return _sparse_product(first, second)
     groups = first.shape[0] if first.dim() == second.dim() == 3 else 1

@@ -37,7 +37,7 @@ class HeapModel:
         self._sizes: dict[int, int] = {}  # bytes of a hole by its start
         self._begins: dict[int, int] = {}  # start of a hole by its end
         self._blocks: dict[int, tuple[int, int]] = {}  # start and bytes by the number of a block
-        self._taken: list[int] = []  # starts of remainders that small objects have
+        self._taken: list[int] = []  # starts of remainders that small objects occupy
         self._cached: list[int] = []
 
     def run(self, log: Iterable[tuple[int, int]]) -> None:

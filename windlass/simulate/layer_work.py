@@ -152,7 +152,7 @@ def twice(one: Operation) -> Operation:
 
 
 def elementwise(elements: float, eager: float, fused: float, launches: int, style: ComputeStyle) -> Operation:
-    """Return operations that read and write `eager` bytes an element, or `fused` bytes if they are fused."""
+    """Return operations that read and write `eager` bytes per element, or `fused` bytes if they are fused."""
     return Operation(
         "other", 0.0, elements * (fused if style.fused else eager), 1 if style.fused else launches, style.dtype
     )

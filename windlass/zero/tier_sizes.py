@@ -23,7 +23,7 @@ class TierSizes:
 
     Attributes:
         units: Bytes by unit, in model order.
-        fixed: Bytes beside them.
+        fixed: All other bytes.
         block: Bytes of the largest block that is resharded.
     """
 

@@ -251,7 +251,7 @@ class _Groups:
         return summed[torch.tensor([0, *self._ends])]
 
     def all_bounds(self, memory: TierMemory) -> _Bounds:
-        """Return all placements on the tiers that there are."""
+        """Return all placements on the available tiers."""
         count = len(self._ends)
         of_states = _pairs(count if int(self.masters[-1]) else 0, memory)
         of_params = _pairs(count if int(self.param[-1]) else 0, memory)
