@@ -46,7 +46,7 @@ class PagedModelRunner:
     Args:
         model: model in eval mode, on one device.
         block_size: tokens of a block.
-        num_blocks: number of blocks of the KV cache; given by a function of the bytes of one block.
+        num_blocks: returns the number of blocks of the KV cache, given the bytes of one block.
         kv_dtype: dtype of the cache; None: that of the keys.
         packed: packed weights, which are used inside of `run`.
         forward: forward of the model; None: `CausalForward`.

@@ -140,8 +140,8 @@ def schedule(
         free_blocks: blocks that no sequence holds.
         cost: predicts the time of a step.
         now: time in seconds, of the clock of `arrival`.
-        elsewhere: places of running sequences that are not in `running`, because another step computes them.
-        share: sequences in the step, above which none is admitted; None: no limit.
+        elsewhere: number of running sequences that are not in `running`, because another step computes them.
+        share: number of running sequences from which on no other is admitted; None: no limit.
 
     Returns:
         A plan that needs no more blocks than are free after its preemptions. It is empty only if nothing can run.
@@ -260,7 +260,7 @@ class _Planner:
 
         A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
         `_MIN_CHUNK`, overdue prompts are first, then those with the earliest deadline, if any prompt has a service
-        level, or those with the least work left. Time is left to each in the same order.
+        level, or those with the least work left. Time is shared in the same order.
         """
         prompts = self._prompts()
         gap = self._gap()
@@ -350,7 +350,7 @@ class _Planner:
         return max(total - sequence.num_blocks, 0) + sequence.copies_block
 
     def _predict_token_seconds(self) -> float:
-        """Return the time that each token of a prompt takes at least, beside the decodes of this step."""
+        """Return the time per prompt token if steps with these decodes take the whole `_gap`; 0 without a limit."""
         gap = self._gap()
         if gap is None:
             return 0.0

@@ -155,7 +155,7 @@ class StepPlanner:
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
         """Plan a step of at most `share` running sequences, those first that have waited longest."""
-        # blocks that a preemption frees are counted where one is possible: it takes a look at every block
+        # blocks that a preemption would free are counted only if one is possible, because this reads every block
         drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
         enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)
         counts = bool(self._table.waiting) or self._table.blocks.num_free < enough

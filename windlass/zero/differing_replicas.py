@@ -62,7 +62,7 @@ class DifferingReplicas:
         self._accept_weights()
 
     def show_common_weights(self) -> None:
-        """Let parameters have the values that are equal on all ranks, for an evaluation. Not collective.
+        """Set the parameters to the values that are equal on all ranks, for an evaluation. Not collective.
 
         Does nothing unless ranks take local steps.
         """
@@ -71,11 +71,11 @@ class DifferingReplicas:
             self._write_master_weights()
             self._has_common_weights = True
             self._accept_weights()
-            if edited:  # undone just now, so that no step can refuse it
+            if edited:  # the edit was overwritten just now, so that no step can refuse it
                 raise self.edit_error(edited)
 
     def show_local_weights(self) -> None:
-        """Let parameters have the values with which this rank trains. Not collective.
+        """Set the parameters to the values with which this rank trains. Not collective.
 
         Does nothing unless ranks take local steps.
         """
@@ -126,7 +126,7 @@ class DifferingReplicas:
                     one.wait()
 
     def _accept_weights(self) -> None:
-        """Let backwards through earlier graphs raise, as after an in-place change, and later changes be found."""
+        """Increment the versions, so that backwards through earlier graphs raise, and detect edits from now on."""
         for unit in self._units:
             torch.autograd.graph.increment_version(unit.parameters)
         self._masters.remember_versions(self._units)

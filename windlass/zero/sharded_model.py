@@ -573,7 +573,7 @@ class ShardedModel:
         self._finish_result(trouble, failed.item())
 
     def forget_unsent(self) -> None:
-        """Drop changes that ranks have not yet sent, after a load of weights only replaced the weights."""
+        """Drop unsent changes of the previous weights, after weights were loaded without optimizer states."""
         if self.update is not None:
             self.update.forget_unsent()
 

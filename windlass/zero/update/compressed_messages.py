@@ -55,8 +55,7 @@ class UnitMessage:
 
 
 class CompressedMessages:
-    """Exchanges over the data-parallel ranks. The first one is collective in more than its messages: it makes the
-    channel.
+    """Exchanges over the data-parallel ranks. The first one also creates the channel, which is collective.
 
     Args:
         codec: registered name of the codec.

@@ -38,7 +38,7 @@ class CompressedPhase:
     """Exchanges and per-rank states of an update with compressed steps.
 
     Args:
-        chunks: chunks of the update; chunks that are added later are seen.
+        chunks: chunks of the update. The caller may append to the list.
         keys: names of the other per-rank states, beside the error feedback.
         codec: registered name of the codec of messages; None: one bit for each element, with a scale for 2048 elements
             at stage 0, else for 256: there gradients travel, not momenta, and their elements differ more in size.
@@ -148,7 +148,7 @@ class CompressedPhase:
         return in_flight((messages, self.start_answer(messages)) for messages in averaged)
 
     def start_exchange(self, batches: Iterable[Batch]) -> PendingExchange:
-        """Start an exchange of which no part is awaited. Its messages need memory of their own. Collective."""
+        """Start an exchange and do not wait for any part of it. Its messages need memory of their own. Collective."""
         return PendingExchange(self, batches)
 
     @torch.no_grad()

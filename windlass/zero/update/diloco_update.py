@@ -7,7 +7,7 @@ weights keep the values of the last outer step, equal on all ranks; the paramete
 outer steps holds the weights of the last one and, as per-rank states, the changes of each rank since then.
 
 [Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
-and the outer step is taken with their mean after step s + T; inner steps go on meanwhile. The first phase of the
+and the outer step is taken with their mean after step s + T; inner steps continue meanwhile. The first phase of the
 all-reduce ends after step s + T / 2, at the same step on all ranks. The changes of the steps in between are a part of
 the next message: parameters become the mean, weighted by `mixing`, of the local ones and of the new master weights. A
 save completes the transfer and keeps the mean as a state, so that a resumed run is exact.
@@ -268,6 +268,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 def outer_step_due(step: int, unit: Unit, group: dict[str, Any]) -> bool:
     """Return True if a unit takes an outer step after step `step`.
 
-    A parameter that several pipeline stages hold has another number on each, and takes its outer steps with part 0.
+    A parameter that several pipeline stages hold is in units of different indices, so it takes its outer steps as unit
+    0 does.
     """
     return fragment_due(step, 0 if unit.kind.shared_stages else unit.index, group)

@@ -397,10 +397,11 @@ class MasterWeights:
                     self._data_snapshots[id(parameter)] = raw_data(parameter).clone()
 
     def follow_edits(self, units: list[Unit], *, refuses: bool) -> None:
-        """Compare later changes through `.data` with the current values, and copy no changes to the master weights.
+        """Set the treatment of in-place changes of parameters from now on.
 
         Args:
-            refuses: False: compare with the master weights, and copy changes to them again.
+            refuses: True: `first_edited` detects them, in `.data` by comparison with the current values. False:
+                `copy_edits` copies them to the master weights.
         """
         self._refuses_edits = refuses
         for unit in units if self._data_snapshots else ():

@@ -132,7 +132,7 @@ class StateOffloader:
                 if full is not None and unit.state_tier is Tier.DEVICE:
                     yield f"master weights of {unit.names[0]}", [full]
         elif kind == "lp_grads":
-            # With a buffer, the shard is a view of it and cannot be freed alone.
+            # With a buffer, the shard is a view of it and cannot be freed separately.
             for slot in self._slots:
                 if slot.shard is not None and slot.buffer is None:
                     yield f"gradient of {slot.unit.names[0]}", [slot.shard]

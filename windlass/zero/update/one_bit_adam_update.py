@@ -231,7 +231,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
     def _may_have_zeros(self, segment: ParameterSegment) -> bool:
         """Return False if no element of a fragment's variance is 0. A variance in memory is read once per change."""
         variance = self._inner.state[segment.tensor]["exp_avg_sq"]
-        if segment.chunk.tier is not Tier.DEVICE:  # its memory is filled without a trace
+        if segment.chunk.tier is not Tier.DEVICE:  # its memory is refilled without a change of address or version
             return True
         known = variance.data_ptr(), variance._version
         if segment not in self._zeros or self._zeros[segment][0] != known:
@@ -315,5 +315,5 @@ class OneBitAdamUpdate(ElementwiseUpdate):
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
-        self._zeros.clear()  # the load may fill memory without a trace
+        self._zeros.clear()  # the load may refill memory without a change of address or version
         return self._phase.open_rank_states(saved)

@@ -25,7 +25,7 @@ class OptimizerStepSession:
     """One step of a user's optimizer, divided into parts: calls of `step` for different parameters.
 
     All parts use the groups' options and the optimizer's attributes from before the step, so that a counter kept there
-    advances once a step and not once a part. `end` copies changed options and attributes to the user's optimizer; a
+    advances once per step and not once per part. `end` copies changed options and attributes to the user's optimizer; a
     step that fails changes nothing there. The constructor runs the optimizer's pre-step hooks. The engine runs the
     post-step hooks.
 
@@ -62,7 +62,7 @@ class OptimizerStepSession:
             inner: optimizer whose `step` is called: a clone of the user's, or another class with the same results.
         """
         # Undo changes of the previous part, so that every part starts from the values before the step.
-        shares_attributes = type(inner) is type(self._optimizer)  # another class has other ones
+        shares_attributes = type(inner) is type(self._optimizer)  # another class has other attributes
         own = self._own if shares_attributes else {}
         inner.__dict__.update(own)
         inner.param_groups = [{**options, "params": tensors.get(n, [])} for n, options in enumerate(self._options)]

@@ -114,7 +114,7 @@ class Update(Protocol):
         ...
 
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
-        """Return True if master weights of `dtype` on tier `tier` cannot be stepped beside the present ones."""
+        """Return True if master weights of `dtype` on tier `tier` cannot be stepped together with the existing ones."""
         ...
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
@@ -177,10 +177,10 @@ class OrdinaryUpdate:
         raise NotImplementedError(f"{type(self).__name__} publishes nothing by itself")
 
     def finish_transfers(self) -> None:
-        """See `Update.finish_transfers`. There are none."""
+        """See `Update.finish_transfers`. No message travels between steps."""
 
     def forget_unsent(self) -> None:
-        """See `Update.forget_unsent`. There is nothing."""
+        """See `Update.forget_unsent`. Every step sends all changes."""
 
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
