@@ -55,7 +55,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     Args:
         state_dtype: dtype of the moments: "fp32"; "bf16", with stochastic rounding; or "8bit", where two moments take
-            2.03 bytes an element.
+            2.03 bytes per element.
     """
 
     _step_supports_amp_scaling = True

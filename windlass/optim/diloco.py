@@ -33,8 +33,8 @@ class DiLoCo(torch.optim.AdamW):
         fragments: parts of the model; 1: all parameters at once.
         codec: registered name of the codec of the changes; what it leaves out is in the next change.
         overlap_steps: inner steps that a message may take; 0: the step waits for it.
-        mixing: with overlapped messages, weight of the local parameters beside the new common ones; 0 drops the inner
-            steps during the transfer.
+        mixing: with overlapped messages, weight of the local parameters in their mean with the new common ones; 0 drops
+            the inner steps during the transfer.
         start_step: steps with averaged gradients before the first local one.
 
     Raises:

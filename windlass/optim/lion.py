@@ -16,7 +16,7 @@ class Lion(PerParameterOptimizer):
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2. State:
     `exp_avg`, of the parameter's shape and dtype. The update is elementwise, so any span of a parameter can be stepped
-    alone.
+    separately.
 
     Raises:
         ConfigError: the learning rate or decay is negative, or a beta is outside [0, 1).

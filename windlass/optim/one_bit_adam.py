@@ -141,8 +141,8 @@ def count_earlier_steps(optimizer: torch.optim.Optimizer, steps: int) -> bool:
     """Count the steps of another optimizer whose states were loaded, so that no warm-up begins again.
 
     Returns:
-        False if the optimizer counts no steps, or measures more in its first ones than another optimizer keeps: the
-        average trust ratios of `OneBitLamb`.
+        False if the optimizer counts no steps, or needs a measurement of its first steps that other optimizers do not
+        make: the average trust ratios of `OneBitLamb`.
     """
     counts = all("applied_steps" in group and "coeff_beta" not in group for group in optimizer.param_groups)
     for group in optimizer.param_groups if counts else ():
@@ -157,7 +157,7 @@ def is_frozen(optimizer: torch.optim.Optimizer, key: str = "freeze_step") -> boo
 
 
 def check_equal_in_groups(optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> None:
-    """Raise ConfigError if groups differ in an option that all parameters have in common, as the steps of messages."""
+    """Raise ConfigError if groups differ in an option that must be equal for all, such as the steps of messages."""
     first = optimizer.param_groups[0]
     for number, group in enumerate(optimizer.param_groups):
         for name in names:

@@ -28,7 +28,7 @@ class OneBitLamb(Lamb):
         freeze_step: steps before the variance is frozen.
         coeff_beta: decay of the moving average of trust ratios.
         factor_max, factor_min: bounds of the factor.
-        factor_threshold: maximum relative change of it in a step.
+        factor_threshold: maximum relative change of the factor in a step.
         cuda_aware, comm_backend_name: accepted for DeepSpeed's configurations, without effect.
 
     Raises:

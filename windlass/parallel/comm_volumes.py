@@ -2,9 +2,8 @@
 
 All values are bytes that one rank receives, as `MeshAxis.traffic` counts them: an all-reduce of B bytes over n ranks is
 2 B (n - 1) / n; an all-gather, a reduce-scatter or an all-to-all whose parts have B bytes in total on each rank is
-B (n - 1) / n.
-Scalars (a loss, a norm, token counts) and padding are left out. If a size does not divide, the value is that of a rank
-with the largest part.
+B (n - 1) / n. Scalars (a loss, a norm, token counts) and padding are left out. If a size does not divide, the value is
+that of a rank with the largest part.
 """
 
 from __future__ import annotations
@@ -170,9 +169,9 @@ def compute_tensor_parallel_volumes(
     backward needs, as torch's non-reentrant checkpointing does. With sequence-sharded norms each all-reduce becomes an
     all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2), and a stage has two more
     all-gathers: of its output, and of the gradient of its input. The embedding has one all-reduce in forward, the head
-    one in backward. The loss of a sharded vocabulary has three all-reduces of one float32 a token: maximum logit, sum,
-    and target logit. If a token goes to `top_k` experts, each layer all-reduces the gradients of their weights, one
-    float32 each.
+    one in backward. The loss of a sharded vocabulary has three all-reduces of one float32 per token: maximum logit,
+    sum, and target logit. If a token goes to `top_k` experts, each layer all-reduces the gradients of their weights,
+    one float32 each.
     """
     often, ends = layers * (6 if workload.recompute else 4), int(is_first_stage) + int(is_last_stage)
     one = _bytes_from_others(activation_bytes, ranks) * workload.micro_batches
@@ -227,9 +226,9 @@ def compute_sequence_parallel_volumes(
     """Compute the traffic of sequence-parallel attention, for sequences of N tokens over P ranks.
 
     Ulysses (Jacobs et al. 2023, section 3.2): all-to-alls of queries, keys, values and outputs, in forward and
-    backward. Each handles N / P tokens of all heads a rank, of which (P - 1) / P go to other ranks. That is the paper's
-    4 N h / P a forward if keys and values have as many heads as queries. With fewer key heads than ranks, each key head
-    goes to several ranks, so that every rank has one.
+    backward. Each handles N / P tokens of all heads per rank, of which (P - 1) / P go to other ranks. That is the
+    paper's 4 N h / P per forward if keys and values have as many heads as queries. With fewer key heads than ranks,
+    each key head goes to several ranks, so that every rank has one.
 
     Ring (Liu et al. 2023): keys and values are passed P - 1 times in forward and again in backward. Their gradients are
     passed P times in float32, until they reach the owning rank.

@@ -16,7 +16,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ShardBox:
-    """Rectangular part of a local tensor, and its position in the full tensor. Each tuple has one entry a dimension."""
+    """Rectangular part of a local tensor, and its position in the full tensor. Tuples have one entry per dimension."""
 
     local_offsets: tuple[int, ...]
     global_offsets: tuple[int, ...]

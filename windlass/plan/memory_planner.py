@@ -77,7 +77,7 @@ class MemoryPlanner:
         return plan
 
     def slot_bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind of slot on this rank, wherever it lies: the figures that are exact."""
+        """Return the bytes of each kind of slot on this rank, summed over tiers. These figures are exact."""
         kinds: dict[str, int] = defaultdict(int)
         for (_, kind), nbytes in self._held().items():
             kinds[kind] += nbytes

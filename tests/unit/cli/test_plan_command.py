@@ -83,7 +83,7 @@ def test_models_of_other_tasks_are_planned(tmp_path: Path, config: dict[str, Any
 
 
 def test_an_encoder_decoder_is_planned_whole(tmp_path: Path) -> None:
-    """BART has a causal class too, of its decoder alone."""
+    """BART also has a causal class, which contains only its decoder."""
     sizes = {"vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48}
     heads = {"decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart", **sizes, **heads}))
