@@ -315,7 +315,7 @@ class Ledger:
 
 
 class HidingBlock(Block):
-    """Block that returns a detached tensor, and leaves its graph where the caller alone finds it."""
+    """Block that returns a detached tensor, and leaves its graph where only the caller finds it."""
 
     def forward(self, x: Tensor, leave: Any) -> Tensor:
         out = super().forward(x.detach())

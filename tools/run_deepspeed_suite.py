@@ -193,7 +193,7 @@ class TestSide:
         return results
 
     def drop_failures(self) -> None:
-        """Keep the recorded passes alone, so that the next run repeats the rest."""
+        """Keep only the recorded passes, so that the next run repeats the rest."""
         kept = [entry for entry in self.outcomes().values() if entry.get("outcome") == "passed"]
         self.file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 

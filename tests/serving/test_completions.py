@@ -124,7 +124,7 @@ def test_a_chat_returns_the_tokens_of_text_that_is_held_back() -> None:
 
 
 def test_offsets_are_places_in_the_text_of_the_choice() -> None:
-    """Token 1 of the prompt has no text, and `return_tokens_as_token_ids` changes the tokens alone."""
+    """Token 1 of the prompt has no text, and `return_tokens_as_token_ids` changes only the tokens."""
     client = client_of(FakeEngine())
     for fields in ({}, {"return_tokens_as_token_ids": True}):
         body = {"prompt": "ab", "max_tokens": 3, "logprobs": 0, "echo": True, **fields}
