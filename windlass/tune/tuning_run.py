@@ -335,8 +335,10 @@ class TuningRun:
         record = self._record_of(prepared, end)
         if record.measured and prepared.job.forecast and self._shares_memory_with_forecast():
             Path(call.result).unlink()
-            # The run for the forecast is one of the budget, although its record is replaced.
-            self._budget, self.state.budget = max(1, self._budget - 1), max(1, self.state.budget - 1)
+            if not self.settings.trials and self._budget > _FEWEST:
+                # The run for the forecast is one of the budget, although its record is replaced. A stated number of
+                # trials, and the smallest budget, count candidates: all of a small space are measured.
+                self._budget, self.state.budget = self._budget - 1, self.state.budget - 1
             again = self._run(candidate, ends_early=ends_early)
             return replace(again, seconds=record.seconds + again.seconds)
         return record

@@ -40,7 +40,9 @@ def table_of(model: str) -> dict[str, Any]:
     return {name: RecordedTrial(*row) for name, row in RECORDED[model].items()}
 
 
-def replay(table: dict[str, Any], limit: int | None, *, fails: bool = False, **noise: Any) -> tuple[TuningOutcome, Any]:
+def replay(
+    table: dict[str, Any], limit: int | None, *, fails: bool = False, raw: dict[str, Any] = RAW, **noise: Any
+) -> tuple[TuningOutcome, Any]:
     from rig.replayed_trials import ReplayedTrials
 
     trials = ReplayedTrials(table, limit=limit if fails else None, **noise)
@@ -48,7 +50,7 @@ def replay(table: dict[str, Any], limit: int | None, *, fails: bool = False, **n
         limits = SearchLimits(micro_count=4)
         given = TuningSettings(Path(place), limits=limits, memory=limit, warmup=WARMUP, steps=STEPS)
         command = ProgramCommand((), ("train.py",))
-        return TuningRun(RAW, 2, command, given, runner=trials, ranking=trials.ranking).run(), trials
+        return TuningRun(raw, 2, command, given, runner=trials, ranking=trials.ranking).run(), trials
 
 
 def regret(table: dict[str, Any], limit: int | None, outcome: TuningOutcome) -> float:
@@ -158,3 +160,12 @@ def test_the_run_that_makes_the_forecast_counts_in_the_budget() -> None:
     outcome, trials = replay(table, 140 << 20)
     assert outcome.best is not None and trials.runs[0] == trials.runs[1]
     assert len(trials.runs) == default_budget(len(table))
+
+
+def test_every_candidate_of_a_small_space_runs_beside_the_run_that_makes_the_forecast() -> None:
+    table = {name.removesuffix("_mbs8_gas2"): row for name, row in table_of("deep").items() if "_mbs8_gas2" in name}
+    section = {"stage": [0, 1], "stage3_max_reuse_distance": 0}
+    raw = {**RAW, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "zero_optimization": section}
+    raw["activation_checkpointing"] = {"enabled": False}
+    outcome, trials = replay(table, 1 << 30, raw=raw)
+    assert outcome.best is not None and sorted(trials.runs) == ["z0", "z0", "z1"]
