@@ -1,6 +1,7 @@
 """Classifier of texts with twelve layers, trained here, and its forms of one and two bits with fewer layers.
 
-The texts are pieces of the standard library's sources, and the classes its packages.
+The texts are pieces of the standard library's sources, and the classes its packages. The matrices and all embeddings
+have one scale a row; what stays wide (biases, norms and the head) is rounded to 16 bits before the accuracy is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from windlass.data.tokenizer import load_tokenizer
 from windlass.kernels.weight_format import get_weight_format
 
 LENGTH, ROWS, CLASSES, STEPS = 48, 16, 8, 400
-WIDTH, LAYERS = 96, 12
+WIDTH, LAYERS = 256, 12
+_EMBEDDINGS = ["word_embeddings", "position_embeddings", "token_type_embeddings"]
 _BERT = {"hidden": 768, "inner": 3072, "layers": 12, "vocabulary": 30522, "positions": 512}
 
 
@@ -68,6 +70,7 @@ def measure_classifier(row: str, seed: int, base: Path, known: Path) -> dict[str
     config = _techniques(form)
     init_compression(student, config, teacher_model=teacher)
     _fit(student, teacher, config, train, seed, rate=3e-4)
+    _round_wide_tensors(student)
     nbytes = _file_bytes(student, form.format)
     redundancy_clean(student, config)
     result = {"accuracy": _accuracy(student, held_out), "bytes": nbytes}
@@ -81,18 +84,18 @@ def bert_ratio(layers: int, name: str) -> float:
     def count(depth: int, format_name: str | None) -> float:
         hidden, inner = _BERT["hidden"], _BERT["inner"]
         matrices = depth * [*[(hidden, hidden)] * 4, (inner, hidden), (hidden, inner)] + [(hidden, hidden)]
-        matrices += [(_BERT["vocabulary"], hidden)]
-        rest = depth * (9 * hidden + inner + 4 * hidden - 4 * hidden) + (_BERT["positions"] + 2 + 3) * hidden
+        matrices += [(rows, hidden) for rows in (_BERT["vocabulary"], _BERT["positions"], 2)]
+        rest = depth * (9 * hidden + inner) + 3 * hidden
         if format_name is None:
             return 4 * (rest + sum(math.prod(shape) for shape in matrices))
         form = get_weight_format(format_name)
-        return 4 * rest + sum(part.nbytes for shape in matrices for part in form.file_form(*shape).values())
+        return 2 * rest + sum(part.nbytes for shape in matrices for part in form.file_form(*shape).values())
 
     return count(12, None) / count(layers, name)
 
 
 def _techniques(form: ClassifierForm) -> dict[str, Any]:
-    every = {"modules": ["encoder.layer", "pooler", "word_embeddings"]}
+    every = {"modules": ["encoder.layer", "pooler", *_EMBEDDINGS]}
     inputs = {"modules": ["encoder.layer", "pooler"]}
     section: dict[str, Any] = {
         "layer_reduction": {
@@ -156,6 +159,14 @@ def _bert(layers: int, vocabulary: int) -> Any:
     return BertForSequenceClassification(config)
 
 
+def _round_wide_tensors(model: nn.Module) -> None:
+    """Round the parameters of layers without a format to the values of bfloat16."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name != "weight" or not hasattr(module, "compression"):
+                parameter.data = parameter.data.bfloat16().to(parameter.dtype)
+
+
 def _accuracy(model: Any, texts: tuple[Tensor, Tensor]) -> float:
     with torch.no_grad():
         found = [
@@ -166,7 +177,7 @@ def _accuracy(model: Any, texts: tuple[Tensor, Tensor]) -> float:
 
 
 def _file_bytes(model: nn.Module, name: str | None) -> int:
-    """Return the bytes of a file with all tensors, the matrices and the embedding in a format."""
+    """Return the bytes of a file with all tensors: matrices and embeddings in a format, the rest in bfloat16."""
     tensors: dict[str, Tensor] = {}
     packed = {} if name is None else {
         f"{layer}.weight": module
@@ -180,7 +191,7 @@ def _file_bytes(model: nn.Module, name: str | None) -> int:
                 f"{key}.{part}": tensor.contiguous() for part, tensor in parts.items() if part != "weight_shape"
             }
         else:
-            tensors[key] = value.contiguous()
+            tensors[key] = value.contiguous() if name is None or not value.is_floating_point() else value.bfloat16()
     with tempfile.TemporaryDirectory() as folder:
         save_file(copy.copy(tensors), f"{folder}/model.safetensors")
         return Path(folder, "model.safetensors").stat().st_size
