@@ -287,7 +287,7 @@ def test_channels_are_removed() -> None:
     torch.testing.assert_close(model(image), before, rtol=1e-5, atol=1e-5)
 
 
-def test_a_related_norm_that_the_model_lacks_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_related_norm_that_the_model_lacks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     related = [["^2$", "bn1"]]

@@ -122,7 +122,7 @@ def take_model(model: str | Path | nn.Module, settings: dict[str, Any]) -> str |
 
 
 def use_engine_config(settings: dict[str, Any]) -> None:
-    """Replace `inference_engine_config` in the settings by the options that it stands for.
+    """Replace `inference_engine_config` in the settings by the options of the engine that it describes.
 
     Raises:
         ConfigError: one of its keys is not known or refused, or differs from a setting.
