@@ -49,6 +49,40 @@ def test_streams_are_cumulative_and_complete() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["during the next forward", "before a call between steps"])
+def test_a_token_arrives_before_the_engine_has_computed_the_next_one(between: bool) -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        run, received, arrived = engine._engine.runner.run, [0], threading.Condition()
+        forwards = 0
+
+        def wait_for(count: int) -> None:
+            with arrived:
+                assert arrived.wait_for(lambda: received[0] >= count, timeout=20)
+
+        def observed(batch: Any) -> torch.Tensor:
+            nonlocal forwards
+            forwards, computed = forwards + 1, forwards + 1
+            if between:
+                engine._calls.put(lambda: wait_for(computed))
+            else:
+                wait_for(computed - 1)
+            return run(batch)
+
+        engine._engine.runner.run = observed
+        await engine.start()
+        async for output in engine.stream([3, 4, 5], GREEDY):
+            with arrived:
+                received[0] = len(output.outputs[0].token_ids)
+                arrived.notify_all()
+        assert output.outputs[0].finish_reason == "length"
+        assert forwards == received[0] == GREEDY.max_tokens
+        await engine.shutdown()
+        assert engine.error is None
+
+    asyncio.run(main())
+
+
 def test_a_token_beyond_the_vocabulary_has_no_embedding_and_harms_no_other_request() -> None:
     async def main() -> None:
         _, engine = make_engine()

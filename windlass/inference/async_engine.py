@@ -70,6 +70,7 @@ class AsyncLLMEngine:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}  # used by the engine's thread only
         self._unread: dict[str, _Subscriber] = {}  # used by the event loop's thread only
+        self._ready: list[RequestOutput] = []  # outputs of the last step; used by the engine's thread only
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -237,7 +238,8 @@ class AsyncLLMEngine:
                 return
             output = self._engine.cancel(request_id)
             if output is not None:
-                self._deliver([output])  # for another task that reads the stream
+                self._ready.append(output)  # for another task that reads the stream
+                self._deliver_ready()
             self._subscribers.pop(request_id, None)
 
         self._calls.put(cancel)
@@ -308,7 +310,7 @@ class AsyncLLMEngine:
                     pass
                 self._run_calls(wait=idle)
                 if self._engine.has_requests():
-                    self._deliver(self._step())
+                    self._run_step()
             self._run_calls(wait=False)
             self._engine.close()
             stopped: BaseException = EngineStoppedError("it was shut down")
@@ -316,26 +318,38 @@ class AsyncLLMEngine:
             logger.exception("the inference engine has stopped by an error")
             self.error = stopped = error
         self._ended = True
+        self._deliver_ready()
         for subscriber in self._subscribers.values():
             self._send(subscriber, stopped)
         self._subscribers.clear()
         self._run_calls(wait=False)  # calls queued after the last step
 
-    def _step(self) -> list[RequestOutput]:
+    def _run_step(self) -> None:
+        """Run a step, and deliver the outputs of the step before when its forward begins.
+
+        [Note: delivery during the forward] An event loop that wakes takes the interpreter lock and answers all clients
+        of a step. It does so while the forward computes without the lock, so that the next step need not wait for it.
+        """
         try:
-            return self._engine.step()
+            outputs = self._engine.step(self._deliver_ready)
         except Exception as error:
-            return self._engine.recover(error)
+            outputs = self._engine.recover(error)
+        self._deliver_ready()  # if the step had no forward
+        self._ready = outputs
+        if not self._engine.has_requests():
+            self._deliver_ready()
 
     def _run_calls(self, *, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get(block=wait)
                 wait = False
+                self._deliver_ready()  # a call can take long, or reuse the id of a request that has ended
                 if call is not None:
                     call()
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver_ready(self) -> None:
+        outputs, self._ready = self._ready, []
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Subscriber, RequestOutput]]] = {}
         for output in outputs:
             subscriber = self._subscribers.get(output.request_id)

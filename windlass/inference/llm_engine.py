@@ -267,10 +267,13 @@ class LLMEngine:
 
     # steps
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, before_forward: Callable[[], None] | None = None) -> list[RequestOutput]:
         """Run one forward; return the requests that have finished, and those that stream and have new tokens.
 
         With stages on several ranks, steps of other sequences are started before the oldest one is finished.
+
+        Args:
+            before_forward: called when the step is planned, before its forward. Not called if there is no forward.
 
         Raises:
             Exception: an error of the model; `recover` determines whether requests can continue.
@@ -280,7 +283,7 @@ class LLMEngine:
             self._check_weights()
             try:
                 with own_modes():
-                    self._run_step()
+                    self._run_step(before_forward)
             except BaseException:
                 self._failed = list(
                     dict.fromkeys(s.request.request_id for step in self._started for s, _ in step.plan.chosen)
@@ -329,13 +332,15 @@ class LLMEngine:
         self._answers.changed = {}
         return outputs
 
-    def _run_step(self) -> None:
+    def _run_step(self, before_forward: Callable[[], None] | None) -> None:
         """Start as many steps as can be in flight, and finish the oldest one."""
         while len(self._started) < self._depth and self._start_step():
             pass
         if self._looks_ahead and self._started:
             self._start_next(self._started[-1])
         if self._started:
+            if before_forward is not None:
+                before_forward()
             self._finish_step()
 
     def finish_started(self) -> None:

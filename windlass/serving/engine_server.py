@@ -23,6 +23,8 @@ from windlass.serving.server_settings import ServerSettings
 
 _HEALTH_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
+# Python's default of 5 ms lets the engine's thread wait that long whenever the event loop has the interpreter lock.
+_SWITCH_SECONDS = 0.0005
 
 
 class EngineBackend:
@@ -133,6 +135,7 @@ def serve_engine(
 
     def get_ready() -> None:
         freeze_live_objects()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         on_ready()
 
     async def run() -> int:
