@@ -42,11 +42,12 @@ PARTS = ("published", "extrapolated", "measured", "eight", "links")
 PUBLISHED_TOLERANCE, MEASURED_TOLERANCE = 0.15, 0.10
 CALIBRATION = (
     "ZeRO-Infinity 0.01T, 1 DGX-2",
+    "MT-NLG 530B, 280 DGX-A100",
     "ZeRO-3 175B, 256 A100",
     "8B, 8 H100, compiled",
     "8B, 32 H200, compiled, FP8",
 )
-"""Runs that decide the share of its rates that a device reaches in training, one for each device."""
+"""Runs that decide the share of its rates that a device reaches in training, one for each device and framework."""
 _LENGTH = 8192  # tokens of a sample
 # tokens of the global batch, by number of devices
 _TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}
@@ -88,14 +89,14 @@ def main(
 
 def compare_with_published() -> list[dict[str, Any]]:
     """Return one row for each published run: predicted from data sheets, and with each device's rates calibrated on one
-    of its runs."""
+    run of the same framework."""
     runs = published_runs()
-    shares = {run.device: _calibrate(run) for run in runs if run.name in CALIBRATION}
+    shares = {run.kernels: _calibrate(run) for run in runs if run.name in CALIBRATION}
     rows = []
     for run in runs:
         start = time.perf_counter()
         found = _predict(run, 1.0)
-        calibrated = run.predicted(_predict(run, shares[run.device]))
+        calibrated = run.predicted(_predict(run, shares[run.kernels]))
         predicted = run.predicted(found)
         rows.append(
             {
@@ -106,7 +107,7 @@ def compare_with_published() -> list[dict[str, Any]]:
                 "published": run.figure,
                 "predicted": predicted,
                 "error": predicted / run.figure - 1,
-                "share": shares[run.device],
+                "share": shares[run.kernels],
                 "decides the share": run.name in CALIBRATION,
                 "calibrated": calibrated,
                 "calibrated error": calibrated / run.figure - 1,

@@ -23,6 +23,7 @@ class PublishedRun:
 
     Attributes:
         row: Number of the claim in the project's list.
+        framework: Program that trained the model.
         source: Paper or page.
         figure: Published value, in `unit`.
         unit: `TFLOP/s` (of one device, by Megatron's formula, which counts recomputation), `tokens/s` (of one device)
@@ -32,6 +33,7 @@ class PublishedRun:
     """
 
     row: int
+    framework: str
     name: str
     source: str
     figure: float
@@ -50,9 +52,9 @@ class PublishedRun:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def device(self) -> str:
-        """Name of the device."""
-        return self.cluster.device.name
+    def kernels(self) -> tuple[str, str]:
+        """Device and framework, which decide the share of the device's rates that kernels reach."""
+        return self.cluster.device.name, self.framework
 
     def full_config(self) -> dict[str, Any]:
         """Return the configuration of windlass."""
@@ -113,7 +115,7 @@ def _infinity(name: str, figure: float, hidden: int, layers: int, batch: float, 
     if "p" in tiers:
         zero["offload_param"] = {"device": "nvme" if "n" in tiers else "cpu", "nvme_path": "/nvme"}
     return PublishedRun(
-        11, f"ZeRO-Infinity {name}, {hosts} DGX-2", _INFINITY, figure, "TFLOP/s", gpt(hidden, layers, hidden // 128),
+        11, "DeepSpeed", f"ZeRO-Infinity {name}, {hosts} DGX-2", _INFINITY, figure, "TFLOP/s", gpt(hidden, layers, hidden // 128),
         known_cluster("dgx2"), 16 * hosts, int(batch * tp), 1024,
         {**_HALF, "zero_optimization": zero, "parallel": {"tp": tp, "activation_tier": "cpu", "recompute": True}},
         1, "full", assumed=_TABLE_1,
@@ -132,7 +134,7 @@ def _titan(row: int, name: str, figure: float, size: str, ranks: int, samples: i
         "pipeline": pipeline,
     }
     return PublishedRun(
-        row, name, _TITAN, figure, "tokens/s", llama(size), given.pop("cluster", _grand_teton()), ranks, samples,
+        row, "torchtitan", name, _TITAN, figure, "tokens/s", llama(size), given.pop("cluster", _grand_teton()), ranks, samples,
         length, config, given.pop("micro_batches", 1), **given,
     )  # fmt: skip
 
@@ -155,7 +157,7 @@ def published_runs() -> list[PublishedRun]:
         data = hosts * 8 // 280
         runs.append(
             PublishedRun(
-                27, f"MT-NLG 530B, {hosts} DGX-A100", "arXiv 2201.11990, section 2.4", seconds, "s",
+                27, "Megatron", f"MT-NLG 530B, {hosts} DGX-A100", "arXiv 2201.11990, section 2.4", seconds, "s",
                 gpt(20_480, 105, 128), known_cluster("dgx-a100"), hosts * 8, 1, 2048,
                 {**_BF16, "communication_data_type": "bf16", "zero_optimization": {"stage": 1},
                  "parallel": {"tp": 8, "pp": 35}},
@@ -170,7 +172,7 @@ def published_runs() -> list[PublishedRun]:
     ):
         runs.append(
             PublishedRun(
-                28, f"ZeRO-3 {name}, {ranks} A100", _AZURE, figure, "TFLOP/s", gpt(*sizes), known_cluster("dgx-a100"),
+                28, "DeepSpeed", f"ZeRO-3 {name}, {ranks} A100", _AZURE, figure, "TFLOP/s", gpt(*sizes), known_cluster("dgx-a100"),
                 ranks, samples, length,
                 {**_HALF, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
                  "parallel": {"activation_tier": "cpu", "recompute": True}},
