@@ -14,6 +14,7 @@ from tests.causal_models import build
 from windlass.cli import compression_choice, compression_stages
 from windlass.cli.compression_figures import choose_method, figure_lines, format_name
 from windlass.cli.main import main
+from windlass.compress import partial_directory
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
@@ -87,6 +88,26 @@ def test_an_interruption_is_continued(
     out = capsys.readouterr().out
     assert "14 layers as int4_g32_zp by hqq" in out and "held-out" not in out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+
+
+def test_an_interruption_before_the_directory_is_moved_costs_no_tensor(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["compress", str(model), str(tmp_path / "out"), "--no-measure", "--weights", "int4_g32_zp"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(partial_directory, "replace_directory", stop)
+        main(arguments)
+    journal = tmp_path / ".out.partial" / "journal"
+    before = journal.read_text()
+    assert before.count(" complete") >= 14
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(partial_directory, "replace_directory", stop)
+        main(arguments)
+    assert journal.read_text() == before
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0 and not list(tmp_path.glob(".out*"))
+    assert not {"plan.json", "journal"} & {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def interrupt(self: object, done: int, total: int) -> None:

@@ -96,6 +96,7 @@ def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> No
     steps = shorten_layers(model, 2, BATCHES)
     assert len(steps) == 2 and len(model.model.layers) == model.config.num_hidden_layers == 3
     assert mean_loss(model, BATCHES) <= before + 1e-6, "merged only where that is better"
+    assert all(f"layer {number}: " in step for number, step in zip(sorted(chosen), steps, strict=True))
     assert float(steps[-1].rpartition(" ")[2]) == pytest.approx(mean_loss(model, BATCHES), abs=1e-4)
     assert every_other(12, 3) == [2, 5, 9] or len(set(every_other(12, 3))) == 3
 
@@ -107,6 +108,14 @@ def test_layers_on_which_others_depend_are_not_removed(
     monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [number])
     with pytest.raises(ModelError, match=f"layer {number} of this .* others depend on it: without it .*{said}"):
         shorten_layers(make_tiny_model(name), 1, [torch.arange(5, 29).view(2, 12)])
+
+
+def test_steps_name_layers_by_the_numbers_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([1.0, 0.5, 0.5, 1.0, 0.5, 0.9, 0.5])  # removed, merged into each neighbour, and the check
+    monkeypatch.setattr(layer_importance, "choose_layers", lambda *_: [0, 2])
+    monkeypatch.setattr(layer_importance, "mean_loss", lambda *_: next(losses))
+    steps = shorten_layers(deep(layers=4), 2, BATCHES)
+    assert steps == ["layer 0: merged into 1, loss 0.5000", "layer 2: merged into 1, loss 0.5000"]
 
 
 def test_merged_layers_are_the_weighted_mean() -> None:

@@ -143,6 +143,15 @@ def test_a_model_that_generates_nothing_is_called() -> None:
         engine.generate(torch.zeros(1, 1, dtype=torch.long))
 
 
+def test_settings_that_only_the_model_itself_could_serve_are_refused_where_it_generates_nothing() -> None:
+    engine = windlass.init_inference(small_model(), **SMALL)
+    engine.module.generate = None
+    ids = torch.tensor([[3, 4]])
+    assert engine.generate(ids, max_new_tokens=2).shape == (1, 4)
+    with pytest.raises(ConfigError, match=r"lacks these settings of generate \(max_new_tokens, num_beams\)"):
+        engine.generate(ids, max_new_tokens=2, num_beams=3)
+
+
 def test_an_encoder_decoder_generates_by_itself() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

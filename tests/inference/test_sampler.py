@@ -157,17 +157,25 @@ def test_draws_follow_their_distribution(params: SamplingParams) -> None:
 def test_one_row_at_a_time_draws_what_all_rows_together_do(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float, size: int
 ) -> None:
-    """The weights of the drawn tokens differ by rounding at most: the order of tokens in the nucleus may be another."""
+    """Both invert the cumulative distribution of the same nucleus, which rounding may change by its last token."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     logits = logits_of(seed, size)
-    one = {draw_one(logits, params, (k + uniform) / 64) for k in range(64)}
-    rows = logits.expand(64, -1)
-    together = set(draw_together(rows, [params] * 64, [(k + uniform) / 64 for k in range(64)]).tolist())
-    kept = set(draw_together(rows, [params] * 64, [k / 64 for k in range(64)]).tolist()) | one | together
-    lowest = min(logits[token] for token in kept)
-    # each may draw the other's tokens: no token above the lowest kept logit is missing from the nucleus
-    for token in one ^ together:
-        assert logits[token] >= lowest
+    uniforms = [(k + uniform) / 64 for k in range(64)]
+    weights = ((logits.double() - logits.double().max()) / temperature).exp()
+    allowed = weights >= max(min_p, float(weights.topk(min(top_k or size, size)).values[-1]))
+    weights = weights.where(allowed, 0)
+    if top_p < 1:
+        ordered, ids = weights.sort(descending=True, stable=True)
+        dropped = ordered.cumsum(0) - ordered >= top_p * weights.sum()
+        dropped[0] = False
+        weights[ids[dropped]] = 0
+    ends = weights.cumsum(0) / weights.sum()
+    starts, last = ends - weights / weights.sum(), float(weights[weights > 0].min() / weights.sum()) + 1e-5
+    one = [draw_one(logits, params, number) for number in uniforms]
+    together = draw_together(logits.expand(64, -1), [params] * 64, uniforms).tolist()
+    for number, *tokens in zip(uniforms, one, together, strict=True):
+        for token in tokens:
+            assert starts[token] - last <= number <= ends[token] + last
 
 
 @pytest.mark.parametrize("top_p", [0.001, 0.5, 0.95, 0.9999])

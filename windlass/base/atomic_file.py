@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,31 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, d
         with suppress(OSError):  # raise the error of the write, not that of the cleanup
             temporary.unlink()
         raise
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Rename a complete directory to `target`, and remove what had this name. The name never refers to an incomplete one.
+
+    A directory cannot be exchanged atomically, so the old one is moved away first, and back if the renaming fails.
+
+    Raises:
+        OSError: a directory cannot be renamed or removed.
+    """
+    old = target.absolute().with_name(f".{target.name}.replaced")
+    _remove(old)  # of an earlier process that was stopped
+    if os.path.lexists(target):
+        os.replace(target, old)
+    try:
+        os.replace(source, target)
+    except OSError:
+        if os.path.lexists(old):
+            os.replace(old, target)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

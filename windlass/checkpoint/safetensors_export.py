@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from windlass.base.atomic_file import make_directory, temporary_path_beside, write_atomically
+from windlass.base.atomic_file import make_directory, replace_directory, temporary_path_beside, write_atomically
 from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
@@ -259,15 +259,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with disk_errors(path, len(text)):
         write_atomically(path, text)
-
-
-def replace_directory(new: Path, target: Path) -> None:
-    """Replace `target` by `new`. A directory cannot be exchanged atomically, so the old one is moved away first."""
-    old = temporary_path_beside(target.absolute())
-    if target.exists():
-        os.replace(target, old)
-    os.replace(new, target)
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink(missing_ok=True)

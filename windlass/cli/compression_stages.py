@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from windlass.base.atomic_file import replace_directory
 from windlass.base.errors import ConfigError
 from windlass.base.processes import SignalInterrupt
 from windlass.base.text import plural, print_escaped
@@ -33,7 +34,7 @@ from windlass.compress.format_rounding import pack_values
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
-from windlass.compress.partial_directory import check_target, replace_directory
+from windlass.compress.partial_directory import check_target
 from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory, fingerprint_tokens
 from windlass.compress.prune_directory import prune_directory
 from windlass.compress.pruned_config import PRUNING_ENTRY

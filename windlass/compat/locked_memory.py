@@ -45,7 +45,8 @@ class LockedMemoryHandle:
         nbytes = num_elem * example_tensor.element_size()
         if not nbytes:
             return torch.empty(0, dtype=example_tensor.dtype)
-        tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=example_tensor.dtype, count=num_elem)
+        memory = mmap.mmap(-1, nbytes)
+        tensor = torch.frombuffer(memory, dtype=example_tensor.dtype, count=num_elem)
         address = tensor.data_ptr()
         if _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) != 0:
             raise MemoryLockError(
@@ -53,7 +54,7 @@ class LockedMemoryHandle:
                 f"`ulimit -l`, or unset {BACKEND_VARIABLE}"
             )
         self._sizes[address] = nbytes
-        finalize(tensor, self._sizes.pop, address, None)
+        finalize(memory, self._sizes.pop, address, None)  # when the last view of it has ended
         track_pinned_memory(nbytes)
         return tensor
 

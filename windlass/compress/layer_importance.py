@@ -218,12 +218,14 @@ def shorten_layers(
         ModelError: another layer depends on one of those.
     """
     chosen = choose_layers(model, count, batches, loss)
+    originals = list(range(len(_layers(model))))  # numbers that the remaining layers had before the first step
     steps = []
     for done, original in enumerate(chosen):
         number = original - done  # the `done` earlier layers were removed
         layers = _layers(model)
+        target: int | None = None
         with skip_layers(model, [number]):
-            best, step = mean_loss(model, batches, loss), "removed"
+            best = mean_loss(model, batches, loss)
         for neighbour in (number - 1, number + 1):
             if 0 <= neighbour < len(layers):
                 saved = copy.deepcopy(layers[neighbour])
@@ -234,11 +236,13 @@ def shorten_layers(
                 except ConfigError:
                     merged = float("inf")
                 if merged < best:
-                    best, step = merged, f"merged into {neighbour}"
+                    best, target = merged, neighbour
                 _restore(layers[neighbour], saved)
-        if step != "removed":
-            _blend(layers[int(step.rpartition(" ")[2])], layers[number], 0.25)
+        if target is not None:
+            _blend(layers[target], layers[number], 0.25)
+        step = "removed" if target is None else f"merged into {originals[target]}"
         remove_layers(model, [number])
+        del originals[number]
         _check_removed(model, original, best, batches, loss)
         steps.append(f"layer {original}: {step}, loss {best:.4f}")
     return steps

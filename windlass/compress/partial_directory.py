@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from windlass.base.atomic_file import make_directory, open_new
+from windlass.base.atomic_file import make_directory, open_new, replace_directory
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
@@ -117,9 +117,10 @@ class PartialDirectory:
             weight_map = {part: name for part, (name, _) in self._offsets.items()}
             total = sum(form.nbytes for parts in self._forms.values() for form in parts.values())
             write_json(self.path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        for name in (_PLAN, _JOURNAL):
-            (self.path / name).unlink()
         replace_directory(self.path, self.target)
+        # after the move, so that an interruption before it costs no tensor
+        for name in (_PLAN, _JOURNAL):
+            (self.target / name).unlink()
 
     def close(self) -> None:
         """Let other processes write the directory."""
@@ -194,25 +195,6 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
             f"{target} holds something else than a model: it has no config.json, and overwriting would delete all of "
             "it; choose another directory, or delete it yourself"
         )
-
-
-def replace_directory(source: Path, target: Path) -> None:
-    """Rename a complete directory to the name of another one, which is removed. The name never refers to an incomplete
-    directory.
-    """
-    old = target.with_name(f".{target.name}.replaced")
-    if old.exists():  # an earlier run was stopped
-        shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
-    try:
-        source.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    if old.exists():
-        shutil.rmtree(old)
 
 
 @contextlib.contextmanager

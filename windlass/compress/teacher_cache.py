@@ -87,17 +87,19 @@ class TeacherCache:
         count = self._form["values"].shape[1]
         values, indices = F.log_softmax(logits.detach().float() / self._settings["temperature"], -1).topk(count)
         path = self.folder / f"rank{self.rank}.bin"
+        places = {}
         with open_new(path, "ab") as file:
             for row, key in enumerate(_keys(ids)):
-                if key in self._places:
+                if key in self._places or key in places:
                     continue
                 record = np.zeros(1, self._form)
                 record["key"] = np.frombuffer(key, np.uint8)
                 record["values"] = values[row].cpu().numpy()
                 record["indices"] = indices[row].cpu().numpy()
                 record["crc"] = _checksum(record[0])
-                self._places[key] = path, file.tell() // self._form.itemsize
+                places[key] = path, file.tell() // self._form.itemsize
                 file.write(record.tobytes())
+        self._places |= places
 
     def read(self, ids: Tensor) -> TopProbabilities:
         """Return the probabilities of rows of token ids `[rows, length]`.

@@ -129,6 +129,11 @@ class InferenceModel(nn.Module):
                 "these settings of generate need the module's own loop, which has not all layers on a rank with pp "
                 f"({', '.join(sorted(settings))}); leave them out, or use tp"
             )
+        if own is None:
+            raise ConfigError(
+                f"the engine lacks these settings of generate ({', '.join(sorted(settings))}), and "
+                f"{type(self.module).__name__} has no generate of its own; leave them out, or use .llm.generate"
+            )
         with torch.inference_mode():
             return own(input_ids, attention_mask=attention_mask, **settings)
 

@@ -325,10 +325,10 @@ class LLM:
         if not isinstance(adapter, LoRARequest):
             return adapter
         name = adapter.lora_name
-        loaded = self._adapters.get(name)
-        if loaded is None and name not in self._engine.lora_names:
+        if name not in self._engine.lora_names:
             self._engine.add_lora(name, adapter.lora_path)
-            loaded = self._adapters[name] = adapter
+            self._adapters[name] = adapter
+        loaded = self._adapters.get(name)
         if loaded is not None and Path(loaded.lora_path) != Path(adapter.lora_path):
             raise RequestError(
                 f"the adapter {name!r} was loaded from {loaded.lora_path}, and lora_path is {adapter.lora_path}; use "

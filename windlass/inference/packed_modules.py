@@ -126,7 +126,7 @@ class PackedModules:
         self._forwards += [(table.module, table.forward) for table in tables]
         if permanent:
             self._replace()
-        logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
+        logger.debug("%d layers read the weights of %d packed products", len(self._forwards), len(self.groups))
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ def linear(
     rows: int,
     is_bf16: bool,
     threads: int,
-    codes_inputs: bool,
+    rounds_inputs: bool,
 ) -> None: ...
 def cache(
     code: int,
@@ -107,7 +107,7 @@ class StepProgram:
         y: int,
         count: tuple[int, int],
         is_bf16: bool,
-        codes_inputs: bool,
+        rounds_inputs: bool,
     ) -> None: ...
     def add_rms_norm(
         self, x: int, weight: int, out: int, is_bf16: bool, count: tuple[int, int], features: int, epsilon: float

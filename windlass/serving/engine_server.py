@@ -28,9 +28,15 @@ _SWITCH_SECONDS = 0.0005
 
 
 class EngineBackend:
-    """Engine in this process, which is the first rank of its model; the others are processes beside it."""
+    """Engine in this process, which is the first rank of its model; the others are processes beside it.
 
-    def __init__(self, source: EngineSource, context: ServerContext, on_ready: Callable[[], None]) -> None:
+    Args:
+        on_ready: called once the model is loaded.
+    """
+
+    def __init__(
+        self, source: EngineSource, context: ServerContext, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
         self._source = source
         self._context = context
         self._on_ready = on_ready

@@ -3,7 +3,8 @@
     from windlass.serving.ray_app import build_app
     app = build_app("path/of/the/model", num_replicas=4)        # then: serve run module:app
 
-Each replica is one actor of Ray with an engine of its own.
+Each replica is one actor of Ray with an engine of its own. The actor starts the other ranks of a model that is sharded
+by `tp`, `pp` or `ep` on its own host.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from starlette.applications import Starlette
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.serving.engine_loading import DEFAULT_FACTORY, EngineSource
+from windlass.serving.engine_server import EngineBackend
 from windlass.serving.http_app import build_http_app
 from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ApiKeys, ServerSettings
@@ -94,15 +96,15 @@ def _build_replica_app(source: EngineSource, settings: ServerSettings) -> Starle
     global _replica_context
     context = _replica_context = ServerContext(settings)
     app = build_http_app(context)
+    backend = EngineBackend(source, context)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        context.attach(await source.load())
         try:
+            await backend.start()
             yield
         finally:
-            await context.engine.shutdown(drain=False)
-            context.close()
+            await backend.stop()
 
     app.router.lifespan_context = lifespan
     return app

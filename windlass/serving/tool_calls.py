@@ -121,6 +121,8 @@ class OptionalCalls:
         self._objects = form in ("auto", "llama3_json")
         self._pending = ""
         self._started = False  # some content was returned
+        self._after_call = False  # no content was returned since the last call
+        self._space = ""  # white space at the beginning of the answer, which is content only if text follows
         self._count = 0
 
     def feed(self, text: str, finished: bool) -> ParsedText:
@@ -163,13 +165,15 @@ class OptionalCalls:
             self._pending = self._pending[stop:]
             if call:
                 found.calls.append(call)
+                self._after_call, self._space = True, ""
 
     def _return_content(self, found: ParsedText, text: str) -> None:
-        if not self._started or self._count:
-            # line breaks around calls are part of the template, not of the answer
-            text = text.lstrip() if self._count or not text.strip() else text
-        if text:
-            self._started = True
+        # line breaks around calls are part of the template, not of the answer
+        text = text.lstrip() if self._after_call else self._space + text
+        if not self._started and not text.strip():
+            self._space = text
+        elif text:
+            self._started, self._after_call, self._space = True, False, ""
             found.content += text
 
     def _may_be_objects(self) -> bool:

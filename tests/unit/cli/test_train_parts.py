@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError
+from windlass.base.atomic_file import replace_directory
 from windlass.cli import train as command
 from windlass.cli.training import run_metrics as metrics_module
 from windlass.cli.training.loss_agreement import all_reduce_losses, all_reduce_sum
@@ -32,7 +33,7 @@ from windlass.cli.training.run_failure import (
 from windlass.cli.training.run_metrics import MetricsLog, MetricsRow, perplexity, read_rows
 from windlass.cli.training.stop_signals import StopSignals
 from windlass.cli.training.text_continuation import generate_continuation
-from windlass.cli.training.train_rank import export_model, replace_directory
+from windlass.cli.training.train_rank import export_model
 from windlass.cli.training.training_plan import TrainingPlan
 from windlass.comm.bootstrap import init_distributed
 from windlass.data.tokenizer import train_tokenizer

@@ -41,6 +41,10 @@ def test_native_backend_locks_memory_until_it_is_unpinned_or_freed() -> None:
     del view
     gc.collect()
     assert _locked_kib() == before
+    with torch.inference_mode():  # views do not keep the Python object of their base there
+        kept = accelerator.pin_memory(tensor)[1:]
+    gc.collect()
+    assert accelerator.is_pinned(kept) and accelerator.unpin_memory(kept) is True
     assert accelerator.pin_empty(4, 5, dtype=torch.bfloat16).shape == (4, 5)
     assert not accelerator.is_pinned(accelerator.pin_memory(torch.empty(0)))
     assert not accelerator.is_pinned(torch.zeros(2, device="meta"))

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 import windlass
 from windlass import watchdog
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import replace_directory, temporary_path_beside
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint.safetensors_export import replace_directory
 from windlass.cli.training.loss_plot import plot_loss
 from windlass.cli.training.model_builder import build_model
 from windlass.cli.training.run_failure import describe_failure, record_failure, stopped_marker_path
