@@ -352,5 +352,5 @@ def test_conv1d_layers_are_packed_as_linear_ones(method: str, tmp_path: Path) ->
         assert_greedy(reference, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)))
     rounded_while_read = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "wide", weights="int4_g32")
     assert rounded_while_read.get_submodule("transformer.h.0.attn.c_attn").format.name == "int4_g32"
-    with pytest.raises(ModelError, match="written as linear ones with packed weights alone"):
+    with pytest.raises(ModelError, match="written as linear ones only with packed weights"):
         write_packed_directory(tmp_path / "wide", tmp_path / "plain", "fp32")

@@ -266,7 +266,7 @@ def test_bad_input_is_refused_with_the_reason() -> None:
         prune_model(model, {"layers": 1})
     with pytest.raises(ConfigError, match="activation needs a calibration text"):
         prune_model(model, {"ffn": 0.5})
-    with pytest.raises(ConfigError, match="prune has rows; it knows layers, experts"):
+    with pytest.raises(ConfigError, match="prune has rows; it supports layers, experts"):
         prune_model(model, {"rows": 0.5})
     with pytest.raises(ConfigError, match="importance is 'l1'"):
         prune_model(model, {"ffn": 0.5}, importance="l1")

@@ -54,4 +54,4 @@ def test_two_ranks_write_the_directory_of_one(tmp_path: Path) -> None:
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
     for message in run_ranks(too_few, 2, source, str(tmp_path / "three")):
-        assert "1 batches of text do not reach 2 ranks" in message
+        assert "1 batches of text are fewer than 2 ranks" in message

@@ -106,8 +106,8 @@ class CalibratedBlock:
     Attributes:
         hidden: hidden states of each batch.
         calls: other arguments of the block for each batch, by position and by name.
-        places: for each tensor of the files that is one of the block, its name in the model.
-        shared: names in the model of parameters that other modules have too.
+        places: name in the model of each of the block's tensors, by its name in the files.
+        shared: names in the model of tied parameters.
     """
 
     prefix: str
@@ -119,7 +119,7 @@ class CalibratedBlock:
     shared: Collection[str] = ()
 
     def is_shared(self, module: nn.Module) -> bool:
-        """Return True if other modules have a parameter of a module of the block too."""
+        """Return True if a parameter of a module of the block is tied to another module's."""
         name = next(name for name, one in self.module.named_modules() if one is module)
         return any(f"{self.prefix}.{name}.{leaf}" in self.shared for leaf, _ in module.named_parameters(recurse=False))
 
@@ -313,13 +313,13 @@ class BlockCalibration:
             raise self._not_a_chain(f"block {number} has no {lacking[0]!r} of its own in the files")
 
     def _users(self, name: str) -> list[str]:
-        """Return the names of all parameters that are one with a parameter of the empty model."""
+        """Return all names of a parameter of the empty model: several if it is tied."""
         return self._tied.get(name, [name])
 
     def _not_a_chain(self, reason: str) -> ModelError:
         return ModelError(
             f"{self.directory.path} does not run its blocks {self.prefix!r} one after the other on hidden states "
-            f"alone: {reason}; use method rtn or hqq, without smoothing"
+            f"only: {reason}; use method rtn or hqq, without smoothing"
         )
 
     def _record_calls(self) -> None:

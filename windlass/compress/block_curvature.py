@@ -41,7 +41,7 @@ def largest_eigenvalue(
     """
     device = next(layer.weight.device for layer in layers)
     direction = _scaled([_first_direction(layer).to(device) for layer in layers], stability)
-    _gradients(layers, loss, [0 * one for one in direction], group)  # its forward measures the weights
+    _gradients(layers, loss, [0 * one for one in direction], group)  # sets `shifted_square`
     size, found = _PART * math.sqrt(sum(layer.compression.shifted_square for layer in layers)), 0.0
     for _ in range(steps):
         ahead = _gradients(layers, loss, [size * one for one in direction], group)

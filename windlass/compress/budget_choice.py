@@ -1,8 +1,9 @@
 """Choice of a weight format for each layer under a budget: measured losses and times, and a knapsack.
 
-[Note: checked budget] The losses of single groups are added up for the knapsack, so its choice is measured once more as
-a whole. A limit of the loss is then divided by the ratio of the two, and solved again. The choice is compared with
-every uniform one of no more bytes, and the better one is taken.
+[Note: checked budget] The knapsack adds up the losses of single groups, so the loss of its choice is measured once more
+for all groups together. Unless the measured loss is just within its limit, the limit is divided by the ratio of the
+measured loss to the sum, and the knapsack is solved again. If a uniform format of no more bytes has a lower loss, that
+format is taken.
 """
 
 from __future__ import annotations

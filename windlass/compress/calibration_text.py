@@ -68,7 +68,7 @@ def read_calibration_text(
     held = choose_held_out(corpus.digests, corpus.sizes, eval_bytes)
     order = np.argsort(corpus.digests, kind="stable")
     order = order[~held[order]]
-    # a byte is at most one token; the rest of the text is not needed
+    # 16 bytes for each token suffice, since tokens are shorter on average; other text is not needed
     before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]
     chosen = np.zeros(len(held), dtype=bool)
     chosen[order[before < 16 * sequences * length]] = True

@@ -1,9 +1,10 @@
 """Channels and features of plain modules, whose dependencies are found by tracing marked values.
 
-[Note: marked channels] A channel of a layer's output is set to NaN, for each channel in another sample of the batch,
-and the model runs. Each layer whose inputs have NaN in some channels depends on that channel: activations, additions,
+[Note: marked channels] Each channel of a layer's output is set to NaN in a sample of its own, and the model runs. A
+layer whose inputs have NaN in some channels depends on the marked channel of that sample: activations, additions,
 pooling, reshapes and normalizations between the layers need no description. A layer that mixes its inputs gets them
-without NaN, so that a mark ends there. Marks that reach the output of the model, or a layer that is not known, stay.
+without NaN, so that a mark ends there. A channel whose mark reaches the output of the model, or a layer of an unknown
+kind, cannot be removed.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class _Rules:
         try:
             from transformers import conversion_mapping, core_model_loading
         except ImportError:
-            return  # transformers 4 has the names of the files
+            return  # transformers 4 keeps the names of the files
         self._loading, self.order = core_model_loading, core_model_loading.dot_natural_key
         rules = conversion_mapping.get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]

@@ -1,7 +1,7 @@
 """Linear layers, convolutions and embeddings that are rounded and masked while they train.
 
-A layer keeps its parameters, their names and its place: its class changes. So an engine shards it as before, and the
-whole weight is there when the forward runs, at every stage of ZeRO.
+Only the class of a layer changes: its parameters, their names and its place stay. So an engine shards it as before, and
+the full weight is in memory when the forward runs, at every stage of ZeRO.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class WeightRounding:
 
 @dataclass(frozen=True)
 class InputRounding:
-    """Rounding of a layer's inputs: for each token (dynamic), or in a running range of all (static)."""
+    """Rounding of a layer's inputs: in a range for each token (dynamic), or in a moving average of the range (static).
+    """
 
     bits: int
     symmetric: bool = True
@@ -278,7 +279,7 @@ def mask_name(pruning: Pruning) -> str:
 
 
 def replace_class(module: nn.Module, compression: LayerCompression) -> CompressedLayer:
-    """Change a layer to the class with compression techniques. It has no technique yet."""
+    """Change a layer to the class with compression techniques. A layer that is changed has no technique yet."""
     if not isinstance(module, CompressedLayer):
         module.__class__ = COMPRESSED[type(module)]
         module.__dict__["compression"] = compression
@@ -287,10 +288,12 @@ def replace_class(module: nn.Module, compression: LayerCompression) -> Compresse
 
 
 def add_pruning(layer: CompressedLayer, pruning: Pruning) -> None:
-    """Add a mask: one of the largest weights, or trained scores from which the mask is computed.
+    """Add a mask of the largest weights (l1), scores that the mask is computed from (topk), or a mask that keeps all
+    weights at first (snip_momentum).
 
     Raises:
-        ConfigError: the layer has no such outputs or heads.
+        ConfigError: the layer has a mask of this kind, the heads do not divide its inputs, or its weight is not in
+            memory.
     """
     weight = layer.weight
     if pruning.kind in layer.compression.prunings:

@@ -44,7 +44,7 @@ class CompressionWorkspace:
             make_directory(begun)
             try:
                 write(begun)
-            except WindlassError:  # refused, so that nothing continues here
+            except WindlassError:  # an invalid input: the same command cannot continue from here
                 shutil.rmtree(begun)
                 if {path.name for path in self.path.iterdir()} == {_SETTINGS}:
                     self.remove()

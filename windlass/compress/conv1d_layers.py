@@ -10,7 +10,7 @@ from windlass.parallel.tensor.linear_layers import EQUIVALENT_CLASSES
 
 
 def conv1d_layers(model: nn.Module) -> list[str]:
-    """Return the names of the layers."""
+    """Return the names of the model's `Conv1D` layers."""
     return [
         name
         for name, module in model.named_modules()
@@ -19,14 +19,14 @@ def conv1d_layers(model: nn.Module) -> list[str]:
 
 
 def use_linear_class(model: nn.Module) -> None:
-    """Give subclasses of `nn.Linear` that compute the same its class, in place."""
+    """Change the class of layers of equivalent subclasses to `nn.Linear`, in place."""
     for module in model.modules():
         if type(module).__name__ in EQUIVALENT_CLASSES:
             module.__class__ = nn.Linear
 
 
 def make_linear(model: nn.Module) -> None:
-    """Replace the layers by linear ones with the same names and values, in place, on any device."""
+    """Replace `Conv1D` layers by linear ones with the same names and values, in place, on any device."""
     for name in conv1d_layers(model):
         layer = model.get_submodule(name)
         weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")

@@ -51,7 +51,7 @@ class Distillation:
     Args:
         teacher: module, or engine of `initialize` without an optimizer; None with a complete cache. Its parameters are
             frozen and it is set to eval mode.
-        cache: holds its logits.
+        cache: cache of the teacher's largest probabilities.
         options: keys of the section `distillation`; `layers` may have numbers.
 
     Raises:
@@ -276,7 +276,7 @@ def attached_distillation(model: nn.Module) -> Distillation | None:
 
 
 def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
-    """Check that two models have as many tokens, by their configurations.
+    """Check that two models have vocabularies of one size, by their configurations.
 
     Raises:
         ConfigError: the vocabularies differ in size.

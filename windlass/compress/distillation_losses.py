@@ -36,8 +36,8 @@ def logits_divergence(
     reverse: bool = False,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean over positions of KL(teacher, student) at a temperature, times its square (Hinton et al. 2015,
-    https://arxiv.org/abs/1503.02531).
+    """Return the mean over positions of KL(teacher, student) at a temperature, times the squared temperature (Hinton et
+    al. 2015, https://arxiv.org/abs/1503.02531).
 
     With `TopProbabilities` the other classes of a position count as one class, so that the divergence is at most that
     of whole distributions, and equal to it if `k` is the number of classes.

@@ -44,7 +44,7 @@ def round_straight_through(
 def rounded_values(
     values: Tensor, bits: int, groups: int, *, symmetric: bool = True, noise: torch.Generator | None = None
 ) -> Tensor:
-    """Return what `round_straight_through` returns, without a gradient."""
+    """Return the values of `round_straight_through`, without a gradient."""
     with torch.no_grad():
         wide = values.detach().float().reshape(groups, -1)
         return _round(wide, bits, symmetric, noise).view(values.shape).to(values.dtype)

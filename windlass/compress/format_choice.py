@@ -51,7 +51,7 @@ class UnmetLimitError(ValueError):
 
     Attributes:
         resource: nbytes, loss or seconds.
-        nearest: least possible sum of it.
+        nearest: least possible sum of the resource.
     """
 
     def __init__(self, resource: str, nearest: float) -> None:

@@ -51,7 +51,7 @@ def activation_aware_scales(
         The scales, and the output errors of these rows without and with them.
     """
     best, narrow = torch.ones_like(mean), hessian.float()
-    # the scales do not depend on rows, so that some of them show which are best
+    # scales belong to columns, so a sample of the rows is enough to compare them
     parts = [weight[:: max(len(weight) // _COMPARED_ROWS, 1)] for weight in weights]
     first = least = float("inf")
     for step in range(_AWQ_STEPS):

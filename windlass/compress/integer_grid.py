@@ -1,7 +1,7 @@
 """Scales and zero points of integer weight formats, chosen with more care than the format's own rounding.
 
 [Note: layer error] The output error of a layer is `tr(D H D^T)`, where `D` is the change of its weight and `H` the sum
-of `x x^T` over the inputs of the calibration text. Its diagonal alone is the importance of each input feature.
+of `x x^T` over the inputs of the calibration text. The diagonal of `H` is the importance of each input feature.
 """
 
 from __future__ import annotations

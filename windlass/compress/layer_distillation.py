@@ -1,7 +1,7 @@
 """Rounding that is learned block by block: each block is distilled from its unquantized weights (LKD).
 
 [Note: learned rounding] ZeroQuant (Yao et al. 2022, arXiv:2206.01861) distills one layer after the other, so that
-memory holds one layer and the states of its distillation. Here the scales of the method before are kept and the code of
+memory holds one layer and the states of its distillation. Here the scales of the first rounding stay, and the code of
 each weight is learned: a number between the neighbouring codes, rounded in the forward, that moves by the sign of its
 gradient (Cheng et al. 2023, SignRound, arXiv:2309.05516). The loss is the squared difference of the block's output.
 """
@@ -59,7 +59,7 @@ class _LearnedCodes:
     """Codes of one layer while they are learned.
 
     Attributes:
-        place: place of each weight between codes, float32.
+        place: unquantized weights in units of codes, float32.
         learned: trained values, which begin near `place`.
     """
 

@@ -153,13 +153,13 @@ class SensitivityMeter:
                 found.append((value, [name]))
             else:
                 known.append(name)
-        # no token reached the others
+        # a layer that no token reached is a group of its own
         lists = [names for _, names in found] + [[name] for name in self._linear if name not in seen]
         return [InputGroup(tuple(names), self._block_of(names[0])) for names in lists]
 
     def _block_of(self, name: str) -> int:
         rest = name.removeprefix(f"{self._prefix}.")
-        alone = rest != name and id(self._linear[name].weight) not in self._shared  # other blocks may have it too
+        alone = rest != name and id(self._linear[name].weight) not in self._shared  # else it may be tied to other blocks
         return int(rest.partition(".")[0]) if alone else -1
 
     def _continues(self) -> bool:

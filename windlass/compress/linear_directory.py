@@ -55,7 +55,7 @@ def as_linear_directory(directory: ModelDirectory, *, trust_remote_code: bool = 
 
 
 def linear_view(directory: ModelDirectory, model: nn.Module) -> ModelDirectory:
-    """Return what `as_linear_directory` returns, given the empty model that was built from the directory."""
+    """Return the result of `as_linear_directory`, given the empty model that was built from the directory."""
     sources = CheckpointNames(model, directory.places).source_of
     names = [f"{name}.weight" for name in conv1d_layers(model)]
     found = [sources[name] for name in names if name in sources]

@@ -25,7 +25,7 @@ def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -
     rank].
 
     Args:
-        hessian: sum of `x x^T` over the inputs; None: the nearest matrix.
+        hessian: sum of `x x^T` over the inputs; None: the error of the matrix is minimized, not that of the outputs.
 
     Raises:
         ConfigError: the rank is not between 1 and the smaller side.
@@ -63,7 +63,7 @@ def factorize_linear_layers(
     Args:
         share: elements of both factors, as a share of the matrix's.
         chosen: returns True for the names of the layers. The output head of a transformers model is never taken.
-        batches: inputs of `loss`; none: the nearest matrices, without their inputs.
+        batches: inputs of `loss`; none: the errors of the matrices are minimized, not those of their outputs.
 
     Returns:
         The rank of each replaced layer.

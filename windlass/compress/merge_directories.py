@@ -99,8 +99,8 @@ def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
 
 
 def _check_configurations(one: ModelDirectory, first: ModelDirectory) -> None:
-    """Refuse a model whose equal tensors mean something else, and warn of other settings that the merged model takes
-    from the first."""
+    """Refuse a model in which tensors of the same shape have another meaning, and log a warning about other settings,
+    which the merged model takes from the first one."""
     differing = [
         key
         for key in sorted({*one.config, *first.config} - {*_BOOKKEEPING})

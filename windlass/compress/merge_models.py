@@ -96,9 +96,8 @@ def merge_models(
     """Return the merged state of models with the same parameters, in the dtypes of the first.
 
     Args:
-        weights: weights of the models; linear divides them by their sum; slerp takes the second one as the position on
-            the arc.
-            None: equal ones (for ties and dare 1 each).
+        weights: weights of the models; linear divides them by their sum; slerp takes the second one, divided by their
+            sum, as the position on the arc. None: equal ones (for ties and dare 1 each).
         base: model from which all were trained, for ties and dare.
         density: share of each task vector that stays.
         seed: seed for dare.
@@ -132,7 +131,7 @@ def merge_tensors(
     dtypes are taken from the first model.
 
     Raises:
-        ModelError: another model's tensor has values that are not finite where the first model's are.
+        ModelError: the merged tensor is not finite where the first model's is.
     """
     first = tensors[0]
     if not first.is_floating_point():

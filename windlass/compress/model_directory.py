@@ -121,7 +121,7 @@ class ModelDirectory:
                 while len(left):
                     count = file.readinto(left)
                     if not count:
-                        raise OSError("the file ends before")
+                        raise OSError("the file ends inside the tensor")
                     left = left[count:]
         except OSError as error:
             raise ModelError(f"tensor {name!r} of {place.path} cannot be read: {error}; copy the file again") from error

@@ -20,7 +20,7 @@ from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, Weigh
 
 FILE_BYTES = 5 * 10**9
 WIDE_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Formats of plain floats, by their dtype. A directory of these alone is an ordinary one."""
+"""Formats of plain floats, by their dtype. A directory with only these formats is an ordinary model directory."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 PackLayer = Callable[[str, torch.Tensor, WeightFormat], PackedWeight]
@@ -73,7 +73,7 @@ def write_packed_directory(
     group: RankGroup | None = None,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
-    all. A call after an interrupted one with the same arguments continues at the layer where that stopped.
+    all. After an interruption, a call with the same arguments continues at the first incomplete layer.
 
     Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
 
@@ -82,7 +82,7 @@ def write_packed_directory(
             leave it unquantized.
         pack: another rounding than the format's own, with the same packed tensors.
         produce: source of all tensors, in place of `pack`.
-        method: name and settings of `pack` or `produce`; a call with others does not continue an interrupted one.
+        method: name and settings of `pack` or `produce`; only a call with equal ones continues an interrupted call.
         head: pack the output head too, where `formats` is a name. A head that shares the embedding stays unquantized.
         overwrite: replace an existing directory.
         file_bytes: bytes of a file with more than one tensor, at most.
@@ -102,12 +102,12 @@ def write_packed_directory(
     is_packed = any(name not in WIDE_FORMATS.values() for name in layers.values())
     if directory.has_linear_layers and not is_packed:
         raise ModelError(
-            f"{directory.path} has Conv1D layers, which are written as linear ones with packed weights alone; choose a "
+            f"{directory.path} has Conv1D layers, which are written as linear ones only with packed weights; choose a "
             "weight format"
         )
     plan = {"layers": layers, "method": dict(method or {}), "source": source_state(directory)}
     if group is not None:
-        group.barrier()  # no rank finds the directory that this call writes
+        group.barrier()  # the first rank creates the directory only after all ranks have checked the target
     if group is not None and group.index:
         followed = _FollowedDirectory(group.broadcast_object(None))
         for _ in (produce or _LayerProducer(directory, pack or _round))(layers, followed):
@@ -188,7 +188,7 @@ class _FollowedDirectory:
     done: set[str]
 
     def read(self, source: str) -> PackedWeight:
-        raise AssertionError(f"{source} is read by the first rank alone")
+        raise AssertionError(f"only the first rank reads {source}")
 
 
 @dataclass(frozen=True)

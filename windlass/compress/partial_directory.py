@@ -123,7 +123,7 @@ class PartialDirectory:
             (self.target / name).unlink()
 
     def close(self) -> None:
-        """Let other processes write the directory."""
+        """Release the lock of the directory, so that other processes can write it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -229,8 +229,8 @@ class PostTraining:
     def _fold(
         self, block: CalibratedBlock, groups: Sequence[LayerGroup], layers: Mapping[str, str], *, smooth: bool
     ) -> None:
-        """Fold scales of the inputs into the modules before, where the block's function stays the same: so one forward
-        measures the inputs of all groups."""
+        """Fold scales of the inputs into the preceding modules where that preserves the block's function, so that one
+        forward measures the inputs of all groups."""
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
         output: Tensor | None = None  # block's output for its first batch, which no accepted fold has changed
         for group in groups:
@@ -302,9 +302,8 @@ def _fold_if_preserved(
     before: Tensor,
     group: RankGroup | None = None,
 ) -> bool:
-    """Fold scales into weights, and undo this if it changes the block's output for its first batch.
-
-    It does for e.g. norms that add 1 to their weight.
+    """Fold scales into weights, and undo this if it changes the block's output for its first batch, e.g. since a norm
+    adds 1 to its weight. Return True if the scales stay folded.
     """
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
@@ -360,7 +359,7 @@ def compress_directory(
         if chosen.sparsity_method not in SPARSITY_METHODS or chosen.method != "rtn" or chosen.smooth:
             raise ConfigError(
                 f"sparsity_method is {chosen.sparsity_method!r} with method {chosen.method!r}; it is one of "
-                f"{', '.join(SPARSITY_METHODS)}, of unquantized weights: round the result in a second run"
+                f"{', '.join(SPARSITY_METHODS)}, with method rtn and without smoothing; round in a second run"
             )
     if chosen.needs_text and not batches:
         what = f"method {chosen.method}" if chosen.method in NEEDS_TEXT else "smoothing of int8 activations"
@@ -374,7 +373,7 @@ def compress_directory(
         directory = RotatedDirectory(directory)
     if group is not None and chosen.needs_text and len(batches) < group.size:
         raise ConfigError(
-            f"{len(batches)} batches of text do not reach {group.size} ranks; give more text, or smaller batches"
+            f"{len(batches)} batches of text are fewer than {group.size} ranks; give more text, or smaller batches"
         )
     producer = PostTraining(directory, chosen, batches, progress, trust_remote_code, group)
     method: dict[str, Any] = {**asdict(chosen), "text": [fingerprint_tokens(batch) for batch in batches]}

@@ -135,7 +135,7 @@ def _prune_kind(
 def _check(shares: Mapping[str, float], importance: str) -> None:
     unknown = sorted(set(shares) - set(PRUNED_KINDS))
     if unknown:
-        raise ConfigError(f"prune has {', '.join(unknown)}; it knows {', '.join(PRUNED_KINDS)}")
+        raise ConfigError(f"prune has {', '.join(unknown)}; it supports {', '.join(PRUNED_KINDS)}")
     if importance not in IMPORTANCES:
         raise ConfigError(f"importance is {importance!r}; it is one of {', '.join(IMPORTANCES)}")
     for kind, share in shares.items():

@@ -86,8 +86,8 @@ def choose_units(group: UnitGroup, scores: Mapping[int | None, Tensor], keep: in
 def count_kept(group: UnitGroup, share: float) -> int:
     """Return the number of units that stay when a share of them (below 1), or a number of them, is removed.
 
-    Sizes of many features stay multiples of what their kernels like: of the largest power of two from 8 to 128 that
-    divides the size and is at most a sixteenth of it. Products of all experts at once need multiples of 8.
+    For fast kernels, a share leaves a feed-forward size that is a multiple of the largest power of two from 8 to 128
+    that divides the size and is at most a sixteenth of it. Products of all experts at once need multiples of 8.
 
     Raises:
         ConfigError: more units would be removed than there are.
@@ -122,7 +122,8 @@ def count_kept(group: UnitGroup, share: float) -> int:
 def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
     """Set all elements of the removed units to 0, in place. The model keeps its shapes.
 
-    Raises ConfigError for experts: a router whose rows are 0 still chooses them.
+    Raises:
+        ConfigError: the units are experts, which a router whose rows are 0 still chooses.
     """
     if group.kind == "experts":
         raise ConfigError("experts are removed, not masked: a router whose rows are 0 still chooses them")
@@ -189,7 +190,7 @@ def _get(model: nn.Module, name: str) -> Tensor:
 
 
 def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> None:
-    """Put a tensor in all places of another one."""
+    """Replace a tensor by another one in all modules that hold it."""
     if isinstance(before, nn.Parameter):
         after = nn.Parameter(after, requires_grad=before.requires_grad)
     for module in model.modules():

@@ -27,14 +27,14 @@ def describe_formats(
 ) -> dict[str, Any]:
     """Return the entry for layers packed in formats.
 
-    compressed-tensors does not describe ternary and binary formats, and refuses rows that groups do not divide.
+    compressed-tensors does not describe `ternary` and the binary formats, and refuses rows that groups do not divide.
 
     Args:
         layers: format of each packed layer, by the layer's name.
         features: input features of each packed layer.
         ignored: linear layers that are not packed.
         of_conv1d: some layers are transformers' `Conv1D`, which other readers do not recognize as linear layers.
-        renamed: names in the model of layers with other names in the files: other readers know the layers by these.
+        renamed: names in the model of layers that have other names in the files; other readers use the former.
     """
     names: dict[str, list[str]] = {}
     for layer, name in layers.items():
@@ -105,7 +105,7 @@ def _group_of_layer(layer: str, groups: list[Mapping[str, Any]]) -> Mapping[str,
     layer's class comes last.
 
     Raises:
-        ModelError: no target is the layer, or one is not a regular expression.
+        ModelError: no target matches the layer, or one is not a valid regular expression.
     """
     for matches in (_is_name, _is_expression, _is_class):
         for group in groups:
@@ -153,7 +153,7 @@ def _group_of(name: str) -> int | None:
 
 
 def _scheme(name: str) -> dict[str, Any] | None:
-    """Return a group of compressed-tensors, without its targets, for a format; None if it does not describe the
+    """Return the config group of compressed-tensors for a format, without targets; None if there is none for the
     format."""
     form = get_weight_format(name)
     weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}

@@ -125,7 +125,7 @@ class BitPlanner:
         layers: rounded layers by name. Those outside of the blocks follow the plain schedule.
 
     Attributes:
-        hook: handle of the hook by which it sees the last batch.
+        hook: handle of the hook that records the last batch.
     """
 
     def __init__(

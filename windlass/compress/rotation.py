@@ -1,4 +1,4 @@
-"""Rotations of the hidden states and of the values of each head, folded into the weights (QuaRot's first two).
+"""Rotations of the hidden states and of the values of each head, folded into the weights (the first two of QuaRot).
 
 [Note: rotated hidden states] An RMS norm without weight commutes with an orthogonal `R`. So the weight of each norm is
 multiplied into the layers that read it, embeddings and layers that write hidden states are rotated, `W_out <- R^T
@@ -46,7 +46,7 @@ class RotatedDirectory(ModelDirectory):
         kind = source.config.get("model_type")
         if kind not in _FAMILIES or _EMBEDDING not in source.places or _NORM not in source.places:
             raise ModelError(
-                f"{source.path} is of type {kind!r}, whose hidden states are not rotated; rotation knows "
+                f"{source.path} is of type {kind!r}, whose hidden states are not rotated; rotation supports "
                 f"{', '.join(_FAMILIES)}"
             )
         self.path, self.config = source.path, dict(source.config)

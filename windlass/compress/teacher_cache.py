@@ -1,4 +1,4 @@
-"""Largest logits of a teacher on disk, so that it computes each sequence once."""
+"""Largest probabilities of a teacher on disk, so that the teacher computes each sequence once."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TeacherCache:
         return all(key in self._places for key in _keys(ids))
 
     def add(self, ids: Tensor, logits: Tensor) -> None:
-        """Store the largest of the logits `[rows, length, classes]` for rows that are not cached yet."""
+        """Store the largest log-probabilities of logits `[rows, length, classes]` for rows that are not cached yet."""
         classes = logits.shape[-1]
         if self._form is None:
             self._create(ids.shape[1], classes)

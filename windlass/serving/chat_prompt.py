@@ -53,7 +53,7 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise ApiError(400, f"{place}.{name} is not supported; leave it out", parameter=f"{place}.{name}")
-    # keep fields that a template reads, such as `name`; drop null ones, which clients send when they return an answer
+    # keep fields that a template reads, such as `name`; drop null ones, which clients send with earlier answers
     kept = {name: value for name, value in message.items() if value is not None}
     # Templates use the older name of the role.
     kept["role"] = "system" if role == "developer" else role
@@ -259,7 +259,8 @@ _CALL_FORMS = (
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """Return a schema whose references point to its parts below `root`: two tools may have definitions of one name."""
+    """Return a schema with its references moved below `root`, since two tools may use the same name for a definition.
+    """
     if isinstance(schema, list):
         return [_moved(one, root) for one in schema]
     if not isinstance(schema, Mapping):

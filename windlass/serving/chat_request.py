@@ -129,7 +129,7 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
 
 
 def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
-    """Return what `tools` and `tool_choice` mean for the prompt and the answer.
+    """Return the tools of the prompt, and the constraint and parser of the answer, by `tools` and `tool_choice`.
 
     Args:
         form: form of calls that the text is searched for: `auto`, `hermes`, `llama3_json` or `none`.
@@ -166,7 +166,8 @@ def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:
 
 
 def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | None, StructuredOutputsParams | None]:
-    """Return the field that constrains the text, and its constraint; the latter is None for fields of vLLM's."""
+    """Return the field that constrains the text, and its constraint: None for vLLM's fields, which `sampling_params`
+    reads itself."""
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
     form = fields.response_format
     kind = form.get("type") if form is not None else "text"

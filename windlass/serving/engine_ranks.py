@@ -80,7 +80,7 @@ class EngineRanks:
         return self.failure or ""
 
     def give_up(self) -> None:
-        """Let this process's attempts to reach the other ranks fail."""
+        """Close the rendezvous store, so that this process's attempts to reach the other ranks fail."""
         self._store.close()
 
     async def stop(self) -> None:

@@ -63,25 +63,25 @@ class EngineBackend:
         waited: set[asyncio.Future[Any]] = {loading, ended}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not loading.done():
-            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # it may have the other rank's message
+            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # it may fail with the other rank's error
             ranks.give_up()
             await asyncio.wait({loading}, timeout=_GRACE_SECONDS)
         ended.cancel()
         error = loading.exception() if loading.done() else None
-        # a lost connection is no more than the consequence of the other rank's end; `PeerError` has its message
+        # a lost connection only follows from the other rank's end; a `PeerError` has that rank's message
         is_lost = isinstance(error, CommunicationError)
         if loading.done() and (error is None or isinstance(error, WindlassError)) and not is_lost:
             return loading.result()
         if error is not None and not await self._has_ended(ranks):
             raise error
         if not loading.done():
-            # the thread that loads waits for the lost rank, for as long as a collective may take, and torch for it
+            # the loading thread waits for the lost rank until a collective times out, and torch waits for the thread
             atexit.register(_leave_at_once)
         loading.cancel()
         raise EngineRankError(f"{ranks.failure} while the model was loaded; its own output says why") from error
 
     async def _has_ended(self, ranks: EngineRanks) -> bool:
-        """Return True if another rank ends at once, so that an error of this one is its consequence."""
+        """Return True if another rank ends within a few seconds, so that an error of this rank follows from that."""
         try:
             await asyncio.wait_for(ranks.wait_for_end(), _GRACE_SECONDS)
         except TimeoutError:

@@ -99,7 +99,7 @@ async def start_event_stream(request: Request, events: AsyncGenerator[bytes, Non
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Run a coroutine, and cancel it when the client disconnects. The body of the request was read before.
+    """Run a coroutine, and cancel it when the client disconnects. The request's body must have been read.
 
     Raises:
         ClientDisconnect: the client disconnected.

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from windlass.serving.api_errors import ApiError
 
 HEAD_SECONDS = 30.0
-"""Seconds that a client has for the head of a request; it is closed after twice as many at the latest."""
+"""Seconds that a client has for the head of a request. Its connection is closed after at most twice as many."""
 
 MAX_HEAD_BYTES = 2**17
 """Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""

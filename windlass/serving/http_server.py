@@ -77,7 +77,7 @@ class _SignalFreeServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield
 
 
@@ -85,7 +85,7 @@ class HttpServer:
     """Server of one application, from its start to its exit code.
 
     The first SIGTERM or SIGINT drains: readiness ends, new requests get 503, and running ones finish, for
-    `drain_timeout` seconds at most. A second signal ends the process at once.
+    `drain_timeout` seconds at most. A second signal, or one before the model is loaded, ends the process at once.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from windlass.serving.http_app import build_http_app
 from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ApiKeys, ServerSettings
 
-# The context of this process' replica: an actor of Ray has one.
+# context of this process's replica; each actor of Ray is a process with one replica
 _replica_context: ServerContext | None = None
 
 

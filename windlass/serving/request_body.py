@@ -29,7 +29,7 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        # Other types are also those that a foreign web page can send without the browser asking the server first.
+        # Browsers let a foreign web page send some other types without a CORS preflight.
         raise ApiError(
             415,
             f"Content-Type is {content_type[:80] or 'not given'!r}; send the body as application/json",
@@ -105,7 +105,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
             refused.
     """
     try:
-        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 lets a parser ignore the mark
+        text = body.removeprefix(codecs.BOM_UTF8).decode("utf-8")  # RFC 8259 allows it
     except UnicodeDecodeError as error:
         raise _invalid(f"the body is not UTF-8 at byte {error.start}") from error
     try:

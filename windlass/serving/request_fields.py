@@ -80,7 +80,7 @@ class RequestModel(BaseModel):
         """Validate a JSON object.
 
         Args:
-            parents: names of the fields that the object is the value of, from the outermost one.
+            parents: names of the enclosing fields, from the outermost one.
 
         Raises:
             ApiError: a field that is unknown, refused, of another type or missing, with its name.
@@ -95,7 +95,7 @@ class RequestModel(BaseModel):
             return cls.model_validate(known)
         except ValidationError as error:
             problems = error.errors(include_url=False, include_context=False)
-            # the most specific place, because each member of a union reports its own problem
+            # only the first problem, because each member of a union reports its own
             path = (*parents, *(str(part) for part in problems[0]["loc"]))
             place, field = ".".join(path), path[0] if path else None
             message = f"{place}: {problems[0]['msg']}"
@@ -280,7 +280,7 @@ class SamplingFields(CommonSamplingFields):
         ]
         if self.structured_outputs is not None:
             found.append(("structured_outputs", StructuredOutputsField.of(self.structured_outputs)))
-        if any(params != found[0][1] for _, params in found):  # clients send the older and the newer form of one
+        if any(params != found[0][1] for _, params in found):  # equal ones: a client sends both forms
             names = " and ".join(name for name, _ in found)
             raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
         return found[0][1] if found else None
@@ -294,7 +294,7 @@ class SamplingFields(CommonSamplingFields):
         """Return the declared service level.
 
         Raises:
-            ApiError: a time or a rate that is not positive.
+            ApiError: the time to the first token is not positive, or the rate is negative.
         """
         if self.sla is None:
             return None

@@ -9,7 +9,7 @@ from windlass.serving.tool_calls import ToolCallDelta
 
 
 class ResponseItems:
-    """Output of one response, as its text grows. Every method returns the events of its change.
+    """Output of one response, as its text grows. Methods that change the output return the events of the change.
 
     Attributes:
         output: messages and calls so far, in OpenAI's form.
@@ -53,7 +53,7 @@ class ResponseItems:
         return events
 
     def finish(self, status: str) -> list[dict[str, Any]]:
-        """End the last item. An answer without any has an empty message.
+        """End the last item. An answer without items gets an empty message.
 
         Args:
             status: `completed` or `incomplete`.

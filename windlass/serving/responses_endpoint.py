@@ -55,7 +55,7 @@ def _fields_renamed() -> Iterator[None]:
         yield
     except ApiError as error:
         place, message = error.parameter or "", str(error)
-        if place.startswith("tools."):  # a function is an object of its own there
+        if place.startswith("tools."):  # nested one level deeper in chats
             place, message = place.replace(".function", ""), message.replace(".function", "")
         for theirs, ours in CHAT_NAMES.items():
             message = re.sub(rf"\b{theirs}\b", ours, message)
@@ -86,7 +86,7 @@ class _Answer:
         async with contextlib.aclosing(self._changes()) as changes:
             async for change in changes:
                 if not self.events_sent:
-                    # The engine has accepted the request: earlier, an error still has a status of its own.
+                    # sent only once the engine has accepted the request, so that an earlier error has an HTTP status
                     for kind in ("created", "in_progress"):
                         yield self._encode({"type": f"response.{kind}", "response": self._body("in_progress")})
                 for event in change:

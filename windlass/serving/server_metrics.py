@@ -1,4 +1,4 @@
-"""Prometheus metrics, with the names of vLLM's where the meaning is the same, so that its dashboards work.
+"""Prometheus metrics, with the names of vLLM's where the meaning is the same, so that vLLM's dashboards work.
 
 Names without a counterpart begin with `windlass:`.
 """

@@ -49,7 +49,7 @@ class ApiKeys:
         return cls(keys)
 
     def accept(self, key: str) -> bool:
-        """Return True if the key is one of them. The time of the comparison does not depend on the key."""
+        """Return True if the server accepts the key. The time of the comparison does not depend on the key."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = False
         for expected in self._digests:
@@ -70,6 +70,7 @@ class ServerSettings:
         tool_calls: form of the tool calls in the model's text; "auto" recognizes hermes' and Llama's.
         chat_template: template instead of the tokenizer's.
         allowed_origins: web pages of these origins may use the server from a browser.
+        api_keys: keys of which each request needs one; None: requests need no key.
         engine_index: label of the engine in the metrics.
     """
 

@@ -49,7 +49,11 @@ class ToolCallParser(Protocol):
     """Parser that takes generated text piece by piece."""
 
     def feed(self, text: str, finished: bool) -> ParsedText:
-        """Take the next piece of text. `finished`: it was the last one."""
+        """Return the content and the calls that the next piece of text completes.
+
+        Args:
+            finished: the piece is the last one.
+        """
 
 
 def new_call_id() -> str:
@@ -72,7 +76,7 @@ class ForcedFunction:
         self._name: str | None = name
 
     def feed(self, text: str, finished: bool) -> ParsedText:
-        """Return new text as a part of the function's arguments; the first call also gives the name."""
+        """Return new text as a part of the function's arguments; the first part also has the function's name."""
         if not text and self._name is None:
             return ParsedText()
         name, self._name = self._name, None

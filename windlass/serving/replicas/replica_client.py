@@ -32,7 +32,7 @@ class ReplicaResponse:
         """Yield the body piece by piece.
 
         Raises:
-            ReplicaConnectionError: the connection ended before the body.
+            ReplicaConnectionError: the connection ended before the end of the body.
         """
         if not self._has_body:
             return  # the length is that of the body that GET would have
