@@ -159,7 +159,7 @@ class SensitivityMeter:
 
     def _block_of(self, name: str) -> int:
         rest = name.removeprefix(f"{self._prefix}.")
-        alone = rest != name and id(self._linear[name].weight) not in self._shared  # else it may be tied to other blocks
+        alone = rest != name and id(self._linear[name].weight) not in self._shared  # tied: in several blocks
         return int(rest.partition(".")[0]) if alone else -1
 
     def _continues(self) -> bool:

@@ -37,7 +37,7 @@ def populate_pages(tensor: torch.Tensor) -> str | None:
     Other threads of Python run meanwhile.
 
     Returns:
-        The reason if the system did not do it; pages are allocated at their first use then.
+        None if the pages are allocated; else the system's reason, and pages are allocated at their first use.
     """
     if sys.platform != "linux":
         return f"{sys.platform} has no MADV_POPULATE_WRITE"

@@ -41,7 +41,7 @@ def list_inference_paths() -> list[str]:
 def get_inference_path(name: str | None = None) -> InferencePath:
     """Return a path by its name; without a name that of `WINDLASS_KERNELS`, or else the best.
 
-    "AVX-512" in the environment variable stands for the best set of that family, as optimizers know no other.
+    "AVX-512" in the environment variable stands for the best set of that family, since optimizers have only that name.
 
     Raises:
         ConfigError: the path is not available here.
@@ -64,7 +64,7 @@ def tensor_address(name: str, tensor: torch.Tensor) -> int:
         and not tensor.is_neg()
         and (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= tensor.untyped_storage().nbytes()
     )
-    if not is_plain:  # the whole check takes four times as long as this one, as often as a step has operations
+    if not is_plain:  # the full check takes four times as long, and every operation of a step checks its tensors
         problem = native_access_problem(tensor)
         if problem:
             raise ModelError(f"the {name} of shape {tuple(tensor.shape)} {problem}")

@@ -36,7 +36,7 @@ def write_scales(codec: str, values: torch.Tensor, scales: torch.Tensor, errors:
     Args:
         values: `[n]`.
         scales: `[blocks]` float32.
-        errors: `[n]`, added to `values` in place before.
+        errors: `[n]`, added to `values` in place before the scales are computed.
 
     Returns:
         False if a scale is not finite.
@@ -60,7 +60,7 @@ def write_codes(
 
     Args:
         codes: uint8.
-        errors: `[n]`, receives what the codes leave out.
+        errors: `[n]`, receives the rounding errors of the codes.
         decoded: `[n]`, receives the decoded values; may be `values`.
     """
     _check(values, scales, codes, errors, decoded)

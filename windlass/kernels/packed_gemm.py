@@ -91,12 +91,13 @@ class PackedPanels:
 
     @property
     def tensors(self) -> FormatTensors:
-        """The packed tensors by name: panels and scales, or those of the format where it multiplies itself."""
+        """Packed tensors by name: panels and scales; those of the format on the reference path; none of low-bit codes.
+        """
         return self._tensors
 
     def row_panels(self) -> torch.Tensor | None:
         """Return the panels of a weight in floats as int32 `[panels, steps, 16]`, from which `panel_rows` reads rows;
-        None where other code multiplies it."""
+        None for other formats and on the reference path."""
         if self._path.module is None or self.format.name not in ("fp32", "bf16"):
             return None
         return self._tensors["panels"].view(torch.int32).view(-(-self.out_features // _PANEL), -1, _PANEL)
@@ -168,8 +169,8 @@ class PackedPanels:
         )
 
     def native_weight(self, bias: torch.Tensor | None) -> tuple[int, ...] | None:
-        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None where other
-        code, or none, multiplies it."""
+        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None for low-bit
+        codes and on the reference path."""
         if self._path.module is None or self._low_bit is not None:
             return None
         return (*self._address, 0 if bias is None else tensor_address("bias", bias))
@@ -259,7 +260,7 @@ def narrow_input_dtype(weight_format: WeightFormat) -> torch.dtype | None:
 
 
 def matrix_shape(tensors: FormatTensors) -> tuple[int, int]:
-    """Return output and input features of a packed matrix; (0, 0) if the tensors are not those of one."""
+    """Return output and input features of a packed matrix; (0, 0) if the tensors are not those of a packed matrix."""
     if "weight_shape" in tensors and tensors["weight_shape"].numel() == 2:
         rows, columns = tensors["weight_shape"].tolist()
         return int(rows), int(columns)

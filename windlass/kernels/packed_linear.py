@@ -72,7 +72,7 @@ class PackedMatrix(nn.Module):
         """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer.
 
         Args:
-            mapped: bytes in a file of some of them, and their mappings, which are used and not copied; see [Note:
+            mapped: bytes in a file and their mapping, for tensors that are used in place instead of copied; see [Note:
                 dropped pages].
         """
         expected = {name: (form.dtype, form.shape) for name, form in self._form.items()}
@@ -201,7 +201,7 @@ class PackedLinear(PackedMatrix):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, weight_format: WeightFormat | str = "int8") -> PackedLinear:
-        """Return a packed copy of a linear layer, with a copy of its bias that requires a gradient if that does.
+        """Return a packed copy of a linear layer, with a copy of its bias that requires a gradient if the bias does.
 
         Raises:
             WeightFormatError: the weight has values that are not finite, or outside of the format's range.

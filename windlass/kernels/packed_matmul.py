@@ -16,14 +16,14 @@ UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
 
 
 class Product(Protocol):
-    """Product of an input and a packed weight, of which this object may hold a form of its own."""
+    """Product of an input and a packed weight. The object may hold the weight in another form."""
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `input @ weight.T + bias` without gradients."""
         ...
 
     def end_backward(self) -> None:
-        """Free memory of the packed weight that a backward has used. Called at its end."""
+        """Free memory of the packed weight that a backward has used. Called at the end of the backward."""
         ...
 
 

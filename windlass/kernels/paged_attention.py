@@ -155,10 +155,11 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
     Args:
         key: `[tokens, kv_heads, key_dim]`, float32 or bfloat16.
         value: `[tokens, kv_heads, value_dim]` of the same dtype.
-        slots: int64 `[tokens]`; `block * block_size + offset`. A negative slot is skipped.
+        slots: int64 `[tokens]`; `block * block_size + offset`. A negative slot is skipped on the CPU. On accelerators
+            slots must lie in the cache, which is not checked.
 
     Raises:
-        ModelError: shapes do not match, or a slot is beyond the cache.
+        ModelError: shapes do not match, or a slot is beyond a cache on the CPU.
     """
     tokens = slots.shape[0]
     if tuple(key.shape) != (tokens, cache.kv_heads, cache.key_dim):
@@ -260,7 +261,8 @@ def paged_attention(
         `[tokens, heads, value_dim]` in the dtype of `query`.
 
     Raises:
-        ModelError: shapes, dtypes or lengths do not match. The message names the argument.
+        ModelError: shapes or dtypes do not match, or native code is given lengths or blocks that do not fit the cache.
+            The message names the argument.
     """
     _check_attention(
         query, cache, block_table, query_start, context_lengths, sliding_window, chunk_size, softcap, sinks

@@ -1,4 +1,4 @@
-"""Panels of a packed layer outside of an inference engine, made again when its bytes change."""
+"""Panels of a packed layer outside of an inference engine, made again when the layer's bytes change."""
 
 from __future__ import annotations
 

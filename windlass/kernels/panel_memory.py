@@ -3,7 +3,7 @@
 [Note: shared weights] Replicas pack the same weights in the same order. The process that starts them creates a file
 without a name and passes it on; the first replica packs into it, and the others map the same pages. The file begins
 with the number of bytes that are filled. Regions follow one another in the order of packing, so each process finds
-them by counting. The pages go with the last process.
+them by counting. The pages are freed when the last process ends.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute `windlass.kernels.paged_attention.paged_attention` without waiting for the device.
 
-    The arguments are checked there, and lie on one device.
+    `paged_attention` has checked the arguments. They lie on one device.
     """
     tokens, heads, _ = query.shape
     sequences = context_lengths.shape[0]

@@ -80,8 +80,8 @@ void score_keys(const char* const* groups, std::int64_t feature_bytes, const flo
     }
 }
 
-// Adds weights[row][key] * value[key] for keys [begin, end) of a tile to kRows rows of sums, scaled before. `groups`
-// has the first value of each 16 keys of the tile.
+// Multiplies kRows rows of sums by `scale`, and adds weights[row][key] * value[key] for keys [begin, end) of a tile.
+// `groups` has the first value of each 16 keys of the tile.
 template <CacheCode kCode, int kRows, int kParts>
 void add_values(const char* const* groups, std::int64_t row_bytes, const float* weights, std::int64_t begin,
                 std::int64_t end, const float* scale, float* sums_at, std::int64_t stride) {
@@ -210,7 +210,7 @@ struct TileOfCache {
     }
 };
 
-// Requests the lines of a tile, which lie in other pages for each 16 keys: no prefetcher of the processor finds the next.
+// Prefetches the lines of a tile. Each 16 keys may lie on other pages, which no prefetcher of the processor predicts.
 inline void request_tile(const AttentionJob& job, const TileOfCache& tile) {
     constexpr std::int64_t kLine = 64;
     const CacheOfLayer& cache = job.cache;

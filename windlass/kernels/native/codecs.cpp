@@ -41,7 +41,7 @@ WINDLASS_INLINE void store(void* to, V value) {
 WINDLASS_INLINE F8 every(float value) { return F8{} + value; }
 WINDLASS_INLINE F8 select(I8 mask, F8 yes, F8 no) { return (F8)(((I8)yes & mask) | ((I8)no & ~mask)); }
 
-// Eight bytes of 0 or 1 as the bits of one, the first in the lowest.
+// Eight bytes of 0 or 1 as the bits of one byte, the first in the lowest bit.
 WINDLASS_INLINE std::uint8_t bits_of(B8 flags) {
     std::uint64_t word = 0;
     for (int i = 0; i < 8; ++i) word |= static_cast<std::uint64_t>(static_cast<std::uint8_t>(flags[i])) << (8 * i);
@@ -111,7 +111,7 @@ WINDLASS_INLINE float integer_scale(float* values, const float* errors, std::int
     return scale < kLeast ? kLeast : scale;
 }
 
-// 2. Codes of one block. With `owed`, errors become what the codes leave out; with `kept`, `decoded` their values.
+// 2. Codes of one block. With `owed`, `errors` receives the rounding errors; with `kept`, `decoded` the decoded values.
 
 template <bool owed, bool kept>
 WINDLASS_INLINE void note(F8 value, F8 coded, std::int64_t i, float* errors, float* decoded) {
@@ -144,7 +144,7 @@ WINDLASS_INLINE void sign_codes(const float* values, float scale, std::int64_t c
     }
 }
 
-// Rounds to nearest, ties to even: the sum has no bits below 1. What is not a number becomes 0.
+// Rounds to nearest, ties to even: the sum has no bits below 1. NaN becomes 0.
 WINDLASS_INLINE F8 rounded(F8 value, float highest) {
     const float shift = 12582912.0f;
     value = select(value == value, value, F8{});
@@ -358,7 +358,7 @@ bool run(Task task, const Message& m, int threads) {
 Message message(int kind, std::int64_t count, std::uint64_t values, std::uint64_t scales, std::uint64_t codes,
                 std::uint64_t errors, std::uint64_t decoded) {
     if (kind < 0 || kind > 3) throw std::invalid_argument("there is no such codec");
-    if (count < 0) throw std::invalid_argument("a message of fewer than no elements");
+    if (count < 0) throw std::invalid_argument("a message has a negative number of elements");
     return {static_cast<Kind>(kind),
             count,
             reinterpret_cast<float*>(values),
@@ -397,7 +397,7 @@ void decode(int kind, std::int64_t count, std::uint64_t scales, std::uint64_t co
 
 NB_MODULE(_codecs, m) {
     nb::set_leak_warnings(false);
-    m.doc() = "Scales and codes of messages in raw memory; windlass.kernels.message_codes is the way to them.";
+    m.doc() = "Scales and codes of messages in raw memory; call them through windlass.kernels.message_codes.";
     m.def("write_scales", &write_scales, nb::arg("kind"), nb::arg("count"), nb::arg("values"), nb::arg("errors"),
           nb::arg("scales"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
     m.def("write_codes", &write_codes, nb::arg("kind"), nb::arg("count"), nb::arg("values"), nb::arg("scales"),

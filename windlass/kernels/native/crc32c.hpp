@@ -1,8 +1,8 @@
 // CRC-32C (Castagnoli) of pages of 4096 bytes, by the processor's own instructions if it has some.
 //
 // The instruction of CRC-32C has a latency of three cycles and a throughput of one per cycle, so that a single checksum
-// would run at a third of the possible rate: four pages are hashed in parallel. Products without carries, of whole cache
-// lines, are faster than that where the processor has them: a page is hashed about as fast as it is read.
+// would run at a third of the possible rate: four pages are hashed in parallel. Where the processor has carry-less
+// multiplication of whole cache lines, that is faster still: a page is hashed about as fast as it is read.
 // windlass/kernels/reference/crc32c.py is the reference.
 #pragma once
 

@@ -19,8 +19,9 @@ using windlass::kStepBytes;
 using windlass::PanelCode;
 using windlass::RowBlock;
 
-// Steps by which the weight is requested ahead of its use, into the second-level cache: the first has too few misses in
-// flight for a latency of memory. Many rows compute long enough on a step to request it once more, into the first.
+// Steps between the prefetch of a weight into the second-level cache and its use. The first-level cache allows too few
+// misses in flight to hide the latency of memory. With many rows a step takes long enough to prefetch it once more, into
+// the first-level cache.
 constexpr std::int64_t ahead_for(int rows) { return rows <= 4 ? 32 : 64; }
 constexpr std::int64_t kNear = 6;
 
@@ -101,9 +102,9 @@ struct CodedStep {
 
 constexpr int kUnroll = 4;  // steps between which a loop computes no addresses, since those compete with products
 
-// Requests weights ahead in each panel, and at its end in the panels that the next call takes: kPanels further. The loop
-// of one row that widens weights is too long for the processor to begin loads of many lines: it requests lines into the
-// first-level cache, where they do not wait twice.
+// Prefetches weights ahead in each panel and, near the end of the panels, in those of the next call, which are kPanels
+// further. For one row, the loop that widens weights is too long for the processor to begin loads of many lines: it
+// prefetches into the first-level cache, so that no line waits twice.
 template <class Step, int kRows, int kPanels>
 struct FetchAhead {
     static constexpr bool kIntoFirst = kRows == 1 && Step::kInputs > 1;
@@ -182,7 +183,7 @@ constexpr std::int64_t group_bytes(std::int64_t rows) {
 
 constexpr std::int64_t kGroupSteps = windlass::kCodeGroup / 4;
 
-// Adds steps [begin, end) to tile[row][output] of kRows rows and kPanels panels; step 0 begins it. `packed` is the input
+// Adds steps [begin, end) to tile[row][output] of kRows rows and kPanels panels; step 0 sets it. `packed` is the input
 // of the block. With int8 inputs a range begins at a group: integer sums of each group, times the group's scale, are
 // added in the order of the groups.
 template <class Step, int kRows, int kPanels, class Fetch>
@@ -254,7 +255,7 @@ WINDLASS_INLINE void add_to_tile(const char* panels, std::int64_t panel_bytes, c
     }
 }
 
-// The same for all rows of a block. Tiles without padding are stored a vector at a time.
+// Finishes all rows of a block. Tiles without padding are stored a vector at a time.
 template <int kPanels>
 void finish_rows_of(const GemmJob& job, const RowBlock& block, const float* tile, std::int64_t first) {
     constexpr std::int64_t kWidth = kPanels * kPanel;
@@ -317,7 +318,7 @@ void multiply_rows(const GemmJob& job, const RowBlock& block, const char* packed
 // for all blocks. While a slice is multiplied, the next one is read from memory.
 constexpr std::int64_t kSliceSteps = 6 * kGroupSteps;
 
-// Requests steps [next, last) of the slice at `slice`, `rate` in the time of kUnroll steps.
+// Prefetches steps [next, last) of the slice at `slice`, `rate` of them for every kUnroll steps that are multiplied.
 template <int kPanels>
 struct FetchSlice {
     const char* slice;

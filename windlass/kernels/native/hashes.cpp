@@ -103,7 +103,7 @@ Sum best() {
 std::uint64_t keyed_sum(std::uint64_t address, int width, std::int64_t count, std::int64_t start, std::uint64_t seed,
                         int threads) {
     if (width != 1 && width != 2 && width != 4 && width != 8) throw std::invalid_argument("words have 1 to 8 bytes");
-    if (count < 0) throw std::invalid_argument("a sum of fewer than no words");
+    if (count < 0) throw std::invalid_argument("a sum has a negative number of words");
     if (start < 0) throw std::invalid_argument("words begin at a negative place");
     if (count > 0 && address == 0) throw std::invalid_argument("there is no memory at address 0");
     static const Sum sum = best();
@@ -125,7 +125,7 @@ std::uint64_t keyed_sum(std::uint64_t address, int width, std::int64_t count, st
 
 NB_MODULE(_hashes, m) {
     nb::set_leak_warnings(false);
-    m.doc() = "Hashes of raw memory; windlass.kernels.native_keyed_sum is the way to them.";
+    m.doc() = "Hashes of raw memory; call them through windlass.kernels.native_keyed_sum.";
     m.def("keyed_sum", &keyed_sum, nb::arg("address"), nb::arg("width"), nb::arg("count"), nb::arg("start"),
           nb::arg("seed"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
 }

@@ -196,7 +196,7 @@ CacheOfLayer make_cache(int code, std::uint64_t keys, std::uint64_t values, std:
     refuse(key_dim > kMostFeatures || value_dim > kMostFeatures, "a head of a cache has at most 1024 features");
     refuse(block_size <= 0 || block_size % kPanel != 0, "the block size of a cache is a multiple of 16");
     const auto chosen = static_cast<CacheCode>(code);
-    refuse((chosen == CacheCode::int8) != (key_scales != 0 && value_scales != 0), "int8 caches alone have scales");
+    refuse((chosen == CacheCode::int8) != (key_scales != 0 && value_scales != 0), "only int8 caches have scales");
     return {reinterpret_cast<char*>(keys),
             reinterpret_cast<char*>(values),
             reinterpret_cast<float*>(key_scales),
@@ -209,7 +209,7 @@ CacheOfLayer make_cache(int code, std::uint64_t keys, std::uint64_t values, std:
             block_size};
 }
 
-// Every address that attention will read, checked before it reads any.
+// Checks every address that attention will read, before it reads any.
 void check_tables(const AttentionJob& job, std::int64_t sequences, std::int64_t tokens) {
     refuse(job.query_start[0] != 0 || job.query_start[sequences] != tokens,
            "query_start does not begin at 0 or does not end at the number of queries");
@@ -331,7 +331,7 @@ void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uin
               threads);
 }
 
-// Calls `rows(begin, end)` on as many threads as pay for themselves.
+// Calls `rows(begin, end)` for parts of the rows on all threads, or for all rows on this thread if there is little work.
 template <class Rows>
 void over_rows(std::int64_t count, std::int64_t elements, int threads, const Rows& rows) {
     const std::int64_t parts = count * elements < kSerialElements ? 1 : std::min<std::int64_t>(count, threads);
@@ -375,7 +375,7 @@ void gated_activation(int set, int activation, std::uint64_t gate_up, std::uint6
               [&](std::int64_t begin, std::int64_t end) { chosen.gate_rows(job, begin, end); });
 }
 
-// Reads memory on all threads: what the products are compared with.
+// Reads memory on all threads, to compare the speed of products with that of reads.
 std::uint64_t read_memory(int set, std::uint64_t address, std::int64_t bytes, int threads) {
     const InferenceSet& chosen = set_at(set);
     refuse(address == 0 || bytes <= 0 || threads <= 0, "a read needs an address, bytes and threads above 0");
@@ -400,8 +400,8 @@ void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elem
     });
 }
 
-// Weights that a thread of a step requests while it has no part: those of its own first part of the next product. So
-// memory delivers during norms, attention and the end of a product, too.
+// Prefetches weights on threads of a step that have no part: each thread those of its own first part of the next product.
+// So weights arrive from memory during norms, attention and the end of a product, too.
 class WeightsAhead {
    public:
     WeightsAhead(const InferenceSet& set, int threads) : set_(set), threads_(threads), states_(threads) {}
@@ -457,7 +457,7 @@ class WeightsAhead {
 // Native operators of a step, whose tensors lie at fixed addresses. Their numbers of rows depend on the batch.
 class StepProgram {
    public:
-    // Rows or elements of an operator: of each token and of each row of logits.
+    // Rows or elements of an operator: for each token, and for each row of logits.
     using Count = std::pair<std::int64_t, std::int64_t>;
 
     explicit StepProgram(int set) : set_(set) { set_at(set); }
@@ -556,7 +556,7 @@ class StepProgram {
     void run(std::int64_t tokens, std::int64_t rows, std::int64_t sequences, int threads) const {
         refuse(tokens <= 0 || rows < 0 || sequences <= 0 || threads <= 0, "a step needs tokens, sequences and threads");
         const Sizes sizes{tokens, rows, sequences, threads};
-        // Products of this step, and for each operator the first one behind it.
+        // Products of this step, and their places among the calls.
         std::vector<GemmJob> jobs;
         std::vector<std::size_t> places;
         jobs.reserve(products_.size());

@@ -153,7 +153,7 @@ struct InferenceSet {
                      std::int64_t begin, std::int64_t end);
     // Panels that `multiply` computes best in one call.
     std::int64_t (*panel_group)(const GemmJob&);
-    // Reads memory once, as fast as it comes: what products are compared with.
+    // Reads memory once, as fast as possible: the speed that products are compared with.
     std::uint64_t (*read_words)(const char* from, std::int64_t bytes);
     // `scratch` has attention_scratch(job) bytes, aligned to 64.
     void (*attend)(const AttentionJob&, const AttentionPart&, char* scratch);

@@ -1,7 +1,8 @@
 // Kernels of inference for the instruction set that this file is compiled for, once for each; WINDLASS_SET names it.
 //
-// A set with dot products differs from the one without in products that use them. WINDLASS_WIDE_INFERENCE names the one
-// without, whose other kernels it calls: they would be the same instructions, and take most of the compiler's time.
+// A set with dot products differs only in products that use them from the set without, which WINDLASS_WIDE_INFERENCE
+// names. It calls the other kernels of that set: they would compile to the same instructions, and take most of the
+// compiler's time.
 #include "gemm.hpp"
 #if !defined(WINDLASS_WIDE_INFERENCE)
 #include "attention.hpp"
@@ -14,7 +15,8 @@
 namespace windlass {
 #if defined(WINDLASS_WIDE_INFERENCE)
 
-// A function, not the other set's pointer: a copy would run when the module is loaded, on any processor.
+// A function instead of a copy of the other set's pointer: code that copies it would run when the module is loaded, on
+// processors that lack the instruction set too.
 template <auto kKernel>
 struct Wide;
 

@@ -43,7 +43,7 @@ struct InstructionSet {
     const char* name;
     // `ratio` scales the step of LAMB and is not used by other rules.
     void (*update)(const Job&, const Piece&, std::int64_t begin, std::int64_t end, float ratio);
-    // LAMB's first pass: sums[2 b] and sums[2 b + 1] become the squares of parameter and update over block b.
+    // LAMB's first pass: sums[2 b] and sums[2 b + 1] become the sums of squares of parameter and update over block b.
     void (*norms)(const Job&, const Piece&, std::int64_t begin, std::int64_t end, double* sums);
 };
 

@@ -1,4 +1,4 @@
-// What the modules of inference and of packed codes share: their instruction sets, refusals and kept memory.
+// Instruction sets, checks of arguments and scratch memory, shared by the modules of inference and of packed codes.
 #pragma once
 
 #include <cstdint>

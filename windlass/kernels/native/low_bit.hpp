@@ -23,7 +23,8 @@ using windlass::kUnit;
 using windlass::kUnitSteps;
 using windlass::LowBitJob;
 
-// Rows up to which codes are expanded in registers: with int8 inputs, those in two blocks, and with float inputs.
+// Largest numbers of rows for which codes are expanded in registers: with int8 inputs in one block and in two, and with
+// float inputs.
 #if defined(__AVX512VNNI__)
 constexpr std::int64_t kNarrowRows = 12, kPairRows = 16, kNarrowFloatRows = 8;
 #elif defined(__AVX512F__)
@@ -36,15 +37,16 @@ constexpr std::int64_t kNarrowRows = 2, kPairRows = 0, kNarrowFloatRows = 2;
 
 constexpr int kPairBlock = 8, kPairPanels = 2;  // rows of a block of a pair, and panels
 
-// Float inputs have no dot products: a set with those calls the set without, WINDLASS_WIDE_LOWBIT, which has the same code.
+// Float inputs use no dot products: a set with dot products calls the set without, WINDLASS_WIDE_LOWBIT, for them, since
+// its own code would be the same.
 #if defined(WINDLASS_WIDE_LOWBIT)
 constexpr bool kHasFloats = false;
 #else
 constexpr bool kHasFloats = true;
 #endif
 
-// Lines of all panels of a tile that are requested ahead of their use, into the second-level cache; and units after which
-// they are used once they are requested again, into the first.
+// Lines of all panels of a tile between the prefetch into the second-level cache and the use; and units between the
+// prefetch into the first-level cache and the use.
 constexpr std::int64_t kLinesAhead = 256, kNearUnits = 4;
 constexpr std::int64_t kByteSlice = 16;    // units of a slice of bytes; with two panels a third of the first-level cache
 constexpr std::int64_t kFloatSlice = 4;    // the same for floats; a multiple of every span, as is kByteSlice
@@ -68,7 +70,7 @@ WINDLASS_INLINE U step_bytes(const char* from, int step) {
     }
 }
 
-// Codes of a plane are in the same bits of all lines: a mask alone, without a shift, gives them times a power of two.
+// Codes of a plane are in the same bits of all lines: a mask without a shift gives the codes times a power of two.
 // Sums are shifted between planes, which pays for few rows.
 template <Codes kCodes, int kRows>
 constexpr int planes_of() {
@@ -77,7 +79,7 @@ constexpr int planes_of() {
     return kMasked ? 8 / kBits : 1;
 }
 
-// The power of two.
+// Exponent of that power of two.
 template <Codes kCodes>
 constexpr int plane_power(int plane) {
     if (kCodes == Codes::one) return plane == 0 ? 0 : plane - 1;  // a code of 1 bit counts twice
@@ -185,13 +187,13 @@ inline std::int64_t row_bytes_of(const LowBitJob& job) {
     return 4 * (groups + job.spans() + job.units() * kUnitSteps);
 }
 
-// Requests codes of kPanels panels ahead of their use, and at the end of the panels those of the next kPanels; scales of
-// the next panels too.
+// Prefetches codes of kPanels panels ahead of their use and, near the end of the panels, of the next kPanels; and scales
+// of the next panels.
 template <int kPanels>
 struct FetchPanels {
     static constexpr std::int64_t kAhead = kLinesAhead / kPanels;  // lines of a panel
-    std::int64_t panel_bytes, turn, scales;  // `turn`: units before the first request for the next panels
-    std::int64_t share = -1;                 // in a pair of blocks: units of this parity alone
+    std::int64_t panel_bytes, turn, scales;  // `turn`: units before the first prefetch of the next panels
+    std::int64_t share = -1;                 // in a pair of blocks: only units of this parity
     std::int64_t ahead = 0;
     bool wanted = true;
 
@@ -213,7 +215,7 @@ struct FetchPanels {
 #pragma GCC unroll 8
             for (int line = 0; line < kLines; ++line) {
                 __builtin_prefetch(at[i] + ahead + (offset + line * kStepBytes), 0, 2);
-                // Bytes arrive in time, and are too many for a second request.
+                // Whole bytes arrive in time, and are too many for a second prefetch.
                 if constexpr (kLines < 8) __builtin_prefetch(at[i] + (offset + (line + kNearUnits * kLines) * kStepBytes));
             }
         }
@@ -228,7 +230,7 @@ struct FetchPanels {
     }
 };
 
-// Requests lines [next, last) of the panels of the next slice at `slice`, `rate` of each panel in the time of a unit.
+// Prefetches lines [next, last) of the panels of the next slice at `slice`, `rate` of each panel for every unit.
 template <int kPanels>
 struct FetchPart {
     const char* slice;
@@ -247,8 +249,8 @@ struct FetchPart {
     WINDLASS_INLINE void span(const TilePlace<kPanels>&, std::int64_t) const {}
 };
 
-// Adds the products of units [begin, end) of a span to `sums`. `x` has the words of unit `begin`. kUnits of them are
-// known when this is compiled, or it is 0: then addresses differ by constants, of which few panels need none.
+// Adds the products of units [begin, end) of a span to `sums`. `x` has the words of unit `begin`. kUnits is the number of
+// units if it is known at compile time, so that addresses differ by constants, which helps with many panels; else 0.
 template <Codes kCodes, int kBits, int kRows, int kPanels, int kUnits, class Fetch>
 WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
                                     const std::uint32_t* x, Fetch& fetch, I (&sums)[kRows][kPanels * kVectors]) {
@@ -346,8 +348,8 @@ inline std::int64_t input_group_bytes(const LowBitJob& job, std::int64_t rows) {
     return 4 * rows * (1 + kGroupUnits / job.span_units + kGroupUnits * kUnitSteps);
 }
 
-// Adds units [begin, end) to tile[row][output]; unit 0 begins it. `begin` is that of a group. `place` has the lines of
-// unit `begin`, `packed` the input of the block.
+// Adds units [begin, end) to tile[row][output]; unit 0 sets it. A group begins at `begin`. `place` has the lines of unit
+// `begin`, `packed` the input of the block.
 template <Codes kCodes, int kBits, int kRows, int kPanels, class Fetch>
 WINDLASS_INLINE void add_bytes_to_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* packed,
                                        std::int64_t begin, std::int64_t end, Fetch& fetch, float* tile) {
@@ -706,7 +708,7 @@ void expand_floats(const LowBitJob& job, const TilePlace<kPanels>& place, std::i
     }
 }
 
-// Adds units [begin, end) of kPanels panels of floats at `wide` to tile[row][output]; unit 0 begins it.
+// Adds units [begin, end) of kPanels panels of floats at `wide` to tile[row][output]; unit 0 sets it.
 template <int kRows, int kPanels>
 WINDLASS_INLINE void add_floats_to_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* wide,
                                         const char* packed, std::int64_t begin, std::int64_t end,
@@ -744,7 +746,7 @@ WINDLASS_INLINE void add_floats_to_tile(const LowBitJob& job, const TilePlace<kP
     }
 }
 
-// The lines of a slice for the product of a block: as bytes or as floats.
+// Adds the product of a block of kRows rows and a slice of bytes or floats; false if the block has another size.
 template <bool kFloats, int kRows, int kPanels>
 WINDLASS_INLINE bool add_low_slice_if(const LowBitJob& job, const RowBlock& block, const TilePlace<kPanels>& place,
                                       const char* wide, const char* packed, std::int64_t begin, std::int64_t end,

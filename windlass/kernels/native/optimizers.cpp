@@ -1,4 +1,4 @@
-// The module windlass.kernels._optimizers: optimizer updates on raw addresses. It is linked against Python alone.
+// The module windlass.kernels._optimizers: optimizer updates on raw addresses, linked against nothing but Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -27,7 +27,7 @@ namespace {
 using Addresses = std::array<std::uint64_t, 10>;
 using PageAddresses = std::array<std::uint64_t, 5>;  // pages, their number, expected sums, renewed sums, states
 
-// Best first.
+// Instruction sets that this processor has, the best first.
 std::vector<const InstructionSet*> supported() {
     std::vector<const InstructionSet*> sets;
 #if defined(__x86_64__)
@@ -184,7 +184,7 @@ void check(const Job& job, const std::vector<Piece>& pieces, std::size_t numbers
                        : job.rule == Rule::sgd   ? ((job.flags & kMomentum) ? 1 : 0)
                                                  : 1;
     for (const Piece& piece : pieces) {
-        if (piece.count < 0) throw std::invalid_argument("a piece has fewer than no elements");
+        if (piece.count < 0) throw std::invalid_argument("a piece has a negative number of elements");
         if (piece.count == 0) continue;
         bool there = piece.parameter != 0 && piece.gradient != 0 && (job.lowered == Format::none || piece.lowered != 0);
         for (int state = 0; state < states; ++state) {
@@ -244,7 +244,7 @@ void update(const std::string& instruction_set, int rule, unsigned flags, const 
     const auto compare = [](const SummedPages& memory, auto first, auto last) { memory.compare(first, last); };
     const auto renew = [](const SummedPages& memory, auto first, auto last) { memory.renew(first, last); };
     const std::vector<Part> parts = cut(pieces, threads, !sums.empty());
-    // Pages of which several parts or tensors have a piece: compared before any of these is changed, summed after all.
+    // Pages that several parts or tensors share: compared before any of them is updated, and summed after all are.
     const auto at_edges = [&](auto act) {
         for (const Part& part : parts) {
             if (sums.empty()) break;
@@ -286,7 +286,7 @@ void prefer_huge_pages(std::uint64_t address, std::uint64_t bytes) {
 
 NB_MODULE(_optimizers, m) {
     nb::set_leak_warnings(false);
-    m.doc() = "Optimizer updates on raw addresses; windlass.kernels.kernel_dispatch is the way to them.";
+    m.doc() = "Optimizer updates on raw addresses; call them through windlass.kernels.kernel_dispatch.";
     m.def("instruction_sets", &windlass::instruction_sets);
     m.def("update", &windlass::update, nb::arg("instruction_set"), nb::arg("rule"), nb::arg("flags"),
           nb::arg("numbers"), nb::arg("formats"), nb::arg("addresses"), nb::arg("divisor"), nb::arg("seed"),

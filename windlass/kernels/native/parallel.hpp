@@ -18,8 +18,8 @@ void run_parallel(int threads, int parts, const std::function<void(int)>& part);
 void run_with_crew(int threads, const std::function<void()>& lead, const std::function<bool(int)>& idle);
 
 // Divides `items` into consecutive parts of at most `most`, for `run_parallel`: part i is [bounds[i], bounds[i + 1]).
-// Parts are multiples of `unit`. Later ones are smaller, the last ones a quarter of a large unit, so that threads which
-// began at different times, or were held up, finish together.
+// Parts are multiples of `unit`, except the last ones, which may be a quarter of a unit of at least 4. Later parts are
+// smaller, so that threads which began at different times, or were delayed, finish together.
 void divide_guided(std::int64_t items, std::int64_t unit, int threads, std::int64_t most,
                    std::vector<std::int64_t>& bounds);
 

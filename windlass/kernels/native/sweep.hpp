@@ -323,7 +323,7 @@ inline double square_sum(const float* values, std::int64_t count) {
     return sum;
 }
 
-// The squares of parameter and update over the first `count` elements of a block.
+// Sums of the squares of parameter and update over the first `count` elements of a block.
 template <Format kState>
 inline void norms_of_block(const Lamb& rule, const Job& job, const Place& block, std::int64_t count, double* sums) {
     alignas(64) float parameters[kBlock];

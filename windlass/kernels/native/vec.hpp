@@ -83,7 +83,7 @@ struct Numbers {
 inline U widen_bits(Half a) { return __builtin_convertvector(a, U); }
 inline Half low_half(U a) { return __builtin_convertvector(a, Half); }
 
-// The upper 16 bits of each lane of both, and back, with zeros below.
+// The upper 16 bits of each lane of two vectors, and the reverse, with zeros below.
 inline Halves upper_halves(U a, U b) {
     const Half halves[2] = {low_half(a >> 16), low_half(b >> 16)};
     return load<Halves>(halves);

@@ -24,10 +24,10 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tens
 
 
 def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
-    """Compute the square root of fp32 `values`, rounded to nearest. torch's own may use a library that rounds less
+    """Compute the square root of fp32 `values`, rounded to nearest. `torch.sqrt` may use a library that rounds less
     precisely.
 
-    The fp64 root is precise enough: no root of an fp32 number is closer to the midpoint of two fp32 numbers than its
-    error.
+    The fp64 root is precise enough: no root of an fp32 number is closer to the midpoint of two fp32 numbers than the
+    error of the fp64 root.
     """
     return values.double().sqrt().float()
