@@ -23,7 +23,7 @@ class aio_handle:
 
     Args:
         block_size: bytes of one read or write.
-        queue_depth, single_submit, overlap_events: stored and returned by their getters only; the system orders its own
+        queue_depth, single_submit, overlap_events: only stored and returned by their getters; the system orders its own
             queue.
         intra_op_parallelism: number of threads that share one tensor.
 

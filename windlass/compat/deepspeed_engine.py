@@ -100,7 +100,7 @@ class DirectBackwardError(ModelError, RuntimeError):
 class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts, Precision, Engine):
     """Engine with DeepSpeed's API.
 
-    `windlass.Engine` does the training; this class adds what DeepSpeed's scripts use besides.
+    `windlass.Engine` does the training; this class adds methods and attributes of DeepSpeed's engine that scripts use.
     """
 
     allows_repeated_steps = drops_external_gradients = keeps_accumulated_gradients = skips_nonfinite_steps = (
@@ -182,7 +182,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         }
 
     def log_level(self) -> str | None:
-        """Return the configured level of the log, in the letters in which it was written."""
+        """Return the log level exactly as it is written in the configuration."""
         given = getattr(self, "config", None)
         level: str | None = given.get("log_level") if isinstance(given, Mapping) else self._config.log_level
         return level
@@ -261,7 +261,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @contextmanager
     def _allow_backward(self) -> Iterator[None]:
-        """Let a backward of the engine through, while strict mode refuses those of the script."""
+        """Allow a backward of the engine, while strict mode refuses those of the script."""
         self._running_engine_backward = True
         try:
             yield
@@ -640,7 +640,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
 def _is_compiled(model: nn.Module) -> bool:
     """Return True if torch.compile wraps the model, a module of it, or a forward."""
-    # Each of the three keeps the uncompiled one under a name of its own.
+    # Each of the three sets its own attribute.
     return any(
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules

@@ -31,7 +31,7 @@ class FullStateDicts:
     def _consolidated_16bit_state_dict(
         self: Any, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Return full parameters and buffers as above at stage 3, or at any stage with tensor parallelism.
+        """Like `_zero3_consolidated_16bit_state_dict`, but with tensor parallelism at any stage.
 
         Raises:
             ValueError: every rank holds all values: the stage is below 3 and there is no tensor parallelism.

@@ -134,7 +134,7 @@ def _print_planned(
     """Print the memory that `windlass plan` predicts between two steps, without activations.
 
     Args:
-        offloads: For each row, the flags of optimizer and parameter offload.
+        offloads: flags of optimizer and parameter offload, for each row.
     """
     rows = []
     for optimizer, parameters in offloads:

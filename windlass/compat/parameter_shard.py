@@ -5,8 +5,8 @@
 parameters, so such a part may lie on other ranks. A `PaddedShard` therefore holds no values. Its shape, dtype and
 device are read without communication. Reading its values gathers the parameter, and writing them exchanges the parts of
 all ranks and sets the parameter and its master weights. Both are collective: all ranks do the same to the same
-parameter. A rank that is elsewhere raises (see `CollectiveScheduler.sync`). Parameters constructed under `zero.Init`
-are divided like this until `initialize`, so each rank reads and writes its parts independently.
+parameter. A rank that makes another call raises (see `CollectiveScheduler.sync`). Parameters constructed under
+`zero.Init` are divided like this until `initialize`, so each rank reads and writes its parts independently.
 """
 
 from __future__ import annotations

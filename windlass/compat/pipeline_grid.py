@@ -22,9 +22,9 @@ class PipelineParallelGrid:
     "Slice parallel" means only the ranks along model.
 
     Args:
-        topology: Topology with axes among pipe, data and model. Default: pipe x data, to which the prime factors of the
+        topology: topology with axes among pipe, data and model. Default: pipe x data, to which the prime factors of the
             world size are assigned in turn.
-        process_group: Group of these ranks; all ranks by default.
+        process_group: group of these ranks; all ranks by default.
 
     Raises:
         ConfigError: the product of the axes is not the number of ranks.

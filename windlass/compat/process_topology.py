@@ -19,8 +19,8 @@ class ProcessTopology:
     """Numbering of ranks along named axes like digits, the last axis fastest.
 
     Args:
-        axes: Names of the axes, the slowest first; neighbouring ranks differ along the last.
-        dims: Number of ranks along each axis.
+        axes: names of the axes, the slowest first; neighbouring ranks differ along the last.
+        dims: number of ranks along each axis.
 
     Raises:
         ValueError: the number of sizes and names differs, a name occurs twice, or a size is below 1.

@@ -1,8 +1,8 @@
 """Functions `safe_get_full_fp32_param` etc.: weight, gradient and optimizer states of one parameter, from any tier.
 
-Implemented by `windlass.zero.access.full_values`. Collective, as there: all ranks must call them for the same
-parameters in the same order. A frozen parameter has no master weight and no state: the functions return None, as in
-DeepSpeed.
+Implemented by `windlass.zero.access.full_values` and `shard_values`. The functions of full values are collective: all
+ranks must call them for the same parameters in the same order. A frozen parameter has no master weight and no state:
+the functions return None, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the full gradient, averaged over ranks, unclipped and without the loss scale; None if there is none.
 
-    For a parameter without an engine, return its `.grad`.
+    For a parameter without an engine, return its `.grad`, or None if the parameter is sharded.
     """
     if parameter_registry.find(param) is None:
         return None if initial_shard.find(param) is not None else param.grad
@@ -42,7 +42,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the full optimizer state of a name (`exp_avg`, ...); None before the first step or if there is none."""
+    """Return the full optimizer state `optim_state_key` (`exp_avg`, ...); None if there is none (yet)."""
     return full_values.full_state(param, optim_state_key) if _is_trained(param) else None
 
 
@@ -69,7 +69,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set the full optimizer state of a name. Does nothing for a parameter that no engine trains."""
+    """Set the full optimizer state `optim_state_key`. Does nothing for a parameter that no engine trains."""
     if _is_trained(param):
         full_values.set_full_state(param, optim_state_key, value)
 
@@ -96,7 +96,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's shard of the optimizer state of a name; None if the state does not exist.
+    """Return this rank's shard of the optimizer state `optim_state_key`; None if the state does not exist.
 
     The shard is empty if other ranks hold the whole parameter.
     """
@@ -121,6 +121,6 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's shard of the optimizer state of a name."""
+    """Set this rank's shard of the optimizer state `optim_state_key`."""
     if _is_trained(param):
         shard_values.set_local_state(param, optim_state_key, value)

@@ -26,7 +26,7 @@ class TiledLinear(nn.Module):
         bias: the tiles of the last column have a bias.
         in_splits: number of tiles along the input.
         out_splits: number of tiles along the output.
-        input_is_already_split: `forward` takes a sequence of `in_splits` tensors.
+        input_is_already_split: `forward` takes a sequence of `in_splits` tensors, if these are more than one.
         combine_out_splits: `forward` returns one tensor; otherwise a list of `out_splits`.
         linear_cls: constructs a tile from its sizes, `bias` and `kwargs`.
         init_linear: layer whose values are copied into the tiles.

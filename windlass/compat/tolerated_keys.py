@@ -1,4 +1,6 @@
-"""Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects, with warnings.
+"""Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects or reads otherwise.
+
+Changes are logged as warnings, except those that only give the results of DeepSpeed.
 
 DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`, `autotuning`,
 `flops_profiler`, `activation_checkpointing`, `eigenvalue`, `quantize_training`, `optimizer` and `scheduler`, except in

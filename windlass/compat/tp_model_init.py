@@ -40,7 +40,8 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         kwargs: `tp_group`, which must consist of the neighbouring ranks.
 
     Raises:
-        ConfigError: the size is not positive, or an earlier call for this model had other arguments.
+        ConfigError: the size is not positive, the group has other ranks, or an earlier call for this model had other
+            arguments.
     """
     asked = _checked_arguments(tp_size, dtype, kwargs.get("tp_group"))
     before = _arguments_by_model.setdefault(model, asked)

@@ -104,7 +104,7 @@ class UlyssesSPAttentionHF:
         """Shard the sequences of a model over neighbouring ranks. Collective over all ranks.
 
         Args:
-            model_name_or_path: the model; or a name or path, and then pass the model to `apply` of the result.
+            model_name_or_path: the model; if it is a name or path, pass the model to `apply` of the result.
             core_attn_implementation: any but "eager", which needs a mask of all pairs. Kernels of torch compute it.
             sequence_parallel_size: ranks along sp.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: ignored; any length works.

@@ -28,7 +28,7 @@ def _synchronized_time() -> float:
 
 
 class Timer:
-    """Named timer, in milliseconds."""
+    """Named timer that records intervals in milliseconds."""
 
     def __init__(self, name: str) -> None:
         self.name_, self.started_ = name, False
@@ -74,7 +74,7 @@ class Timer:
         return total
 
     def mean(self) -> float:
-        """Return the mean record, without the slowest and fastest tenth."""
+        """Return the mean of the records, without the slowest and the fastest tenth."""
         self.elapsed(reset=False)
         return trim_mean(self._records, 0.1)
 
@@ -129,7 +129,7 @@ class SynchronizedWallClockTimer:
         print_dist(line, ranks=ranks or [0])
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Return each timer's mean record in milliseconds, divided by `normalizer`.
+        """Return the mean of each timer's records in milliseconds, divided by `normalizer`.
 
         Raises:
             AssertionError: `normalizer` is not positive.

@@ -35,7 +35,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark every module of these classes, given as classes or as plain or module-qualified names.
+    """Mark and return every module of these classes, given as classes or as plain or module-qualified names.
 
     Raises:
         ValueError: no module matches, and `raise_if_not_found` is set.
@@ -47,7 +47,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Unmark every module of these classes.
+    """Unmark and return every module of these classes.
 
     Raises:
         ValueError, AssertionError: see `set_z3_leaf_modules`.

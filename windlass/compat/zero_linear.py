@@ -1,8 +1,8 @@
 """Module `deepspeed.runtime.zero.linear`: the linear function that DeepSpeed substitutes for torch's at stage 3.
 
 windlass does not need it, because autograd never saves a sharded weight. It replaces `torch.nn.functional.linear` only
-if the configuration has `memory_efficient_linear: true`; DeepSpeed does so by default. As in DeepSpeed, the function
-stays replaced for the rest of the process.
+if the configuration has `memory_efficient_linear: true`; in strict mode, as in DeepSpeed, that is the default. As in
+DeepSpeed, the function stays replaced for the rest of the process.
 """
 
 from __future__ import annotations

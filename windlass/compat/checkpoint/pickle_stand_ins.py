@@ -41,7 +41,7 @@ class PickleStandIn:
         return [*self.arguments, *self.attributes.values()]
 
     def __setstate__(self, state: Any) -> None:
-        raise TypeError("a stand-in receives its state from the reader alone")
+        raise TypeError("only the reader sets the state of a stand-in")
 
     def __reduce__(self) -> Any:
         raise TypeError("a stand-in is not pickled again")

@@ -37,11 +37,11 @@ class MemoryBudget:
         self.limit, self._left = limit, limit
 
     def charge(self, nbytes: int) -> None:
-        """Allocate this many bytes. Raises PickleError if fewer are left."""
+        """Count this many bytes as allocated. Raises PickleError if fewer are left."""
         self._left -= nbytes
         if self._left < 0:
             raise PickleError(
-                f"its plain data need more than {self.limit} bytes of memory, and those of no valid file do"
+                f"its plain data need more than {self.limit} bytes of memory, which no valid file needs"
             )
 
 

@@ -392,7 +392,7 @@ def recv(
     log_name: str = "recv",
     debug: Any = None,
 ) -> int:
-    """Receive from rank `src`, or on gloo from any rank if it is None.
+    """Receive from rank `src`, or from any rank if it is None and the backend supports that (gloo, MPI).
 
     Returns:
         The sender's rank; -1 on a rank outside the group.

@@ -53,7 +53,9 @@ _LINEARS = (
     "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap autocast_custom_fwd autocast_custom_bwd "
     "noop_decorator"
 )
-_LINEAR = "replaces torch's linear only if the configuration has memory_efficient_linear: true; DeepSpeed's default"
+_LINEAR = (
+    "replaces torch's linear only if the configuration has memory_efficient_linear: true, which is DeepSpeed's default"
+)
 
 TABLE: dict[str, StandInEntry] = {
     **{

@@ -37,7 +37,8 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     ),
     "optimizer.state": differs(
         "windlass.compat.optimizer_group_views:TrainedStates",
-        "`state[parameter]`, or `state[flat]` of flat master weights, reads this rank's part; it is empty",
+        "`state[parameter]`, or `state[flat]` of flat master weights, reads this rank's part; the mapping itself is "
+        "empty",
     ),
     "engine.coalesce_grad_reduction": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.coalesce_grad_reduction",

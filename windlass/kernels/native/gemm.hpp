@@ -20,8 +20,8 @@ using windlass::PanelCode;
 using windlass::RowBlock;
 
 // Steps between the prefetch of a weight into the second-level cache and its use. The first-level cache allows too few
-// misses in flight to hide the latency of memory. With many rows a step takes long enough to prefetch it once more, into
-// the first-level cache.
+// misses in flight to hide the latency of memory. With many rows a step takes long enough to prefetch it once more,
+// into the first-level cache.
 constexpr std::int64_t ahead_for(int rows) { return rows <= 4 ? 32 : 64; }
 constexpr std::int64_t kNear = 6;
 

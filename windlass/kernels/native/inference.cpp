@@ -331,7 +331,7 @@ void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uin
               threads);
 }
 
-// Calls `rows(begin, end)` for parts of the rows on all threads, or for all rows on this thread if there is little work.
+// Calls `rows(begin, end)` for parts of the rows on all threads, or for all rows on this thread if the work is small.
 template <class Rows>
 void over_rows(std::int64_t count, std::int64_t elements, int threads, const Rows& rows) {
     const std::int64_t parts = count * elements < kSerialElements ? 1 : std::min<std::int64_t>(count, threads);
@@ -400,8 +400,8 @@ void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elem
     });
 }
 
-// Prefetches weights on threads of a step that have no part: each thread those of its own first part of the next product.
-// So weights arrive from memory during norms, attention and the end of a product, too.
+// Prefetches weights on threads of a step that have no part: each thread those of its own first part of the next
+// product. So weights arrive from memory during norms, attention and the end of a product, too.
 class WeightsAhead {
    public:
     WeightsAhead(const InferenceSet& set, int threads) : set_(set), threads_(threads), states_(threads) {}

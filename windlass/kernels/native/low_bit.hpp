@@ -37,8 +37,8 @@ constexpr std::int64_t kNarrowRows = 2, kPairRows = 0, kNarrowFloatRows = 2;
 
 constexpr int kPairBlock = 8, kPairPanels = 2;  // rows of a block of a pair, and panels
 
-// Float inputs use no dot products: a set with dot products calls the set without, WINDLASS_WIDE_LOWBIT, for them, since
-// its own code would be the same.
+// Float inputs use no dot products: a set with dot products calls the set without, WINDLASS_WIDE_LOWBIT, for them,
+// since its own code would be the same.
 #if defined(WINDLASS_WIDE_LOWBIT)
 constexpr bool kHasFloats = false;
 #else
@@ -187,8 +187,8 @@ inline std::int64_t row_bytes_of(const LowBitJob& job) {
     return 4 * (groups + job.spans() + job.units() * kUnitSteps);
 }
 
-// Prefetches codes of kPanels panels ahead of their use and, near the end of the panels, of the next kPanels; and scales
-// of the next panels.
+// Prefetches codes of kPanels panels ahead of their use and, near the end of the panels, of the next kPanels; and
+// scales of the next panels.
 template <int kPanels>
 struct FetchPanels {
     static constexpr std::int64_t kAhead = kLinesAhead / kPanels;  // lines of a panel
@@ -249,8 +249,8 @@ struct FetchPart {
     WINDLASS_INLINE void span(const TilePlace<kPanels>&, std::int64_t) const {}
 };
 
-// Adds the products of units [begin, end) of a span to `sums`. `x` has the words of unit `begin`. kUnits is the number of
-// units if it is known at compile time, so that addresses differ by constants, which helps with many panels; else 0.
+// Adds the products of units [begin, end) of a span to `sums`. `x` has the words of unit `begin`. kUnits is the number
+// of units if it is known at compile time, so that addresses differ by constants, which helps with many panels; else 0.
 template <Codes kCodes, int kBits, int kRows, int kPanels, int kUnits, class Fetch>
 WINDLASS_INLINE void add_byte_units(const TilePlace<kPanels>& place, std::int64_t begin, std::int64_t end,
                                     const std::uint32_t* x, Fetch& fetch, I (&sums)[kRows][kPanels * kVectors]) {
@@ -348,8 +348,8 @@ inline std::int64_t input_group_bytes(const LowBitJob& job, std::int64_t rows) {
     return 4 * rows * (1 + kGroupUnits / job.span_units + kGroupUnits * kUnitSteps);
 }
 
-// Adds units [begin, end) to tile[row][output]; unit 0 sets it. A group begins at `begin`. `place` has the lines of unit
-// `begin`, `packed` the input of the block.
+// Adds units [begin, end) to tile[row][output]; unit 0 sets it. A group begins at `begin`. `place` has the lines of
+// unit `begin`, `packed` the input of the block.
 template <Codes kCodes, int kBits, int kRows, int kPanels, class Fetch>
 WINDLASS_INLINE void add_bytes_to_tile(const LowBitJob& job, const TilePlace<kPanels>& place, const char* packed,
                                        std::int64_t begin, std::int64_t end, Fetch& fetch, float* tile) {
