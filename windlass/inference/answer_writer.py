@@ -97,7 +97,7 @@ class AnswerWriter:
         """Add log-probabilities of prompt tokens, given the logits `[rows, vocab_size]` from position `first` on.
 
         Returns:
-            False if that has ended the request: a token has no text.
+            False if a token has no text, which ends the request.
         """
         request = sequence.request
         assert request.prompt_logprobs is not None

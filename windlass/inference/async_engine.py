@@ -62,7 +62,7 @@ class AsyncLLMEngine:
     torch releases the interpreter lock while it computes, so the event loop answers clients during a step.
 
     Args:
-        engine: used by the thread alone from `start` on.
+        engine: changed only by the thread from `start` on.
     """
 
     def __init__(self, engine: LLMEngine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from windlass.base.errors import RequestError
 
 CONTENT_FORMATS = ("auto", "string", "openai")
-"""Forms of content, with vLLM's names: that which the template reads, a text, and parts of the type `text`."""
+"""Forms of content, with vLLM's names: the form that the template reads, a text, and parts of the type `text`."""
 
 
 def with_content_form(
@@ -25,7 +25,7 @@ def with_content_form(
         form: one of `CONTENT_FORMATS`.
 
     Raises:
-        RequestError: another form.
+        RequestError: `form` is not one of `CONTENT_FORMATS`.
     """
     if form not in CONTENT_FORMATS:
         raise RequestError(

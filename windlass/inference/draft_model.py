@@ -98,7 +98,7 @@ class DraftModelProposer:
         return [drafts[sequence_id].found if sequence_id in drafts else [] for sequence_id, _ in sequences]
 
     def release(self, sequence_id: int) -> None:
-        """Free the blocks of a sequence; their content stays until others need them."""
+        """Free the blocks of a sequence. Their content stays until the blocks are allocated again."""
         state = self._states.pop(sequence_id, None)
         if state is not None:
             self._blocks.release(state.blocks)
@@ -135,7 +135,7 @@ class DraftModelProposer:
         return state.keys
 
     def _grow(self, state: DraftSequence, tokens: int, busy: set[int]) -> bool:
-        """Extend a sequence's blocks to `tokens` tokens, taking blocks of waiting sequences if necessary.
+        """Extend a sequence's blocks to `tokens` tokens, taking blocks of sequences outside `busy` if necessary.
 
         Returns:
             False if there are not enough blocks.

@@ -89,9 +89,9 @@ def make_rank_engine(
     Args:
         tokenizer: tokenizer of transformers, or its directory; None: that of the model's directory.
         device: device of a model that is loaded; None: this rank's own.
-        skip_tokenizer: load none; prompts are token ids then.
+        skip_tokenizer: load no tokenizer; prompts are token ids then.
         ranks: ranks of a module that is sharded already; None: those that `options` request.
-        owned: the engine is the only user of the weights, so they may be packed; None: if it loads them.
+        owned: the engine is the only user of the weights, so they may be packed; None: True if the engine loads them.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
@@ -201,7 +201,7 @@ def _log_batch_advice(cost: StepCost, options: EngineOptions, streamed: Streamed
             cost.weight_seconds * 2e3,
         )
     if hidden > options.max_tokens_per_step:
-        logger.info("max_tokens_per_step is %d; up to %d cost no time", options.max_tokens_per_step, hidden)
+        logger.info("max_tokens_per_step is %d; up to %d tokens take no more time", options.max_tokens_per_step, hidden)
 
 
 def _load_adapters(module: nn.Module, runner: ModelRunner, options: EngineOptions) -> LoraAdapters:

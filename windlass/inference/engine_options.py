@@ -35,8 +35,8 @@ class SpeculativeOptions:
     """Speculative decoding.
 
     Attributes:
-        method: `ngram` proposes the tokens that followed the last tokens earlier in the sequence (prompt lookup);
-            `draft` lets a smaller model of the same vocabulary propose its likeliest tokens.
+        method: `ngram` looks for the last tokens earlier in the sequence, and proposes the tokens that followed them
+            (prompt lookup); `draft` lets a smaller model of the same vocabulary propose its likeliest tokens.
         num_tokens: drafts for each sequence and step.
         max_ngram, min_ngram: lengths of the looked-up end of the sequence, the longest first.
         model: directory of the draft model, or a module.
@@ -77,7 +77,7 @@ class EngineOptions:
         max_gap_ms: limit of the predicted time between two tokens of a running answer; prompts are computed within it.
         max_wait_seconds: a request that waits longer for its first token goes before all others.
         max_queued: waiting requests, beyond which new ones are refused; None: no limit.
-        swap_bytes: host memory for the blocks of preempted sequences; others are computed again.
+        swap_bytes: host memory for the blocks of preempted sequences; blocks that do not fit are computed again.
         swap_directory: directory for the blocks that do not fit into `swap_bytes`.
         speculative: speculative decoding.
         lora: directories of LoRA adapters of peft, by name.
@@ -94,8 +94,8 @@ class EngineOptions:
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
-        weights_buffer_bytes: memory through which weights are read; None: three times the largest product, and 64 MiB
-            more where that is at most a quarter of the weights.
+        weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more, a
+            quarter of the weights, but at most the largest product and 64 MiB.
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
@@ -156,14 +156,15 @@ class EngineOptions:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
         if self.lora and self.pp > 1:
-            raise ConfigError(f"lora is served without stages, and pp is {self.pp}; merge the adapter, or set tp alone")
+            raise ConfigError(f"lora is served without stages, and pp is {self.pp}; merge the adapter, or set only tp")
         self._check_weights_tier()
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")
         if self.max_sequences > self.max_tokens_per_step:
             raise ConfigError(
                 f"max_sequences is {self.max_sequences}, more than max_tokens_per_step ({self.max_tokens_per_step}), "
-                "so that not every sequence could get its token in a step; raise the one or lower the other"
+                "so that not every sequence could get its token in a step; raise max_tokens_per_step or lower "
+                "max_sequences"
             )
 
     def _check_weights_tier(self) -> None:
@@ -173,10 +174,12 @@ class EngineOptions:
         if tier == "device":
             for name in ("weights_directory", "weights_buffer_bytes"):
                 if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} is {getattr(self, name)!r} without weights_tier; set that to 'disk'")
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r} without weights_tier; set weights_tier to 'disk'"
+                    )
         elif self.num_ranks > 1:
             raise ConfigError(
-                f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need one rank alone"
+                f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need a single rank"
             )
         elif self.activations in ("bf16", "int8"):
             raise ConfigError(

@@ -93,7 +93,7 @@ class GenerationRequest:
 
     Attributes:
         cache_salt: further data on which the keys and values of a prompt depend, beside its tokens.
-        sequences: the first one alone until the prompt is computed; then all candidates.
+        sequences: only the first one until the prompt is computed; then all candidates.
         streams: its state is reported at every token, not only at its end.
     """
 

@@ -111,7 +111,7 @@ class InferenceModel(nn.Module):
 
         Raises:
             RequestError: a prompt is empty, or longer than the model's window with its answer.
-            ConfigError: the module generates no tokens.
+            ConfigError: the module generates no tokens, or pp splits it and the engine lacks a setting.
         """
         if input_ids is None and isinstance(settings.get("inputs"), torch.Tensor):
             input_ids = settings.pop("inputs")
@@ -126,7 +126,7 @@ class InferenceModel(nn.Module):
                 return found
         if self._link is not None:
             raise ConfigError(
-                "these settings of generate need the module's own loop, which has not all layers on a rank with pp "
+                "these settings of generate need the module's own loop and all layers on one rank, and pp splits them "
                 f"({', '.join(sorted(settings))}); leave them out, or use tp"
             )
         if own is None:

@@ -66,8 +66,8 @@ Adapter = str | LoRARequest
 class LLM:
     """Model with an inference engine. Calls of several threads run one after the other.
 
-    With `tp` or `ep` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. Only the
-        first rank's prompts are used, and all ranks receive its outputs.
+    With `tp`, `ep` or `pp` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. Only
+    the prompts of a model's first rank are used, and all its ranks receive the outputs.
 
     Args:
         model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
@@ -377,7 +377,7 @@ def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
     others = sorted(str(name) for name, value in prompt.items() if name not in _PROMPT_KEYS and value is not None)
     if others:
         raise RequestError(
-            f"a prompt has the key {others[0]!r}; give prompt or prompt_token_ids alone", parameter="prompt"
+            f"a prompt has the key {others[0]!r}; give only prompt or prompt_token_ids", parameter="prompt"
         )
     for name in ("prompt_token_ids", "prompt"):
         if prompt.get(name) is not None:

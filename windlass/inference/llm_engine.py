@@ -58,7 +58,7 @@ class LLMEngine:
         tokenizer: tokenizer of transformers; None: prompts are token ids and outputs have no text.
         eos_ids: tokens that end an answer.
         max_model_len: tokens of a sequence.
-        cost: predicts the time of a step.
+        cost: model of the time of a step.
         proposer: source of drafts.
         clock: time in seconds.
     """
@@ -194,7 +194,7 @@ class LLMEngine:
         """Return text and token ids of a prompt.
 
         Raises:
-            RequestError: the prompt is neither, or a text without a tokenizer.
+            RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
         """
         return self._factory.encode(prompt)
 
@@ -295,8 +295,8 @@ class LLMEngine:
     def recover(self, error: Exception) -> list[RequestOutput]:
         """End the request whose forward made `step` raise `error`, and return its output; the others continue.
 
-        [Note: failed steps] The requests of a failed step run alone, one after the other. What a failed step computed
-        is computed again. A request that fails alone ends with the finish reason `error`.
+        [Note: failed steps] The requests of a failed step run alone, one after the other. The tokens
+        of a failed step are computed again. A request that fails alone ends with the finish reason `error`.
 
         Raises:
             Exception: `error` itself, if no request is at fault: it does not come from a step, several ranks have taken
@@ -353,7 +353,7 @@ class LLMEngine:
             raise
 
     def _drop_started(self) -> None:
-        """Drop started steps after an error; what they computed is computed again if their requests continue."""
+        """Drop started steps after an error. Their tokens are computed again if the requests continue."""
         for step in self._started:
             for sequence, _ in step.plan.chosen:
                 sequence.in_flight = 0
@@ -382,7 +382,7 @@ class LLMEngine:
         self._started.append(step)
 
     def _draws_later(self, plan: PlannedStep) -> bool:
-        """Return True if each sequence gets one token, drawn from its logits alone."""
+        """Return True if each sequence gets one token, which depends only on its logits."""
         return plan.batch.is_decode and all(
             sequence.num_known - sequence.num_computed == 1
             and count_candidates(sequence) == 1
@@ -400,7 +400,7 @@ class LLMEngine:
         """Queue the step after the last one, whose tokens are only on the device, so that the device does not wait.
 
         [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
-        blocks are freed after that. Nothing is queued if the step could be another one.
+        blocks are freed after that. Nothing is queued if the next step may have other sequences or lacks blocks.
         """
         if last.pending is None or len(self._started) > 1:
             return
@@ -450,7 +450,7 @@ class LLMEngine:
     def _take_logits(
         self, chosen: Sequence[tuple[GenerationSequence, int]], rows_of: Sequence[list[int]], logits: torch.Tensor
     ) -> None:
-        """Advance the sequences of a step by their computed tokens, and sample a token for each that has its logits."""
+        """Advance the sequences of a step by their computed tokens, and sample a token where logits were computed."""
         pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
         for sequence, _ in chosen:
             sequence.in_flight -= 1

@@ -155,7 +155,7 @@ def _parameters_in_files(directory: Path) -> Iterator[None]:
 
 
 def _without_memory(tensor: torch.Tensor, directory: Path) -> torch.Tensor | None:
-    """Return the values of a parameter elsewhere; None if they stay where they are."""
+    """Return a parameter on the meta device, as a small copy, or in a file; None if it is a view of a file already."""
     if tensor.numel() > 1 and not any(tensor.stride()):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if tensor.nbytes < _SMALL:
@@ -166,10 +166,10 @@ def _without_memory(tensor: torch.Tensor, directory: Path) -> torch.Tensor | Non
 
 
 def write_to_temporary_file(tensor: torch.Tensor, directory: Path) -> torch.Tensor:
-    """Return a view of a mapped file with the values of a tensor; the file is gone with its last view.
+    """Return a view of a mapped file with the values of a tensor; the file is removed with its last view.
 
     Raises:
-        StorageError: the disk is full.
+        StorageError: the file cannot be written, e.g. because the disk is full.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix="windlass-weights-", dir=directory) as file:

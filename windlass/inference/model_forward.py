@@ -106,7 +106,7 @@ def own_modes(*, allocates: bool = False) -> Iterator[None]:
     model's dtype and makes its indices on the CPU.
 
     Args:
-        allocates: tensors are made that later calls write to, which those of inference mode forbid.
+        allocates: leave inference mode too, because its tensors cannot be written by later calls outside of it.
     """
     with ExitStack() as stack:
         if allocates and torch.is_inference_mode_enabled():

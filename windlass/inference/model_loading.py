@@ -74,13 +74,14 @@ def load_model(
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, it is an encoder-decoder, or transformers
             is missing.
+        ConfigError: the dtype is not known, or `pipeline` would split packed weights.
     """
     transformers = import_transformers("directories of models")
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
-            "a decoder alone"
+            "only a decoder"
         )
     wanted = parse_dtype(dtype)
     if is_packed_directory(path):

@@ -132,7 +132,7 @@ class OwnCacheModelRunner:
         self._states.pop(sequence_id, None)
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
-        """Copy the cache of a sequence for others."""
+        """Copy the cache of a sequence to new sequences."""
         for new_id in new_ids:
             self._states[new_id] = copy.deepcopy(self._states[sequence_id])
 
@@ -161,7 +161,7 @@ class OwnCacheModelRunner:
             state.num_computed = stop
         if missing := [place for place in wanted if place not in found]:
             raise ModelError(
-                f"{type(self.model).__name__} returns the logits of the last token alone, and those of the tokens "
+                f"{type(self.model).__name__} returns only the logits of the last token, and those of the tokens "
                 f"{missing[0]} to {missing[-1]} are needed; leave out prompt_logprobs"
             )
         return [found[place].float() for place in wanted]

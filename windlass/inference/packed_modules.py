@@ -154,7 +154,7 @@ class PackedModules:
         return nullcontext()
 
     def close(self) -> None:
-        """Free what the packed weights hold beside memory."""
+        """Close files and threads of the packed weights; there are none here."""
 
     def _replace(self) -> None:
         for module, forward in self._forwards:
@@ -218,7 +218,7 @@ def _share_panels(model: nn.Module, group: LinearGroup) -> list[PanelTable]:
 
 
 def free_weights(modules: Sequence[nn.Module]) -> None:
-    """Leave parameters without memory instead of packed weights."""
+    """Replace parameters that were packed, other than biases, by parameters without memory."""
     for module in modules:
         for name in [name for name, _ in module.named_parameters() if name != "bias"]:
             weight = module.get_parameter(name)

@@ -133,7 +133,7 @@ class PagedModelRunner:
             max_blocks: KV blocks of a sequence.
 
         Returns:
-            The reason if the forward cannot be recorded.
+            The reason if the forward cannot be recorded, else None.
         """
         values = nullcontext() if self._packed is None else self._packed.without_values()
         try:

@@ -165,10 +165,11 @@ class RankChannel:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Make an error inside the block fail on all ranks; the ranks cannot be used afterwards.
+        """Make all ranks raise if one of them raises inside the block. The ranks cannot be used afterwards.
 
         Raises:
             PeerError: another rank failed; the text has its error.
+            CommunicationError: the ranks have failed before.
         """
         if self._failed:
             raise CommunicationError(
@@ -180,8 +181,8 @@ class RankChannel:
             self.fail(error)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Post an error for the other ranks, close the process groups, and raise it, or the other rank's error that
-        caused it."""
+        """Post an error for the other ranks, close the process groups, and raise the error. If another rank failed first,
+        raise a PeerError with its text."""
         self._failed = True
         own = self._control.index
         others = [index for index in range(self.size) if index != own]
@@ -196,7 +197,7 @@ class RankChannel:
         raise error
 
     def on_close(self, function: Callable[[], None]) -> None:
-        """Call a function before the process groups are closed: it drops operations, which keep their sockets open."""
+        """Call `function` before the process groups are closed. It drops operations, which keep their sockets open."""
         self._cleanups.append(function)
 
     def close(self) -> None:

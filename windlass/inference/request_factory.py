@@ -44,7 +44,7 @@ class RequestFactory:
     def read_prompt(
         self, prompt: str | Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, str | None, list[int], int]:
-        """Return a copy of the parameters, text and token ids of a prompt, and the most tokens of its answer.
+        """Return a copy of the parameters, text and token ids of a prompt, and the maximum length of its answer.
 
         Raises:
             RequestError: the prompt or a parameter does not fit the model.
@@ -64,7 +64,7 @@ class RequestFactory:
         """Return text and token ids of a prompt.
 
         Raises:
-            RequestError: the prompt is neither, or a text without a tokenizer.
+            RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
         """
         if not isinstance(prompt, str):
             ids = _token_ids(prompt)

@@ -35,9 +35,9 @@ _CHECKED_TOKENS = 8
 _STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
 _CHECKED_PROMPTS = (11, 5)  # lengths in tokens
 _OWN_CACHE_TOKENS = 1 << 16
-_MEASURED_TOKENS = (1, 8, 32, 128)  # steps whose time is measured, below that of the most tokens
+_MEASURED_TOKENS = (1, 8, 32, 128)  # sizes of the steps that are measured, beside the largest
 _LEFT_TOKENS = 24  # tokens of a sequence that are left for the steps that measure attention
-_LONG_STEP = 0.5  # seconds; larger steps are not measured, and each only once
+_LONG_STEP = 0.5  # seconds; a step that takes longer is measured once, and larger steps are not measured
 _CACHE_SHARE = 0.4  # fraction of the free host memory
 
 
@@ -58,14 +58,15 @@ def make_runner(
         streamed: weights of the model that are read from a file; None: all are in memory.
 
     Raises:
-        ConfigError: weights are to be streamed, and the model is a live module.
-        ModelError: the model is an encoder-decoder, or the KV cache would be too small for one sequence.
+        ConfigError: the options do not fit the model, e.g. weights are to be streamed and the model is a live module;
+            or no memory is free for the KV cache.
+        ModelError: the model is an encoder-decoder, cannot be sharded, or cannot be served over pp.
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder; windlass serves causal language models, which have a "
-            "decoder alone"
+            f"{type(model).__name__} is an encoder-decoder; windlass serves causal language models, which have only "
+            "a decoder"
         )
     if options.streams_weights and streamed is None:
         raise ConfigError(
@@ -88,7 +89,7 @@ def make_runner(
     if ranks is not None and link is not None:
         ranks.on_close(link.drop_transfers)
     forward = CausalForward(model) if link is None else StageForward(link)
-    # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
+    # Few bits change the logits by more than any error of a runner, so the runner is compared with the packed model.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
@@ -335,7 +336,7 @@ def measure_step_cost(
 
     Args:
         longest: tokens of a sequence, which bounds the measurement too.
-        is_sharded: other ranks compute the same steps, so their number does not depend on times.
+        is_sharded: other ranks compute the same steps, so the number of steps does not depend on measured times.
         streamed: weights that are read for each step. Reading them counts in the time of every step; waiting for them
             does not count in the time of a token.
     """

@@ -4,8 +4,8 @@ The steps and their order are those of vLLM: masks and biases, penalties, temper
 draw. Log-probabilities are those of the unchanged logits.
 
 [Note: one draw a token] A sequence has its own stream of uniform numbers. Each generated token takes one number and is
-the inverse of the cumulative distribution at it. So the tokens depend only on the seed and the logits of the sequence:
-not on the batch, and not on drafts, because a draft is accepted exactly if it equals the drawn token.
+the inverse of the cumulative distribution at this number. So the tokens depend only on the seed and the logits of the
+sequence: not on the batch, and not on drafts, because a draft is accepted exactly if it equals the drawn token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SequenceSampler:
 
     Attributes:
         prompt: tokens of the prompt.
-        generated: tokens so far; the list of the sequence itself.
+        generated: tokens so far; the same list object as the sequence's.
         stop_ids: tokens that end the sequence; not drawn before `min_tokens`.
         allowed: returns the mask of the tokens that a structured output allows next, bool `[vocabulary]`; or None.
     """
@@ -129,7 +129,7 @@ class SequenceSampler:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """Token of a sequence, with the log-probabilities that it asked for.
+    """Token of a sequence, with the log-probabilities that its request asked for.
 
     Attributes:
         error: reason for which no token could be drawn: the request's own parameters, or the model. The token is
@@ -201,7 +201,7 @@ class PendingTokens:
 
 
 def can_draw_later(sampler: SequenceSampler) -> bool:
-    """Return True if the token of a sequence follows from its logits and one number alone."""
+    """Return True if the token of a sequence depends only on its logits and one number."""
     return not sampler.changes_logits and sampler.params.logprobs is None
 
 

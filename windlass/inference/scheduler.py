@@ -138,10 +138,10 @@ def schedule(
         running: sequences that hold blocks for all their known tokens but the last and the drafts.
         waiting: sequences that were not admitted yet, or were preempted.
         free_blocks: blocks that no sequence holds.
-        cost: predicts the time of a step.
+        cost: model of the time of a step.
         now: time in seconds, of the clock of `arrival`.
         elsewhere: number of running sequences that are not in `running`, because another step computes them.
-        share: number of running sequences from which on no other is admitted; None: no limit.
+        share: number of running sequences at which admission stops; None: no limit.
 
     Returns:
         A plan that needs no more blocks than are free after its preemptions. It is empty only if nothing can run.
@@ -187,15 +187,15 @@ class _Planner:
         self._pairs = 0.0  # keys that the tokens of its prompts are multiplied by
 
     def run_decodes(self) -> None:
-        """Give each decoding sequence its token and drafts, the earliest admitted first. If blocks run out, preempt the
-        last admitted."""
+        """Give each decoding sequence its token and drafts, in the order of priority and arrival. If blocks run out,
+        preempt the last sequence of this order."""
         decodes = [sequence for sequence in self._running if sequence.is_decode]
         decodes = decodes[: self._limits.max_tokens_per_step]
         spare = self._limits.max_tokens_per_step - len(decodes)  # for drafts
         preempted: set[int] = set()
         for sequence in decodes:
             if sequence.sequence_id in preempted:
-                break  # all sequences admitted after it were preempted too
+                break  # all sequences after it were preempted too
             drafts = min(sequence.num_drafts, spare)
             if self._blocks_for(sequence, 1 + drafts) > self._free:
                 drafts = 0
@@ -259,8 +259,9 @@ class _Planner:
         """Share the remaining tokens of the step among prompts by max-min fairness.
 
         A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
-        `_MIN_CHUNK`, overdue prompts are first, then those with the earliest deadline, if any prompt has a service
-        level, or those with the least work left. Time is shared in the same order.
+        `_MIN_CHUNK`, only the first prompts get tokens: overdue prompts, then the others by priority; of equal
+        priority, by deadline if any prompt has a service level, else by the least work left. Time is shared in the
+        same order.
         """
         prompts = self._prompts()
         gap = self._gap()

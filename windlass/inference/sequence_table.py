@@ -18,7 +18,7 @@ class SequenceTable:
     """Running sequences, which hold KV blocks, and waiting ones, which hold none.
 
     Args:
-        cost: predicts the time in which the tokens of a preempted sequence are computed again.
+        cost: model of the time in which the tokens of a preempted sequence are computed again.
         stats: counters of the engine, which are updated here.
 
     Attributes:
@@ -112,7 +112,7 @@ class SequenceTable:
 
     def remove(self, sequence: GenerationSequence) -> None:
         """Remove a finished sequence, whose full blocks stay in the prefix cache."""
-        if sequence.saved is None:  # else the sequence is preempted, and its blocks are others' by now
+        if sequence.saved is None:  # else it was preempted, and other sequences may hold its blocks
             self.register_blocks(sequence)
         self._saved.drop(sequence)
         self.free(sequence)
@@ -169,8 +169,8 @@ class SequenceTable:
         self._saved.close()
 
     def _cacheable_keys(self, sequence: GenerationSequence) -> list[bytes]:
-        """Return the keys of the blocks that may be taken from the prefix cache, so that one token at least is
-        computed.
+        """Return the keys of the blocks that may be taken from the prefix cache: not the last one, so that at least one
+        token is computed.
         """
         if not self.blocks.prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []

@@ -96,7 +96,7 @@ class ShardedRunner:
             self._call("fork", sequence_id, list(new_ids))
 
     def use_idle_time(self) -> bool:
-        """Let each rank do some milliseconds of work that makes later steps faster; return False if there is none."""
+        """Do milliseconds of work on each rank that makes later steps faster; return False if the leader has none."""
         with self._channel.guard():
             self._channel.send(RankCommand.CALL, ("use_idle_time", ()))
             return self._runner.use_idle_time()
@@ -111,13 +111,13 @@ class ShardedRunner:
         self._runner.close()
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function(model, *arguments)`, a function of a module, on all ranks; return the leader's result."""
+        """Call `function(model, *arguments)` on all ranks; return the leader's result. The function is pickled."""
         with self._channel.guard():
             self._channel.send(RankCommand.CALL, (function, arguments))
             return function(self.model, *arguments)
 
     def share(self, function: Callable[[], T]) -> T:
-        """Call a function on the leader whose result, or error, all ranks get: the workers are in `take_part`."""
+        """Call a function on the leader. All ranks get its result or error; the workers are in `take_part`."""
         try:
             value = function()
         except Exception as error:

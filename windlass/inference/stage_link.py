@@ -34,7 +34,7 @@ class StageLink:
         axis: the mesh axis, whose indices are numbers of stages.
 
     Attributes:
-        received_form: last dimension of the hidden states that arrived last, and the number of their dtype.
+        received_form: last dimension of the hidden states that arrived last, and the index of their dtype in `_DTYPES`.
     """
 
     def __init__(self, model: nn.Module, stages: StagedModel, axis: MeshAxis) -> None:
@@ -56,7 +56,7 @@ class StageLink:
         """Receive hidden states, run this rank's stage, and send the result on. Collective over the stages.
 
         Args:
-            call: calls the model, or a module of it that contains the layers.
+            call: function that calls the model, or a module of it that contains the layers.
             arguments: keyword arguments of `call`, equal on all stages.
             shape: shape of hidden states; None: the sender sends shape and dtype before them.
             dtype: dtype of hidden states, if `shape` is given.
@@ -101,7 +101,7 @@ class StageLink:
             self.axis.group.send(header, target)
         sent = hidden.detach().contiguous()
         self._sends.append((start_exchange(self.axis.group, [(target, sent.view(-1))], ()), sent))
-        # as many steps as stages are in flight, so the oldest of more transfers has been received
+        # at most as many steps as stages are in flight, so that of more transfers the oldest has been received
         while len(self._sends) > self.axis.size:
             wait_for_transfers(self._sends.popleft()[0])
 
@@ -167,7 +167,7 @@ def split_for_inference(model: nn.Module, axis: MeshAxis) -> None:
         ModelError: the model cannot be split.
     """
     if not isinstance(apply_pipeline_parallel(model, axis), StagedModel):
-        raise ModelError(f"{type(model).__name__} is a pipeline module of its own; inference splits plain models alone")
+        raise ModelError(f"{type(model).__name__} is a pipeline module of its own; inference splits only plain models")
 
 
 def open_stage_link(model: nn.Module, axis: MeshAxis | None) -> StageLink | None:

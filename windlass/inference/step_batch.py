@@ -22,7 +22,7 @@ class StepBatch:
         block_table: int32 `[sequences, max_blocks]`, rows padded with 0.
         slots: int64 `[tokens]`; place of each token in the KV cache, `block * block_size + offset`.
         logit_rows: int64 `[rows]`; tokens whose logits are needed, in ascending order.
-        sequence_ids: ids of each sequence.
+        sequence_ids: id of each sequence.
         adapters: name of each sequence's LoRA adapter, or None.
     """
 
@@ -46,7 +46,7 @@ class StepBatch:
         return self.num_tokens == len(self.sequence_ids) == self.logit_rows.shape[0]
 
     def to(self, device: torch.device) -> StepBatch:
-        """Return the batch on a device. Copies from the host do not wait for it."""
+        """Return the batch on a device. Copies from the host do not wait for the device."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device == device:
@@ -129,7 +129,8 @@ class ModelRunner(Protocol):
         computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
         lora: adapters of the model; None: requests have none.
         is_asynchronous: `run` returns before the logits are computed, so that the next step can be queued.
-        can_repeat: a batch can run again after `run` has raised an error; False where other ranks take part in it.
+        can_repeat: a batch can run again after `run` has raised an error; False if other ranks take part in the batch,
+            or layers may have updated their state.
     """
 
     model: nn.Module

@@ -20,7 +20,7 @@ class StepCost:
         cached_token_seconds: seconds to read keys and values of one token.
         pair_seconds: seconds to multiply a token of a prompt by the keys and values of one token.
         points: measured numbers of tokens, ascending from 1, and seconds, which do not fall.
-        scale: actual by predicted time of the latest steps.
+        scale: moving ratio of the actual to the predicted time of steps.
     """
 
     fixed_seconds: float = 0.0
@@ -57,7 +57,7 @@ class StepCost:
         return int(min(last + (left - longest) / self.token_seconds, 1e9))
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the predicted time of computing `tokens` tokens of one prompt alone."""
+        """Return the predicted time of a step that computes only `tokens` tokens of one prompt."""
         return self.step_seconds(tokens, 0, tokens * tokens / 2) if tokens else 0.0
 
     def _product_seconds(self, tokens: int) -> float:

@@ -42,10 +42,10 @@ class StepPlanner:
         depth: number of steps that can be started and not finished.
 
     Attributes:
-        cost: predicts the time of a step, corrected by the times of steps.
+        cost: model of the time of a step, corrected by measured times.
         limits: limits of the scheduler.
         alone: requests that run alone once; see [Note: failed steps].
-        admits: the last step admitted waiting sequences, if there were any.
+        admits: False if the last step left all waiting sequences waiting, and no request has arrived since.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StepPlanner:
                 left = sequence.num_known - sequence.num_computed
                 chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
         if not chosen:
-            if self.alone:  # the request waits for blocks of others
+            if self.alone:  # the request waits for blocks of other requests
                 self.alone.clear()
             elif not plan.preempted and not plan.admitted and not has_started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
@@ -113,12 +113,12 @@ class StepPlanner:
         """Plan the decode step after one whose tokens are still only on the device; see [Note: one step ahead].
 
         Args:
-            last: sequences of that step, all of those that run.
+            last: all sequences of that step.
             ids: int64 `[sequences]`, their tokens on the device.
 
         Returns:
-            None if the step could be another one: requests can be admitted, prompts are being computed, or blocks have
-            run out.
+            None if the next step may differ: a sequence has ended, requests can be admitted, prompts are being
+            computed, or blocks have run out. None too if no sequence continues.
         """
         chosen = [sequence for sequence in last if not sequence.output.finished()]
         others = len(self._table.running) > len(chosen) or (self._table.waiting and self.admits)
@@ -154,7 +154,7 @@ class StepPlanner:
         return max(1, -(-min(total, self.limits.max_sequences) // self._depth))
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
-        """Plan a step of at most `share` running sequences, those first that have waited longest."""
+        """Plan a step of at most `share` running sequences, those that have waited longest first."""
         # blocks that a preemption would free are counted only if one is possible, because this reads every block
         drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
         enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)

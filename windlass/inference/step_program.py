@@ -116,7 +116,7 @@ class StepProgram:
 
     @property
     def num_calls(self) -> int:
-        """Calls from Python in each step, about: native runs count once."""
+        """Approximate number of calls from Python in each step; a native run counts once."""
         return len(self._parts)
 
     @property
@@ -388,7 +388,7 @@ class _NativeRun:
         self._program, self._native = program, native
 
     def add(self, operator: Operator) -> bool:
-        """Return False, and add nothing, if the operator has to be bound to each batch size."""
+        """Add an operator, and return True. Return False if the operator has to be bound to each batch size."""
         add = {
             "linear": self._add_linear,
             "rms_norm": self._add_norm,

@@ -25,7 +25,7 @@ StorageKey = tuple[str, int]
 
 
 class NotRecordableError(Exception):
-    """Raised if a forward calls different operators for different batches. The message gives the reason."""
+    """Error for a forward that cannot be replayed for every batch. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -297,5 +297,5 @@ def _fit(values: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Affine:
 
 
 def evaluate(affine: Affine, tokens: int, rows: int) -> int:
-    """Return the integer for a batch."""
+    """Return the value of an affine function for a batch."""
     return affine[0] + affine[1] * tokens + affine[2] * rows

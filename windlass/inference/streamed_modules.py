@@ -229,7 +229,7 @@ def store_units(
         else:
             if any(isinstance(module, PackedLinear) for module in modules):
                 raise ConfigError(
-                    f"{', '.join(listed)} is packed already, and weights_tier streams what it packs itself; load the "
+                    f"{', '.join(listed)} is packed already, and weights_tier packs weights itself; load the "
                     "model with weights_tier='device'"
                 )
             group = pack_group(modules, weight_format)

@@ -19,7 +19,7 @@ class StructuredOutputCompiler:
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: size of the logits; tokens beyond the tokenizer's are never allowed.
-        eos_ids: tokens that end an answer; empty: that of the tokenizer.
+        eos_ids: tokens that end an answer; empty: the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int] = ()) -> None:
@@ -28,7 +28,7 @@ class StructuredOutputCompiler:
         self._vocabulary: Any = None
 
     def compile(self, params: StructuredOutputsParams) -> OutputConstraint:
-        """Return the constraint of one answer. After `load`, any thread may call this; others can run meanwhile.
+        """Return the constraint of one answer. After `load`, several threads may call this at the same time.
 
         Raises:
             RequestError: llguidance is missing, the tokenizer cannot be used, or the constraint cannot be compiled.

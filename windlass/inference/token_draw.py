@@ -47,7 +47,7 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
     Args:
         scores: `[rows, vocabulary]`; the highest of each row is finite.
         params: sampling parameters of each row, none greedy.
-        uniforms: random numbers of each row, in [0, 1).
+        uniforms: random number of each row, in [0, 1).
     """
     if not scores.is_cpu:
         return draw_together(scores, params, uniforms)

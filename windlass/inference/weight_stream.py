@@ -81,7 +81,7 @@ class WeightStream:
 
     Args:
         sizes: bytes of each unit, by its number.
-        buffer_bytes: bytes of the staging memory; None: as much as keeps the disk busy.
+        buffer_bytes: bytes of the staging memory; None: as many as keep the disk busy.
 
     Raises:
         ConfigError: the staging memory cannot hold the largest unit.

@@ -27,7 +27,8 @@ def run_worker(
     The first rank builds an `AsyncLLMEngine` with the same arguments.
 
     Args:
-        owns_process: nothing else runs in this process, so that garbage collections may skip what exists by then.
+        owns_process: nothing else runs in this process, so that garbage collections may skip the objects that exist
+            after loading.
 
     Raises:
         ConfigError: this rank is the first one of its model.
