@@ -63,9 +63,9 @@ class SharedMemoryBoard:
     def post(self, mine: list[int], what: str) -> Posted:
         self._number += 1
         place = self._base + 1 + self._number % 2 * WIDTH
-        # Set last: it makes the integers visible to peers.
         for at, number in enumerate(mine):
             self._counters.set(place + at, number)
+        # Raised last: this counter makes the integers visible to peers.
         self._counters.raise_to(self._base, self._number)
         return _PostedCounters(self, self._number, len(mine), what)
 
@@ -81,7 +81,7 @@ class SharedMemoryBoard:
         return self._counters.reached(self._base, exchange_number)
 
     def read(self, exchange_number: int, count: int, what: str) -> list[list[int]]:
-        """Wait until all ranks have posted the last exchange, and return every rank's integers."""
+        """Wait until all ranks have posted their integers of this exchange, and return them by rank."""
         self._counters.wait(self._base, exchange_number, what)
         place = self._base + 1 + exchange_number % 2 * WIDTH
         return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]

@@ -70,14 +70,14 @@ def init_distributed(
     Rank and world size come from the environment of the launcher (`comm/rank_environment`): torchrun, DeepSpeed's
     launcher, Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without a launcher, or if the launcher
     started only one process, the group contains this process alone and opens no socket. If a launcher started several
-    processes, they form one group, or this function raises. It then sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+    processes, they form one group, or this function raises. The function then sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
     `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
         backend: Torch's name of the backend, or `mpi`, which windlass provides over mpi4py. Default: gloo for CPU
             tensors and, with CUDA, nccl for CUDA tensors.
         timeout: Time after which a collective fails if a peer does not join; None: `default_timeout()`.
-        port: Used for `MASTER_PORT` if the environment has none.
+        port: Value of `MASTER_PORT` if the environment has none.
         report_after: Seconds after which missing ranks are logged; None: never.
         discover: If False, only `RANK` and related variables are used, not those of other launchers.
         init_method: A torch URL for the rendezvous of the ranks.

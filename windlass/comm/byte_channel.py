@@ -38,7 +38,7 @@ class ByteChannel(Protocol):
     ) -> Callable[[], None]:
         """Start an `exchange`, and return a function that waits for its end. A channel may block here instead.
 
-        Exchanges in flight may not overtake each other: all ranks start the same ones in the same order.
+        All ranks start the same exchanges in the same order, which matches the messages of exchanges in flight.
         """
         ...
 

@@ -59,7 +59,7 @@ class CompressedLists:
 
         Returns:
             `factor` times the sums of the tensors for this rank. With `errors` they overwrite this rank's list in
-            `parts`; otherwise they are new tensors.
+            `parts`; without, or on one rank, they are new tensors.
         """
         return self.start_reduce_scatter(parts, errors, factor=factor)()
 

@@ -15,7 +15,7 @@ from windlass.comm.traffic import Traffic
 from windlass.comm.transport import TransportBuffer, local_shard
 
 WINDOWS = 2
-"""Number of windows. A rank may publish one gather more than its slowest peer has read."""
+"""Number of windows, and of gathers that a rank may publish before its slowest peer has read the first of them."""
 COUNTERS = 2 + WINDOWS
 """Number of counters: gathers published, gathers read, and the key of the buffer in each window."""
 
@@ -58,7 +58,7 @@ class GatherWindows:
     def advance(self, number: int, *, wait: bool) -> bool:
         """Advance the gathers up to the `number`-th.
 
-        Return True if that one is finished; with `wait`, always.
+        Return True if the `number`-th gather is finished; with `wait`, always.
 
         Raises:
             CommunicationError: peers gather another buffer, or a peer is missing.

@@ -63,7 +63,7 @@ def new_process_group(
 def _wait_for_all_checks(group: Any) -> None:
     """Wait until all ranks of a gloo group have checked their connections.
 
-    A rank that closed its end before would look like another user that has left. The sum carries no object.
+    An end that a rank closed before this would look like that of another user. The sum sends no pickled object.
 
     Raises:
         CommunicationError: a rank has left the group, perhaps because its connections lead to another user.

@@ -112,7 +112,7 @@ class ScaledCodec:
         message_codes.write_codes(self.name, tensor, scales, codes, error, tensor if decodes else None)
 
     def add_decoded(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """See `error_feedback.add_decoded`. Requires `is_native(tensor)`."""
+        """See `error_feedback.add_decoded`. Requires `is_native(out)`."""
         message_codes.decode(self.name, *self._divided_message(encoded, out.numel()), out, adds=True)
 
     def _divided_message(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,7 +282,8 @@ class Fp8Codec(_IntegerCodec):
 class TopKCodec:
     """Codec of the elements of largest absolute value, exact in float32, with their places; all others become 0.
 
-    Bytes: 8 for each of `ceil(n / divisor)` elements, of at most 2**31 in a tensor. `encoded_size` refuses larger ones.
+    Bytes: 8 for each of the `ceil(n / divisor)` elements that are sent. `encoded_size` refuses tensors of more than
+    2**31 elements.
     """
 
     exact = False

@@ -2,8 +2,8 @@
 
 [Note: one MPI call at a time] Threads of a process share the library: the autograd engine starts reductions while the
 main thread waits for a gather. Every MPI call is made under `MPI_LOCK` and, except the creation of communicators, does
-not block. So the thread level `MPI_THREAD_SERIALIZED` suffices, and a thread that waits never keeps another one from
-starting what its peer waits for.
+not block. So the thread level `MPI_THREAD_SERIALIZED` suffices, and a waiting thread never keeps another
+thread from starting the operation for which its peer waits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _installed_hooks: list[bool] = []
 
 
 def load_mpi() -> Any:
-    """Import `mpi4py.MPI`, initialize the library unless it is, and return the module.
+    """Import `mpi4py.MPI`, initialize the library if necessary, and return the module.
 
     Raises:
-        CommunicationError: mpi4py or the library is missing, was finalized, or has a too low thread level.
+        CommunicationError: mpi4py or the library is missing, was finalized, or has too low a thread level.
     """
     try:
         from mpi4py import MPI
@@ -65,7 +65,7 @@ def check_world(mpi: Any, source: str, rank: int, world: int) -> None:
 
 
 def abort_on_exception(mpi: Any) -> None:
-    """End the whole job when an exception ends this process. Otherwise MPI waits at exit for ranks that wait for it."""
+    """End the job when an exception ends this process. Otherwise MPI waits at exit for ranks that wait for this one."""
     if _installed_hooks:
         return
     _installed_hooks.append(True)

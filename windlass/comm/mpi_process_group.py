@@ -1,7 +1,7 @@
 """Process group of `torch.distributed` over MPI, by mpi4py: the calls that torch makes of every back end.
 
-Data move as bytes, so every dtype does. Every operation is non-blocking ([Note: one MPI call at a time]). GPU tensors
-travel through host memory unless the library is CUDA-aware.
+Data are sent as bytes, so every dtype can be sent. Every operation is non-blocking ([Note: one MPI call at a time]).
+GPU tensors travel through host memory unless the library is CUDA-aware.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def _nbytes(tensors: Tensors) -> list[int]:
 
 
 def _require(name: str, one: torch.Tensor, other: torch.Tensor, fits: bool) -> None:
-    """Check tensors of one call. MPI would write beyond the end of one that is too small.
+    """Check tensors of one call. MPI would write beyond the end of a tensor that is too small.
 
     Raises:
         CommunicationError: `fits` is False, or the dtypes differ.
@@ -386,7 +386,7 @@ def _require(name: str, one: torch.Tensor, other: torch.Tensor, fits: bool) -> N
     if not fits or one.dtype != other.dtype:
         raise CommunicationError(
             f"{name} over MPI: {list(one.shape)} {one.dtype} does not fit {list(other.shape)} {other.dtype}; give both "
-            "one dtype, and the one for all ranks a part of equal size for each"
+            "one dtype, and the tensor for all ranks a part of equal size for each rank"
         )
 
 

@@ -33,9 +33,9 @@ _NAMES = {
     "sp": ("context_parallel", "sequence_parallel"),
     "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
 }
-"""Names of each axis in Megatron, DeepSpeed and older units. The first name that a unit has is used, or a later one if
-that has several ranks. For tp the first name is always used, because `model_parallel` means the whole model in units
-that also have an earlier name.
+"""Names of each axis in Megatron, DeepSpeed and older units. The first name that a unit has is used, or a later name
+under which it has several ranks. For tp the first name is always used, because `model_parallel` means the whole model
+in units that also have an earlier name.
 """
 
 

@@ -30,7 +30,7 @@ def start_exchange(
 ) -> list[Any]:
     """Start an exchange as `exchange_tensors`, and return its operations, for `wait_for_transfers`.
 
-    The tensors must not be freed before the operations end, nor those sent be changed.
+    Before the operations end, no tensor may be freed, and tensors that are sent may not be changed.
 
     Args:
         tag: Tag of the messages, equal on both sides. NCCL ignores it and matches messages by order.

@@ -56,7 +56,7 @@ class LaneErrors:
         return self.flat
 
     def begin(self, options: LocoOptions, numel: int, device: torch.device) -> torch.Tensor:
-        """Count a reduction, drop the errors if it is time, and return `flat`."""
+        """Count a reduction, and return `flat`, set to zero after each `reset_t` reductions."""
         flat, reductions = self.open(numel, device), int(self.reductions)
         if reductions and reductions % options.reset_t == 0:
             flat.zero_()
@@ -70,5 +70,5 @@ class LaneErrors:
 
 
 def ranks_of_node(group: RankGroup, node_size: int) -> int:
-    """Return the ranks of a node in `group`: all of it if nodes do not divide it."""
+    """Return the number of ranks of `group` on a node; the size of `group` if nodes do not divide it."""
     return node_size if group.size % node_size == 0 else group.size

@@ -7,8 +7,8 @@ of its counterparts on other nodes, and sums them; then it receives the sums of 
 hop has a codec. A rank adds its own part as it is, since no other rank has it. Shards are encoded one by one, and sums
 are in rank order.
 
-Values that are not finite are sent as they are, so that every rank sees them in the norm; error feedback ignores such a
-message.
+A block with a value that is not finite is decoded as values that are not finite, so that every rank finds them in the
+norm; error feedback ignores such a message.
 
 LoCo (Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", arXiv:2407.04480): a rank adds
 its error to a part before it is sent, and then moves the error towards what the message left out:
@@ -50,7 +50,7 @@ def start_exchange(group: RankGroup, sends: Sends, receives: Sends, tag: int) ->
 
 
 def encode(codec: Codec, values: torch.Tensor, encoded: torch.Tensor) -> None:
-    """Encode values of which some may not be finite; these are decoded as NaN or infinite values of their block."""
+    """Encode values. If one of them is not finite, its block is decoded as values that are not finite."""
     unchecked: Callable[[torch.Tensor, torch.Tensor], None] = getattr(codec, "encode_unchecked", codec.encode)
     unchecked(values, encoded)
 

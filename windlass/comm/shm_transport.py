@@ -156,9 +156,9 @@ class ShmTransport:
         return  # pages are allocated again at the first access
 
     def offer(self, lane: int, buffer: TransportBuffer) -> int:
-        """Mark this rank's part of a lane's next sum as readable. Return the turn that peers must have offered."""
+        """Mark this rank's part of a lane's next sum as readable. Return the round that peers must have offered."""
         base = self._lane(lane)
-        # A peer that has not read the previous turn would look for it at this buffer's ring index.
+        # A peer that has not read the previous round would look for it at this buffer's ring index.
         self._counters.wait(base + 1, self._rounds[lane], "the previous reduction")
         self._rounds[lane] += 1
         round_number = self._rounds[lane]
@@ -169,15 +169,15 @@ class ShmTransport:
         return round_number
 
     def taken(self, lane: int, round_number: int) -> None:
-        """Record that this rank has read its peers' parts of this turn."""
+        """Record that this rank has read its peers' parts of this round."""
         self._counters.raise_to(self._lane(lane) + 1, round_number)
 
     def offered(self, lane: int, round_number: int) -> bool:
-        """Return True if all peers have offered their parts of this turn."""
+        """Return True if all peers have offered their parts of this round."""
         return self._counters.reached(self._lane(lane), round_number)
 
     def wait(self, lane: int, round_number: int) -> None:
-        """Block until all peers have offered their parts of this turn."""
+        """Block until all peers have offered their parts of this round."""
         self._counters.wait(self._lane(lane), round_number, "a gradient reduction")
 
     def parts(self, lane: int, buffer: TransportBuffer) -> list[torch.Tensor]:

@@ -61,7 +61,7 @@ class BufferRequest:
 
 @dataclass
 class OfferMark:
-    """Last reduction offered from a buffer: its lane and turn; turn 0 means none."""
+    """Last reduction offered from a buffer: its lane and round; round 0 means none."""
 
     lane: int = 0
     round_number: int = 0

@@ -30,7 +30,7 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class _WireTransport:
-    """Common part of both transports: private buffers.
+    """Common part of the wire transports: private buffers.
 
     `wait_until_read` is empty, because a collective ends only after its buffers were read.
     """

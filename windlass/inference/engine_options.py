@@ -94,8 +94,8 @@ class EngineOptions:
         weights_tier: `device`: weights in memory; `disk`: in a file, read ahead of each layer by direct I/O, for models
             larger than memory; `host`: in the same file, mapped, so that all processes of a host share its pages.
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
-        weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more, a
-            quarter of the weights, but at most the largest product and 64 MiB.
+        weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more,
+            a quarter of the weights, but at most the largest product and 64 MiB.
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.

@@ -181,8 +181,8 @@ class RankChannel:
             self.fail(error)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Post an error for the other ranks, close the process groups, and raise the error. If another rank failed first,
-        raise a PeerError with its text."""
+        """Post an error for the other ranks, close the process groups, and raise the error. If another rank failed
+        first, raise a PeerError with its text."""
         self._failed = True
         own = self._control.index
         others = [index for index in range(self.size) if index != own]

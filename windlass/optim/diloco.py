@@ -31,7 +31,7 @@ class DiLoCo(torch.optim.AdamW):
         inner_steps: local steps between two outer steps of a parameter.
         outer_lr, outer_momentum: learning rate and momentum of the outer SGD.
         fragments: parts of the model; 1: all parameters at once.
-        codec: registered name of the codec of the changes; what it leaves out is in the next change.
+        codec: registered name of the codec of the changes; the part that it leaves out is added to the next change.
         overlap_steps: inner steps that a message may take; 0: the step waits for it.
         mixing: with overlapped messages, weight of the local parameters in their mean with the new common ones; 0 drops
             the inner steps during the transfer.

@@ -51,8 +51,8 @@ _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if stepping the spans of a parameter one by one equals stepping the full parameter.
 
-    Only the exact class counts, since a subclass may use the full tensor where its parent does not. A subclass can
-    declare that it does not with `same_rule_as` (`get_step_class`).
+    Only the exact class counts, since a subclass may use the full tensor where its parent does not. A subclass
+    whose step is that of an elementwise class names this class in `same_rule_as` (`get_step_class`).
     """
     return get_step_class(optimizer) in _ELEMENTWISE
 
@@ -89,8 +89,9 @@ def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if `step()` reads the tensors `grad_scale` and `found_inf` of `optimizer`, as `torch.amp.GradScaler`
     sets them.
 
-    Both are one-element fp32 tensors on the parameters' device. Gradients are divided by `grad_scale` and written back.
-    If `found_inf` is 1, nothing is updated, including moments and `step`. Only fused steps read the two tensors.
+    Both are one-element fp32 tensors on the parameters' device. Gradients are divided by `grad_scale`; torch's
+    fused steps write the quotients back, a `CPUOptimizer` does not. If `found_inf` is 1, nothing is updated, including
+    moments and `step`. Other steps do not read the two tensors.
     """
     return isinstance(optimizer, CPUOptimizer) or get_step_class(optimizer) in _FUSED and _all_fused(optimizer)
 

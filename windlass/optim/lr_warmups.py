@@ -18,7 +18,8 @@ class WarmupLR(LRSchedule):
         warmup_num_steps: 1 counts as 2.
 
     Raises:
-        ValueError: `warmup_num_steps` is not a positive integer, or a list does not match the parameter groups.
+        ValueError: `warmup_num_steps` is not a positive integer, `warmup_type` is neither log nor linear, or a list
+            does not match the parameter groups.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class WarmupCosineLR(LRSchedule):
     Source: Loshchilov and Hutter, "SGDR", arXiv:1608.03983, equation 5 without restarts.
 
     Raises:
-        ValueError: `warmup_num_steps` is not a positive integer.
+        ValueError: `warmup_num_steps` is not a positive integer, or `warmup_type` is neither log nor linear.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ def count_earlier_steps(optimizer: torch.optim.Optimizer, steps: int) -> bool:
 
 
 def is_frozen(optimizer: torch.optim.Optimizer, key: str = "freeze_step") -> bool:
-    """Return True if the next step is one of the compressed phase. One phase for all groups: the last to freeze."""
+    """Return True if the next step is compressed. All groups change together, when the last of them freezes."""
     last: Any = max((group[key] for group in optimizer.param_groups), default=0)
     return applied_steps(optimizer) >= int(last)
 

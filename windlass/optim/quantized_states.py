@@ -99,7 +99,7 @@ def check_coverage(spans: Iterable[tuple[int, int]], start: int, stop: int, stat
             break
         position = min(last, stop)
     if position != stop:
-        raise CheckpointError(f"the checkpoint has no scales for element {position} of {state_name}; load another one")
+        raise CheckpointError(f"the checkpoint has no scales, or several, for element {position} of {state_name}; load another")
 
 
 def _dequantize(codes: torch.Tensor, start: int, saved: list[BlockScales], signed: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
     the configuration constructs `optimizer(groups, **params)`. Registering the same classes again has no effect.
 
     Args:
-        name: not the name of another optimizer, in any case.
+        name: name that no other optimizer has, ignoring case.
         optimizer: its constructor takes parameters or groups first; its keyword arguments are the allowed `params`.
         update: a class with the protocol of `windlass.zero.update.update_protocol.Update`, which also steps instances
             of `optimizer`, and of its subclasses, that the caller passes to `initialize`. By default `optimizer.step`
