@@ -41,9 +41,9 @@ SAVE_METHODS = (
 )
 _EXPLANATION = """\
 seconds    from the call until the last byte is durable (fsync), on the slowest rank, with no other work
-of raw     that rate over the better of bench/disk_tier_rate.py's raw writers (direct I/O, threads and a ring), which
-           wrote as many bytes to a new file, as a checkpoint does, before and after; of two medians
-in place   over the same writers' rate when they overwrite an existing file
+of raw     median GB/s over the median rate at which the faster of bench/disk_tier_rate.py's raw writers (direct I/O,
+           threads and a ring) wrote as many bytes to a new file, before and after all saves
+in place   the same over the rate at which the raw writers overwrote an existing file
 blocked    duration of the call itself, during which training is blocked
 10 steps   additional time of the next ten steps, during which an async save is written, over ten undisturbed steps of
            the same round
@@ -61,7 +61,7 @@ def main(
     ] = 80,
     batch: Annotated[int, typer.Option(min=1, help="Rows per rank.")] = 32,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 2,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each method.")] = 5,
     steps: Annotated[int, typer.Option(min=2, help="Steps that are timed after a save.")] = 10,
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),

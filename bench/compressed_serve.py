@@ -39,7 +39,7 @@ _FORMATS = {
 
 def main(
     llama_bin: Annotated[Path | None, typer.Option(help="Folder with llama.cpp's programs.")] = None,
-    formats: Annotated[str, typer.Option(help="With commas.")] = ",".join(_FORMATS),
+    formats: Annotated[str, typer.Option(help="Formats, separated by commas.")] = ",".join(_FORMATS),
     layers: Annotated[int, typer.Option(min=1)] = 12,
     hidden: Annotated[int, typer.Option(help="Features of a token.")] = 768,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each contender takes.")] = 3,

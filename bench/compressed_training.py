@@ -36,7 +36,7 @@ class Method:
     """Optimizer and number of data-parallel ranks.
 
     Attributes:
-        phases: options of the optimizer that are parts of all steps.
+        phases: options of the optimizer that are given as fractions of all steps.
         goal: maximum part by which the held-out loss may exceed AdamW's; None: no goal.
     """
 

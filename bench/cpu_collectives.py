@@ -36,7 +36,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "collectives",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Time them alternately, print a table, write the JSON."""
+    """Time the operations alternately, print a table, write the JSON."""
     from torch.multiprocessing.spawn import spawn
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")

@@ -101,8 +101,8 @@ def _parse_engines(given: str | None, default: list[str] | None) -> list[str]:
 
 
 def _set_rank_environment() -> None:
-    """Return the environment of the ranks: one thread each, quiet libraries, loopback, the transport in the engine's
-    name."""
+    """Set the environment of the ranks: one thread each, quiet libraries, loopback. The engine's name has the
+    transport."""
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING", TOKENIZERS_PARALLELISM="false")
     os.environ.pop("WINDLASS_TRANSPORT", None)
     if sys.platform == "linux":

@@ -37,7 +37,7 @@ _TARGET_RATIO = 1.02
 def main(
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
     width: Annotated[int, typer.Option(min=64, help="Width of the layers; each has width^2 parameters.")] = 2048,
-    layers: Annotated[int, typer.Option(min=1, help="How many.")] = 12,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 12,
     batch: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 1024,
     rounds: Annotated[int, typer.Option(min=6, help="Rounds of two steps of each engine.")] = 15,
     in_update: Annotated[bool, typer.Option(help="Sum the pages of the optimizer in the update.")] = True,
@@ -138,7 +138,7 @@ def _make_step(
 
     Args:
         moved: receives the bytes of each checksummed transfer; None: no checksums.
-        updated: receives those bytes of it that updates sum; None: updates sum nothing.
+        updated: receives the bytes that updates checksum in their own pass; None: updates checksum nothing.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(layers)))

@@ -58,8 +58,8 @@ class RawDirectIo:
         self._ring = self._start_ring()
 
     def timed_works(self, write: bool, word: str) -> Works:
-        """Transfer by threads, one block each, and by a bare ring if the kernel has one, with all blocks submitted at
-        once."""
+        """Return the transfer by threads, one block each, and by a bare ring if the kernel has one, with all blocks
+        submitted at once."""
         ring: Works = {f"raw ring {word}": partial(self._move_by_ring, write)} if self._ring is not None else {}
         return {f"raw threads {word}": partial(self._move_by_threads, write)} | ring
 
@@ -110,7 +110,7 @@ class RawDirectIo:
 
 
 class TierRequests:
-    """Transfer of as many bytes through the disk tier, in requests of the size of a training step's."""
+    """Transfer of the same number of bytes through the disk tier, in requests as large as in a training step."""
 
     def __init__(self, engine: str, folder: Path, block: int, depth: int) -> None:
         threads = min(depth, 256)

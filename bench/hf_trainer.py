@@ -33,9 +33,9 @@ plain      the Trainer without DeepSpeed: without wrapper on one rank, with Dist
 windlass   the same script with deepspeed=<configuration>, where `import deepspeed` is windlass
 DeepSpeed  the same, where it imports DeepSpeed
 step       median milliseconds of a step on the slowest rank, of the median round; including the Trainer's own work.
-Every variant runs once per round in fresh processes, every other round in reverse order. losses     largest distance of
-a step's loss to the plain Trainer's Without a GPU, accelerate assumes one for DeepSpeed on several ranks, so DeepSpeed
-has rows on one rank only there."""
+           Every variant runs once per round in fresh processes, every other round in reverse order.
+losses     largest difference of a step's loss from the plain Trainer's
+For DeepSpeed on several ranks, accelerate assumes GPUs. Without them DeepSpeed has rows only on one rank."""
 
 
 def main(

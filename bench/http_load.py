@@ -1,4 +1,4 @@
-"""Clients of a server with OpenAI's completions, in a closed loop, and servers to ask."""
+"""Closed-loop clients of servers with OpenAI's completions API, and processes of such servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Server:
     """Process of a server on a free port of the loopback interface.
 
     Args:
-        command: with `{port}` in it.
+        command: words of the command, one with `{port}`.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:

@@ -38,7 +38,7 @@ class KillPlan:
     """Victim of a round, and the moment of the kill.
 
     Attributes:
-        calls: number of file-system calls after which the victim kills itself (and the others); None: killed after
+        file_calls: number of file-system calls after which the victim kills itself (and the others); None: killed after
             `seconds`.
         seconds: time after the first steps.
     """

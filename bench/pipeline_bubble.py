@@ -120,7 +120,7 @@ def _make_settings(ranks: list[int], micros: list[int]) -> list[ScheduleSetting]
 def main(
     ranks: Annotated[str, typer.Option(help="Ranks of the pipeline, comma-separated.")] = "2,4",
     micros: Annotated[str, typer.Option(help="Micro-batches in a step, comma-separated.")] = "4,8",
-    milliseconds: Annotated[float, typer.Option(help="Seconds of a stage's forward; a backward takes two.")] = 150.0,
+    milliseconds: Annotated[float, typer.Option(help="Length of a stage's forward, half of a backward.")] = 150.0,
     steps: Annotated[int, typer.Option(min=1, help="Runs of each schedule; the shortest counts.")] = 2,
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "pipeline_bubble",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,

@@ -1,4 +1,4 @@
-"""Cost of the ranges of a profile: while nothing is recorded, and while steps are.
+"""Cost of the ranges of a profile, without a recorder and while steps are recorded.
 
     python bench/profile_overhead.py [--steps 20]
 
@@ -52,7 +52,7 @@ def step_seconds(engine: Any, steps: int) -> list[float]:
 
 
 def cost_when_off() -> float:
-    """Return the larger cost in seconds of a range without a recorder: `traced`, or the test inside a `WaitScope`."""
+    """Print the cost of a `WaitScope`; return the cost in seconds of a range (`traced`), both without a recorder."""
 
     def loop(body: Any) -> float:
         begun = time.perf_counter()

@@ -137,7 +137,7 @@ def main(
             measured[label].other_cores.append(_other_cores(*before))
         for llm in engines.values():
             llm.close()
-        runs.clear()  # with them the engines
+        runs.clear()  # they refer to the engines
         engines.clear()
         over_http = _measure_servers(Path(folder), Path(llama_bin) if llama_bin else None, files) if servers else {}
     read, product = statistics.median(reads), statistics.median(flops)
@@ -226,7 +226,7 @@ def _goals(
     at_once = "transformers continuous batching, mixed at once"
     ratio("fp32, mixed at once: continuous batching", "windlass fp32, mixed at once", at_once, 4.0)
     ratio("bf16 decode, 1 request: own fp32", "windlass bf16, 1", "windlass fp32, 1", 1.8)
-    # Where the dot product of bf16 pairs is no faster than fp32's, weights are widened; half the time cannot be had.
+    # If the dot product of bf16 pairs is not faster than fp32's, weights are widened, so that prefill gains nothing.
     goal = 1.7 if _bf16_gain() > 1.7 else 0.9
     ratio("bf16 prefill: own fp32", "windlass bf16, 512 tokens", "windlass fp32, 512 tokens", goal)
     for count, goal in ((1, 1.0), (8, 1.5), (32, 1.5)):
@@ -294,7 +294,7 @@ def _decode(llm: LLM, count: int) -> float:
 
 
 def _prefill(llm: LLM) -> float:
-    """Return the best rate of three prompts, as the roof is that of the best of three products."""
+    """Return the best rate of three prompts, because the roof is that of the best of several products."""
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
@@ -423,7 +423,7 @@ def _measure_server(
         before = server.metrics() if model == "windlass" else {}
         began = _cpu_seconds(), time.perf_counter()
         found = run_clients(server.port, model, load, clients)
-        found["other"] = _other_cores(*began)  # the server too
+        found["other"] = _other_cores(*began)  # includes the server
         if before:
             after, seconds = server.metrics(), time.perf_counter() - began[1]
             found["overhead"] = _outside(before, after, seconds)

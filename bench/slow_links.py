@@ -39,14 +39,14 @@ _MIB = 1 << 20
 METHODS = (*ENGINES, *HOSTED)
 BASE, HOSTED_BASE = "ddp", "stage 3"
 GOALS = {"1-bit adam": 8.0, "diloco": 20.0, "zero++": 2.0}
-"""Least factor over DistributedDataParallel, of ZeRO++ over stage 3, at 10 MiB/s."""
+"""Least factor over DistributedDataParallel (ZeRO++: over stage 3) at 10 MiB/s."""
 GOAL_RATE, GOAL_SHARE = 10 * _MIB, 0.85
 EXPLANATION = (
-    "bytes: what a rank, of stage 3 and ZeRO++ a host, receives over the link in a step, on average over a cycle of "
+    "bytes: received over the link in a step by a rank (stage 3 and ZeRO++: by a host), on average over a cycle of "
     "the method. bytes / rate: seconds that they take at the rate of the link. compute: forward and backward alone, "
     "without the method. free: the method's step on a link without limit, codec and optimizer included. of sum: bytes "
     "/ rate and free together, over the step: above 100 % where messages travel during the computation. of rate: bytes "
-    "/ rate over the step. base / it: DistributedDataParallel's step over the method's, of ZeRO++ that of stage 3."
+    "/ rate over the step. base / it: step of DistributedDataParallel (ZeRO++: of stage 3) over the method's."
 )
 
 
@@ -57,7 +57,7 @@ class Timing:
     Attributes:
         link: bytes per second; 0: unlimited.
         busy: CPU seconds of a rank.
-        received: bytes that a rank received; of hosts the bytes that one received from the other.
+        received: bytes that a rank received; with two hosts, bytes that one host received from the other.
         free: seconds of the same step on a link without limit.
         compute: seconds of forward and backward without the method.
         commit: the measured source.
@@ -98,7 +98,7 @@ def main(
     cycles: Annotated[int, typer.Option(min=1, help="Timed cycles of each method and link.")] = 2,
     samples: Annotated[int, typer.Option(min=1, help="Sequences of a rank.")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 64,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; of that on two hosts, half.")] = MODEL.layers,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; half as many on two hosts.")] = MODEL.layers,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a goal is missed.")] = False,
     name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "slow_links",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
@@ -192,7 +192,7 @@ class Rows:
 
 
 def setting_of(size: Size, cycles: int, methods: list[str], *, in_spaces: bool) -> dict[str, Any]:
-    """Return what all rows of a file have in common."""
+    """Return the values that all rows of a file have in common."""
     setting: dict[str, Any] = {
         "model": asdict(sizes_of(BASE, size.layers)),
         "ranks": RANKS,

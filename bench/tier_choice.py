@@ -28,7 +28,7 @@ from windlass.cli.benches.rank_pool import RankPool
 
 _RESULTS = Path(__file__).parent / "results"
 AT_MOST, BETWEEN = 1.0, 1 / 1.2
-"""Targets: the step in multiples of that of the best setting by hand; in the middle between two of them."""
+"""Targets: largest step relative to the best setting by hand, within the needs of one setting, and between two."""
 _NOISE = 0.03  # differences of medians that do not count
 _LOSS_TOLERANCE = 1e-5
 _RESERVE = 0.1  # share of its bytes that a setting by hand is given in addition
@@ -45,7 +45,7 @@ HAND: dict[str, dict[str, Any]] = {
     },
 }
 """Sections of settings by hand, in the order of the memory that they need: first less on the device, then less on the
-host. Those on disk have few small buffers, which would else take more host memory than the states."""
+host. The settings on disk have few and small buffers, because default buffers take more host memory than the states."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Need:
 
 def main(
     hidden: Annotated[int, typer.Option(min=64, help="Width of the Llama, a multiple of 64.")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="Its blocks.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the Llama.")] = 8,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences on a rank.")] = 1,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,

@@ -33,7 +33,7 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="Layers of a transformer of width 256.")] = 8,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds of three seconds.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 20,
-    in_turns: Annotated[bool, typer.Option("--in-turns", help="Also compare steps with and without it.")] = False,
+    in_turns: Annotated[bool, typer.Option("--in-turns", help="Also time steps without the watchdog.")] = False,
     transport: Annotated[str, typer.Option(help="shm or gloo.")] = "gloo",
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "watchdog",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,

@@ -1,8 +1,8 @@
-"""Make a virtual environment on top of another one: its own packages take precedence over those of the one below.
+"""Make a virtual environment on top of another one, over whose packages its own take precedence.
 
     python tools/make_layered_venv.py BELOW TARGET [REQUIREMENT | --upgrade]...
 
-Clients of DeepSpeed are installed into it as the requirements need them; torch stays that of the one below.
+Clients of DeepSpeed are installed into the new environment as the requirements need them. torch stays that of BELOW.
 """
 
 from __future__ import annotations

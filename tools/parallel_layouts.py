@@ -32,8 +32,8 @@ class GpuLayout:
     Attributes:
         name: label in the pictures.
         grid: the axes.
-        stage: ZeRO stage.
-        ring: True for ring attention along sp, False for Ulysses.
+        zero_stage: ZeRO stage.
+        uses_ring_attention: True for ring attention along sp, False for Ulysses.
     """
 
     name: str
@@ -62,7 +62,7 @@ class GpuLayout:
         return (dense + experts) * sum(size / ranks for size, ranks in zip((2, 4, 12), cuts, strict=True))
 
     def received_bytes(self, model: ModelShape) -> dict[tuple[str, bool], int]:
-        """Received bytes of a rank in a step, by axis and by whether they cross nodes."""
+        """Return the bytes that a rank receives in a step, by axis and True if they cross nodes."""
         stages = [compute_step_volumes(model, self.grid, self.workload, pipe) for pipe in range(self.grid.pp)]
         most = max(stages, key=lambda found: sum(sum_bytes_by_axis(found).values()))
         totals: dict[tuple[str, bool], int] = {}
@@ -140,7 +140,7 @@ def layout_table() -> str:
 
 
 def format_gb(nbytes: float) -> str:
-    """Format gigabytes with as many digits as matter."""
+    """Format bytes as gigabytes, with as many digits as matter."""
     return f"{nbytes / 1e9:,.1f}" if nbytes < 1e11 else f"{nbytes / 1e9:,.0f}"
 
 

@@ -8,7 +8,7 @@ pytest. Outcomes are appended to DIR as they come, and a second run continues wh
 
 The tests run in a copy of `tests/` that lies beside no DeepSpeed, and the stand-in in strict mode (docs/compat.md). A
 test counts when DeepSpeed itself passes it. This file is also the pytest plugin that records outcomes inside both runs,
-so it imports the standard library alone.
+so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ FORKSERVER_PRELOAD = (
 
 
 def pytest_configure(config: Any) -> None:
-    """Import the large modules once for all ranks, and silence the report of slow tests."""
+    """Import the large modules once for all ranks."""
     import multiprocessing
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(FORKSERVER_PRELOAD))
@@ -250,8 +250,8 @@ def _python_path() -> list[str]:
 def select_tests(collected: Sequence[dict[str, Any]], cases: int, patterns: Sequence[str]) -> list[str]:
     """Choose tests of at most two ranks, outside `EXCLUDED_FILES`.
 
-    Of each function it takes `cases` evenly spread ones, counted from the last: the first are often for fp16, which
-    DeepSpeed refuses on CPU.
+    Take `cases` evenly spread tests of each function, counted from the last, because the first are often for fp16,
+    which DeepSpeed refuses on CPU.
     """
     functions = defaultdict(list)
     for entry in collected:

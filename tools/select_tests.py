@@ -24,7 +24,7 @@ PROSE_NAMES = {".gitignore", ".gitattributes", "LICENSE", ".pre-commit-config.ya
 
 
 def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | None = None) -> tuple[list[str], str]:
-    """Return the test modules that `changed` reaches, and the reason why if that is all of them.
+    """Return the test modules that `changed` reaches, and the reason if all modules are returned, else an empty text.
 
     Args:
         root: folder of the repository.

@@ -143,7 +143,7 @@ class World:
         return self.running()
 
     def kill(self, pids: set[int]) -> None:
-        """Kill all of them by SIGKILL at once."""
+        """Kill those of these processes that run, by SIGKILL."""
         for pid in pids & self.running():
             os.kill(pid, signal.SIGKILL)
 

@@ -49,7 +49,7 @@ class TrainingMethod:
 
     @property
     def synchronises(self) -> bool:
-        """Return True if its ranks train one model."""
+        """True if the ranks train one model."""
         return self.name != BASE
 
 

@@ -1,7 +1,8 @@
 """Classifier of texts with twelve layers, trained here, and its forms of one and two bits with fewer layers.
 
 The texts are pieces of the standard library's sources, and the classes its packages. The matrices and all embeddings
-have one scale a row; what stays wide (biases, norms and the head) is rounded to 16 bits before the accuracy is taken.
+have one scale a row; the other tensors (biases, norms and the head) are rounded to 16 bits before the accuracy is
+taken.
 """
 
 from __future__ import annotations

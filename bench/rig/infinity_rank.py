@@ -21,8 +21,8 @@ class Watch:
     """Recorder of this process's proportional set size over time.
 
     Attributes:
-        samples: pairs of seconds since the start and bytes. marks: pairs of seconds since the start and the phase that
-            began.
+        samples: pairs of seconds since the start and bytes.
+        marks: pairs of seconds since the start and the phase that began.
     """
 
     def __init__(self) -> None:

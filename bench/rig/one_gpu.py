@@ -39,7 +39,7 @@ class Contender:
 
 
 def batches(shape: Shape, device: torch.device) -> Iterator[torch.Tensor]:
-    """Return the same tokens for every engine, created on the device, so that a step contains no copy."""
+    """Yield batches of tokens, equal for every engine, created on the device, so that a step contains no copy."""
     draw = torch.Generator(device).manual_seed(_SEED)
     while True:
         yield torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=draw, device=device)

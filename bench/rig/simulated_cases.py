@@ -127,7 +127,7 @@ class MeasuredMachine:
 
 
 def measured_work() -> dict[str, float]:
-    """Return the FLOPs of each operation that a rank times to measure its rates; bytes where it has no product."""
+    """Return the work of each operation that a rank times: FLOPs of products, bytes of the other operations."""
     tokens, head = SAMPLES * LENGTH, MODEL.hidden // MODEL.heads
     scores = SAMPLES * MODEL.heads * LENGTH * LENGTH * head
     return {

@@ -40,7 +40,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "overlap_steps": 6,
     },
 }
-"""Optimizer and stage by name of the method; none is torch's DistributedDataParallel."""
+"""Optimizer and stage by name of the method; an empty entry is torch's DistributedDataParallel."""
 PERIODS = {"0/1 adam": HELD, "diloco": INNER_STEPS, "diloco, overlapped": INNER_STEPS}
 """Steps of a method's cycle, of which one sends a message; others send in every step."""
 _WARM = {"0/1 adam": 2 * HELD, "diloco": INNER_STEPS, "diloco, overlapped": INNER_STEPS}
@@ -67,7 +67,7 @@ class SlowLinkRank(Worker):
     def build(self, watch: bool = False) -> dict[str, Any]:
         """Build the model and its engine, and train until the method sends as it will for the rest of a run.
 
-        Return the seconds of a forward and backward without the method, too.
+        Return the number of parameters, and the seconds of a forward and backward without the method.
         """
         name = self._job.engine
         model = build(self.sizes).to(self.dtype)

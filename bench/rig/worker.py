@@ -51,7 +51,7 @@ class Worker:
         return {"parameters": parameters}
 
     def steps(self, count: int) -> dict[str, list[float]]:
-        """Train. Return the seconds of each step, those of forward and backward, and its loss on this rank."""
+        """Train. Return for each step its seconds, those of its compute and before it, and this rank's loss."""
         results: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
         ended = time.perf_counter()
         for _ in range(count):

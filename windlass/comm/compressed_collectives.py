@@ -166,7 +166,7 @@ class CompressedCollectives:
 
     @torch.no_grad()
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive from the rank with group index `source`, in place; `tensor` has the shape and dtype of the sender's."""
+        """Receive from the rank with group index `source`, in place. `tensor` has the sender's shape and dtype."""
         self._check_peer(source)
         self._check_dtype(tensor)
         message = self._empty_message(tensor)

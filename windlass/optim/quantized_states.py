@@ -99,7 +99,9 @@ def check_coverage(spans: Iterable[tuple[int, int]], start: int, stop: int, stat
             break
         position = min(last, stop)
     if position != stop:
-        raise CheckpointError(f"the checkpoint has no scales, or several, for element {position} of {state_name}; load another")
+        raise CheckpointError(
+            f"the checkpoint has no scales, or several, for element {position} of {state_name}; load another one"
+        )
 
 
 def _dequantize(codes: torch.Tensor, start: int, saved: list[BlockScales], signed: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ def get_arguments():
     parser.add_argument("--save_dir", type=str, default=None, help="where checkpoints go")
     parser.add_argument("--save_interval", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--load_dir", type=str, default=None, help="resume from the latest checkpoint in here")
-    parser.add_argument("--ckpt_id", type=str, default=None, help="resume from this one instead")
+    parser.add_argument("--ckpt_id", type=str, default=None, help="tag of a checkpoint to resume from instead")
     parser.add_argument("--stop_after", type=int, default=0, help="end after this number of steps, as a crash would")
     parser.add_argument("--seed", type=int, default=42)
     parser = deepspeed.add_config_arguments(parser)

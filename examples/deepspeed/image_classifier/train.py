@@ -22,13 +22,13 @@ def add_argument():
     parser.add_argument("--local_rank", type=int, default=-1, help="local rank passed from the launcher")
     parser.add_argument("--log-interval", type=int, default=4)
     parser.add_argument("--samples", type=int, default=512, help="images to train on; a quarter as many to test on")
-    parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
+    parser.add_argument("--batch-size", type=int, default=32, help="images in a step of all ranks together")
     parser.add_argument("--dtype", default="fp32", type=str, choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--stage", default=0, type=int, choices=[0, 1, 2, 3], help="stage of ZeRO")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--moe", default=False, action="store_true", help="layers of experts")
     parser.add_argument("--ep-world-size", default=1, type=int, help="ranks over which experts are spread")
-    parser.add_argument("--num-experts", type=int, nargs="+", default=[1], help="of each layer")
+    parser.add_argument("--num-experts", type=int, nargs="+", default=[1], help="experts of each layer")
     parser.add_argument("--mlp-type", type=str, default="standard", choices=["standard", "residual"])
     parser.add_argument("--top-k", default=1, type=int, help="experts of a sample")
     parser.add_argument("--min-capacity", default=0, type=int, help="samples that an expert takes at least")
@@ -151,7 +151,7 @@ def get_ds_config(args):
 
 
 def test(model_engine, testset, local_device, target_dtype, batch_size=32):
-    """Return the accuracy over the whole test set, of which each rank has a part."""
+    """Print the accuracy over the whole test set, of which each rank has a part."""
     sampler = DistributedSampler(testset, shuffle=False)
     right = torch.zeros(len(CLASSES), device=local_device)
     total = torch.zeros(len(CLASSES), device=local_device)

@@ -50,7 +50,7 @@ def parse_args():
     parser.add_argument("--local_rank", type=int, default=-1, help="local rank passed from the launcher")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--stream", action="store_true", help="an iterable dataset instead of a DistributedSampler")
-    parser.add_argument("--offload", action="store_true", help="of optimizer states and parameters to host memory")
+    parser.add_argument("--offload", action="store_true", help="offload optimizer states and parameters to host memory")
     parser.add_argument("--dtype", type=str, default="fp32", choices=["fp16", "bf16", "fp32"])
     parser.add_argument("--zero_stage", type=int, default=0)
     parser.add_argument("--enable_tensorboard", action="store_true")

@@ -39,7 +39,7 @@ def load_or_train_tokenizer(folder, texts, vocab_size=500):
 
 
 def samples_of(texts, tokenizer, max_seq_len, count):
-    """`count` pieces of text, each padded to `max_seq_len`; padding does not count in the loss."""
+    """Return `count` pieces of text, each padded to `max_seq_len`; padding does not count in the loss."""
     samples = []
     for text in texts:
         for start in range(0, len(text), 3 * max_seq_len):
