@@ -7,7 +7,8 @@ python bench/quant.py --path AVX2        # windlass with another instruction set
 `A8`: inputs rounded to int8. Up to 16 rows a call goes through as many copies of the layer as `--cold` megabytes hold,
 after a read of 128 MiB. All take turns; a figure is the best of its rounds, since other processes only ever add time.
 `of read` is GB/s over that of a read loop in the same run, `error` is |y - y_fp32| / |y_fp32| for Gaussian weights and
-inputs. Rivals that are not installed are named and left out: `pip install onnx onnxruntime torchao llama-cpp-python` (ggml).
+inputs. Rivals that are not installed are named and left out: `pip install onnx onnxruntime torchao llama-cpp-python`
+(ggml).
 """
 
 from __future__ import annotations
