@@ -12,11 +12,11 @@ Row = Mapping[str, Hashable]
 
 
 def quick_rows(rows: Iterable[Row]) -> list[bool]:
-    """Return for each row of a test whether it is quick.
+    """Return a flag per row of a test, True for a quick row.
 
-    Every value of every parameter is in a quick row, and few rows are quick: a product of parameters does not run as a
-    product. Two of three rows are at the highest stage, and transports take turns. A test without other parameters
-    keeps all its stages, and the highest one, or the only one, keeps all its transports.
+    Every value of every parameter is in a quick row, but not every combination of values. Two of three rows are at the
+    highest stage, and transports alternate. A test with no parameters but transport and stage keeps all its stages, and
+    its highest (or only) stage keeps all transports.
 
     Args:
         rows: parameters by name. Values that belong together are one parameter.
@@ -42,7 +42,7 @@ def quick_rows(rows: Iterable[Row]) -> list[bool]:
 
 
 def _stages(rows: Sequence[Row]) -> list[int]:
-    """Return one row of every stage, with transports in turn, and all of the highest stage."""
+    """Return indices of one row per stage, with alternating transports, and of all rows of the highest stage."""
     stages = _distinct(row.get("stage") for row in rows)
     kept: list[int] = []
     for turn, stage in enumerate(stages):
@@ -79,7 +79,7 @@ def mark_slow_rows(items: list[pytest.Item]) -> None:
 
 
 def _parameters_of(item: pytest.Function) -> dict[str, Hashable]:
-    """Return the parameters of a collected test. Those of one `parametrize` are one, apart from stage and transport."""
+    """Return the parameters of a collected test. Names of one `parametrize` make one parameter."""
     values = {name: _key(value) for name, value in item.callspec.params.items()}
     result = {name: values.pop(name) for name in ("stage", "transport") if name in values}
     for mark in item.iter_markers("parametrize"):
@@ -90,7 +90,7 @@ def _parameters_of(item: pytest.Function) -> dict[str, Hashable]:
 
 
 def _key(value: Any) -> Hashable:
-    """Return the value, or a stand-in for one that has no hash: rows of one list share the object."""
+    """Return the value, or its id if it has no hash: rows of one list share the object."""
     try:
         hash(value)
     except TypeError:

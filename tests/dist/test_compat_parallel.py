@@ -211,7 +211,7 @@ def ulysses_script(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_ulysses_script_trains_as_one_process(stage: int) -> None:
-    """The ranks' batches take turns: rank 0's and rank 1's batch of step 0, then those of step 1."""
+    """Batches alternate between ranks: rank 0's and rank 1's batch of step 0, then both batches of step 1."""
     torch.manual_seed(1)
     losses, _ = plain(llama(tied=False), lambda model, _, turn: language_loss(model, turn % 2, turn // 2), 1)
     for result in run_ranks(ulysses_script, 2, stage):

@@ -36,7 +36,7 @@ ROWS = pairwise(OFFERED, lambda row: not feature_matrix.unsupported_pairs(row))
 # eps is well above the rounding of a 16-bit gradient, since both optimizers divide by the gradient's size.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "elementwise": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
-    "onebit": ("OneBitAdam", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),  # its warm-up; the rest has its own law
+    "onebit": ("OneBitAdam", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),  # only its warm-up
     "whole_parameter": ("Lamb", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
 }
 SECTIONS: dict[str, dict[str, Any]] = {

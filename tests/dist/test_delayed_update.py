@@ -271,7 +271,7 @@ def test_reads_return_values_of_the_last_step(way: str, transport: str, every: b
         for rank, item in enumerate(text):
             assert item["under_way"]
             if way in ("full_state_dict", "finish_update") and rank:
-                continue  # rank 0 has it
+                continue  # only rank 0 has the result
             requested = {**three.params, "first": None} if way == "set" else two.params
             requested = {name: value for name, value in requested.items() if name in item["found"]}
             if way == "set":

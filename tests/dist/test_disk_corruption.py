@@ -33,7 +33,7 @@ HOLDERS = {"parameters": "parameters of ", "gradient": "gradient of "}
 
 
 class Spoiler:
-    """Tool that changes the files of one rank behind the tier.
+    """Tool that changes the files of one rank without the tier's knowledge.
 
     Attributes:
         names: parameters with changed bytes.

@@ -120,7 +120,7 @@ def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[
 def whole_loss_and_gradients(
     name: str, changes: tuple[tuple[str, Any], ...], kind: str, length: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return those of one process, which this process computes once for all tests."""
+    """Return loss and gradients of training in one process, computed once for all tests."""
     return loss_and_gradients(build(name, **dict(changes)), batch(kind, length))
 
 

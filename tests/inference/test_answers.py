@@ -492,7 +492,7 @@ def test_a_request_without_a_token_ends_alone() -> None:
 
 @pytest.mark.parametrize("prompt", [[1.7, 2], ["3", "4"], b"abc", [True, False], [None], "a\udcff"])
 def test_prompts_that_are_no_text_and_no_tokens_are_refused(prompt: Any) -> None:
-    """None of them becomes other tokens by a conversion."""
+    """The engine does not convert such a prompt to tokens."""
     tokenizer = byte_level_tokenizer()
     with serve(text_model(tokenizer), tokenizer=tokenizer) as llm, pytest.raises(RequestError) as raised:
         llm.engine.add_request("one", prompt, GREEDY)

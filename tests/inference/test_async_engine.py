@@ -212,7 +212,7 @@ class FailingRunner:
 
 @pytest.mark.parametrize("position", [0, 30])
 def test_a_forward_that_fails_ends_its_request_alone(position: int) -> None:
-    """The others get the tokens of a run without the failing request, also those of the failed step."""
+    """Other requests get the tokens of a run without the failing request, also those of the failed step."""
 
     async def main() -> None:
         model, engine = make_engine(deterministic=False)

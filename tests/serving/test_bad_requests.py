@@ -331,7 +331,7 @@ def test_a_surrogate_inside_the_arguments_of_a_call_is_refused() -> None:
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that sends a byte of its head now and then; one that waits for its answer is not."""
+    """A connection that sends its head byte by byte is closed too; one that waits for its answer stays open."""
     monkeypatch.setattr("windlass.serving.http_protocol.HEAD_SECONDS", 0.2)
     engine = FakeEngine(answer="abcdefgh", step_seconds=0.2)
     with server_on_thread(engine) as address, contextlib.ExitStack() as opened:

@@ -112,7 +112,7 @@ def test_tokens_are_returned_with_those_of_the_prompt() -> None:
 
 
 def test_a_chat_returns_the_tokens_of_text_that_is_held_back() -> None:
-    """Text that may become a call is sent at the end alone; its tokens come with the steps."""
+    """Text that may become a call is sent only at the end; its tokens are sent step by step."""
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "return_token_ids": True}
     client = client_of(FakeEngine(answer='{"name": "f", "parameters": {}} or not'))

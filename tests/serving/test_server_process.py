@@ -80,7 +80,7 @@ def test_a_bug_at_start_shows_its_traceback(tmp_path: Path) -> None:
 def test_a_bug_at_the_start_of_a_replica_shows_its_traceback(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, model="bug", replicas=2) as server:
         assert server.process.wait(WAIT_SECONDS) == 1
-        # Both replicas fail, and the first that does ends the server.
+        # Both replicas fail, and the first failure ends the server.
         assert re.search(r"^\[replica [01]\] ZeroDivisionError: a bug at load$", server.log(), re.MULTILINE)
         assert "\nwindlass: ZeroDivisionError: a bug at load; its traceback is above\n" in server.log()
 

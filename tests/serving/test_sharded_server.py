@@ -88,7 +88,7 @@ def require_answer(server: Server, directory: Path) -> None:
     assert body["choices"][0]["text"] == answer_of_one_rank(directory)
 
 
-@pytest.mark.slow  # the next test has a server over two ranks too, and `test_server_process.py` this end
+@pytest.mark.slow  # The next test covers two ranks, and `test_server_process.py` the end of a server.
 def test_one_command_serves_a_model_over_two_ranks(directory: Path, tmp_path: Path) -> None:
     with Server(directory, tmp_path, "--tp", "2") as server:
         require_answer(server, directory)
@@ -126,7 +126,7 @@ def _running(server: Server) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "num_requests_running{" in line)
 
 
-@pytest.mark.slow  # `test_server_process.py` has this law of a server of one rank
+@pytest.mark.slow  # `test_server_process.py` tests this on one rank.
 def test_an_error_at_the_start_is_a_message(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", num_hidden_layers=1)
     with Server(directory, tmp_path, "--pp", "2") as server:
