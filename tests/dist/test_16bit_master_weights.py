@@ -217,7 +217,7 @@ def cases(tmp_path: Path, precision: str, states: str) -> list[Case]:
 @pytest.mark.parametrize(
     ("ranks", "precision", "states"),
     [
-        # two ranks have all of these; test_offload_resume has one rank
+        # The rows of two ranks cover these; test_offload_resume covers one rank.
         *(
             pytest.param(1, *other, marks=pytest.mark.slow)
             for other in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp32"))

@@ -115,7 +115,7 @@ def tiers_for(name: str, transport: str) -> list[str]:
 def test_checkpointing_under_the_engine_equals_plain_pytorch(
     name: str, ranks: int, transport: str, every: bool, tmp_path: Path
 ) -> None:
-    """Over gloo only stage 3 is tested, where a recomputed forward gathers; with its strictest options, in turn.
+    """Over gloo only stage 3 is tested, whose recomputed forward gathers; models alternate between its settings.
 
     Every third net accumulates in `make test`, and all do in `make parity`.
     """

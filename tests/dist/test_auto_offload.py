@@ -1,4 +1,4 @@
-"""Tiers that are chosen for each unit change only where data are: a run equals plain PyTorch."""
+"""Tests that training with a tier chosen for each unit equals plain PyTorch."""
 
 from __future__ import annotations
 

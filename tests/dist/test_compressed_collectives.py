@@ -92,7 +92,7 @@ def of_ranks(shape: str, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
 
 
 def passed(codec: Codec, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return the tensor after one message, in the dtype of sums; bf16 and identity without the codec's own code."""
+    """Return the tensor after one message, in the dtype of sums. Computes bf16 and identity without the codec."""
     wide = accumulation_dtype(tensor.dtype)
     if codec.name == "identity" or ranks == 1:
         return tensor.to(wide)
@@ -144,7 +144,7 @@ class Case:
             same(self.own, before, (self.what, name, "changed its input"))
 
     def received(self, check: Callable[[], list[int]], name: str) -> None:
-        """Run the check, and compare the received and the reported bytes with the sizes that it lists by sender."""
+        """Run the check, and compare received and reported bytes with the sizes by sender that the check returns."""
         counter, key = self.calls.channel, f"compressed_{name}"
         assert isinstance(counter, CountingChannel)
         counter.received, counted = 0, self.calls.traffic.bytes_moved[key]
@@ -206,7 +206,7 @@ def all_cases(transport: str) -> int:
     return count
 
 
-# Four ranks are in the two tests below.
+# Four ranks are slow here; the two tests below cover them.
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [pytest.param(*world, marks=pytest.mark.slow) if world[0] == 4 else world for world in WORLDS],

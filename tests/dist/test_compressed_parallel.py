@@ -200,7 +200,7 @@ def reference(
             gradients.append(dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)))
             losses.append(float(loss.detach()))
         mean = {key: torch.stack([one[key] for one in gradients]).mean(0) for key in named}
-        # the root mean square of the ranks' norms where ranks keep their gradients
+        # Steps without a reduction of gradients report the root mean square of the ranks' norms.
         squares = [float(sum(g.double().square().sum() for g in one.values())) for one in (mean, *gradients)]
         norm = (sum(squares[1:]) / readers if algorithm.keeps_gradients(step + 1) else squares[0]) ** 0.5
         for key, value in (("losses", losses), ("norms", norm), ("grads", mean)):
@@ -293,6 +293,6 @@ def test_a_checkpoint_loads_at_another_tensor_parallel_size(rule: str, tmp_path:
     run_ranks(train, 4, case, 3, str(tmp_path), timeout=120.0)
     same = run_ranks(train, 4, case, 2, None, str(tmp_path), timeout=120.0)
     other = run_ranks(train, 2, replace(case, axes=(("tp", 1),), world=2), 2, None, str(tmp_path), timeout=120.0)
-    bound = {"OneBitLamb": 2e-2, "DiLoCo": 5e-5, "PowerSGD": 2e-2}[rule]  # other fragments, other parts
+    bound = {"OneBitLamb": 2e-2, "DiLoCo": 5e-5, "PowerSGD": 2e-2}[rule]  # fragments and parts differ
     for name, value in other[0].params.items():
         near(value, same[0].params[name], name, bound)

@@ -174,7 +174,7 @@ def test_training_resumes_from_deepspeed_directories(precision: str, ranks: int,
 
 
 def weights_alone(folder: str) -> dict[str, Any]:
-    """Load weights alone, and load into a model whose optimizer has other groups."""
+    """Load only weights, and load into a model whose optimizer has other groups."""
     engine = engine_for(3, "fp32", 0)
     steps(engine, 0, 1)
     state = whole_state(engine)

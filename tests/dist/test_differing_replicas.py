@@ -109,7 +109,7 @@ def test_a_change_after_finish_update_reaches_the_master_weights(case: Case) -> 
 
 
 def weights_after_loads(case: Case, folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Return for each way to load weights alone the loaded ones, and those of the next training forward."""
+    """Return, for each way to load only weights, the loaded weights and those of the next training forward."""
     subject, found = specimen(case.model), []
     engine = start(subject, case.config())
     loaded = whole_params(engine.module)

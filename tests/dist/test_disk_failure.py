@@ -255,7 +255,7 @@ def test_training_cannot_continue_after_a_partial_step(
 
 
 def over_stages(folder: str, stage: int, delays: bool, how: str) -> dict[str, Any]:
-    """Break the disk of rank 0 under a pipeline, continue from a checkpoint, and compare with a run without."""
+    """Break the disk of rank 0 under a pipeline, continue from a checkpoint, and compare with an undisturbed run."""
     from tests.dist import pipeline_engine_runs as runs
 
     both = {"device": "nvme", "nvme_path": folder}

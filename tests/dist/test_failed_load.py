@@ -1,4 +1,4 @@
-"""Tests of checkpoints that cannot be loaded into a running engine: it trains on, or refuses to until it is loaded."""
+"""Tests of failed loads into a running engine, which continues unchanged or refuses to train until a load succeeds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def copied(path: Path, other: str) -> Path:
 
 
 def run(name: str, stage: int, folder: str) -> dict[str, Any]:
-    """Return the errors of damaged loads and of the calls after them, and whether training is that of a run without."""
+    """Return the errors of damaged loads and of later calls, and whether training equals a run without such loads."""
     import windlass
 
     subject, root = specimen(name), Path(folder)

@@ -29,7 +29,7 @@ def fill(folder: str, free: int) -> None:
 
 
 def saves(folder: str, obstacle: str) -> dict[str, Any]:
-    """Return the errors of a save in spite of the obstacle, and whether everything else is as without it."""
+    """Return the errors of saves under the obstacle, the files left, and whether training equals a run without it."""
     subject = specimen("tied")
     config = ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2))
 

@@ -386,7 +386,7 @@ def test_resized_parameter_is_named() -> None:
 
 
 def cast_during_a_run(stage: int) -> list[str]:
-    """Cast the module for one step, then for an evaluation alone."""
+    """Cast the module for one step, then only for an evaluation."""
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]

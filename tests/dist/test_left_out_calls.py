@@ -37,7 +37,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) -> list[str]:
-    """Return the raised errors. In a step of `faults` the faulty rank fails before that call, and skips the rest."""
+    """Return the raised errors. In a step of `faults` the faulty rank fails before that call and skips later ones."""
     text = []
     for step in steps:
         fails = faults.get(step, "") if dist.get_rank() == FAULTY else ""

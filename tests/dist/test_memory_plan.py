@@ -1,4 +1,4 @@
-"""Predicted bytes of all slots equal those of a real engine, exactly."""
+"""Tests that predicted bytes of all slots equal those of a real engine, exactly."""
 
 from __future__ import annotations
 

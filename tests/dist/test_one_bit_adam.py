@@ -140,7 +140,7 @@ def run_cases(cases: list[Case], folder: str) -> list[dict[str, Any]]:
 
 
 def passed(values: torch.Tensor, case: Case) -> torch.Tensor:
-    """Return values as their message has them."""
+    """Return values as a receiver decodes them."""
     if case.ranks == 1:
         return values.clone()
     encoded = torch.empty(case.codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
@@ -151,7 +151,7 @@ def passed(values: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def fragments(layouts: list[tuple[list[str], UnitLayout]], ranks: int) -> dict[str, list[slice]]:
-    """Return by parameter the elements that each owner has: a message has one set of scales for each."""
+    """Return, by parameter, the slice of each owner: a message has one set of scales per slice."""
     found: dict[str, list[slice]] = {}
     for names, layout in layouts:
         for rank in range(ranks):
@@ -318,7 +318,7 @@ def both(cases: list[Case], folder: str, plain: str = "Adam") -> list[tuple[dict
 
 @in_shares
 def test_before_the_freeze_it_is_adam_bit_for_bit(every: bool, tmp_path: Path) -> None:
-    # Each stage, tier and precision once; the test above has the first steps of the others too.
+    # Each stage, tier and precision once; the test above covers the first steps of other cases.
     cases = CASES if every else [CASES[0], CASES[3], CASES[4]]
     for pairs in run_ranks(both, 2, cases, str(tmp_path), timeout=120.0):
         for case, (one, other) in zip(cases, pairs, strict=True):
@@ -370,7 +370,7 @@ UNCORRECTED = (("freeze_step", FREEZE), ("bias_correction", False))
 
 
 def test_without_bias_correction_moments_are_used_as_they_are(tmp_path: Path) -> None:
-    """DeepSpeed's documented configurations have this; the first steps are not torch's AdamW then."""
+    """DeepSpeed's documented configurations set this. The first steps then differ from torch's AdamW."""
     cases = [Case(stage, params=UNCORRECTED, host=stage == 2, bf16=stage == 1) for stage in (0, 1, 2)]
     by_rank = run_ranks(run_cases, 2, cases, str(tmp_path), timeout=120.0)
     for number, case in enumerate(cases):

@@ -49,7 +49,7 @@ def frozen_adam(
                 assert parameter.grad is not None
                 sums[key] += parameter.grad / readers
                 parameter.grad = None
-        # before the freeze of the mean gradient, afterwards over the local ones
+        # norm of the mean gradient before the freeze, afterwards root mean square of the local norms
         mean = sum(float(g.double().square().sum()) for g in sums.values()) ** 0.5
         norm = mean if step <= FREEZE else (squares / readers) ** 0.5
         clip = min(1.0, CLIP / (norm + 1e-6))
@@ -97,7 +97,7 @@ def test_one_bit_over_parallel_ranks(stage: int, tmp_path: Path) -> None:
     other = run_ranks(
         train, 2, one_bit("llama", (("tp", 1),), stage=stage, world=2), 2, None, str(tmp_path), timeout=120.0
     )
-    # the errors are the same, but not the fragments with scales of their own
+    # Error feedback is the same, but fragments, which have scales of their own, differ.
     for name, value in other[0].params.items():
         assert torch.allclose(value, same[0].params[name], atol=4 * dict(PARAMS)["lr"]), name
 

@@ -45,7 +45,7 @@ def assert_same(results: list[Any], names: list[str]) -> list[Any]:
 
 
 def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
-    names = ["llama", "bloom"]  # `slow` has each family
+    names = ["llama", "bloom"]  # slow tests cover each family
     result = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)
     paged = result[:-1]
     assert all(preempted > 0 and hits > 0 for _, preempted, hits in paged)

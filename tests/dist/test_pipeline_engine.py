@@ -54,7 +54,7 @@ def test_every_stage_of_zero(stage: int, pp: int, ranks: int) -> None:
     [
         Case(name="several", schedule="gpipe", stage=2),
         Case(name="tied", schedule="interleaved", chunks=2, stage=3, micros=3),
-        # test_pipeline has these models; "row frozen" below their schedule, stage and number of stages
+        # test_pipeline covers these models; "row frozen" below covers their schedule, stage and number of stages
         pytest.param(Case(name="thrice", schedule="zero-bubble", stage=3, optimizer="SGD"), marks=pytest.mark.slow),
         pytest.param(Case(name="named", pp=4, stage=1, micros=2), marks=pytest.mark.slow),
         pytest.param(Case(name="row frozen", stage=2), marks=pytest.mark.slow),
@@ -63,7 +63,7 @@ def test_every_stage_of_zero(stage: int, pp: int, ranks: int) -> None:
         Case(name="llama checkpointed", stage=3, gather="micro-batch"),
         pytest.param(Case(name="gpt2", schedule="zero-bubble", stage=2, optimizer="SGD"), marks=pytest.mark.slow),
         Case(name="gpt2", schedule="interleaved", chunks=2, stage=3),
-        # mixtral is below, over ep; "llama checkpointed" is gathered once a micro-batch
+        # A test below has mixtral over ep; "llama checkpointed" gathers per micro-batch.
         pytest.param(Case(name="mixtral", stage=1, gather="micro-batch"), marks=pytest.mark.slow),
         Case(name="row ragged", stage=0, micros=2),
     ],
@@ -219,7 +219,7 @@ def test_in_16_bits_losses_fall(precision: str) -> None:
 
 
 def _payload(case: Case, ranks: int = 4) -> list[Came]:
-    """Return the traces of three steps, of which the last has the payload of all later ones."""
+    """Return the traces of three steps, the last of which has the payload of every later step."""
     return run_ranks(train, ranks, case, 3, transport="gloo", timeout=120.0)
 
 

@@ -66,7 +66,7 @@ def refusal(what: str) -> str:
     try:
         windlass.initialize(model=model, config=config or None, **more).__getitem__(0).destroy()
     except windlass.WindlassError as error:
-        if what == "warm-up":  # found last; the model can still be given to another engine
+        if what == "warm-up":  # raised last; another engine can still take the model
             del config["scheduler"]
             windlass.initialize(model=model, config=config)[0].destroy()
         return f"{type(error).__name__}: {error}"

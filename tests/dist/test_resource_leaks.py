@@ -23,7 +23,7 @@ from tests.dist.test_offload import offload_to
 from tests.models import Place
 from tests.oracle import Recipe
 
-# stage, tier of states, tier of parameters, more of the optimizer's section
+# stage, tier of states, tier of parameters, more keys of the optimizer's section
 CASES = [
     (0, "none", "none", {}),
     (1, "cpu", "none", {}),

@@ -172,7 +172,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
 ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]
-NUMBERS = {on: number + number // 2 for number, on in enumerate(ON)}  # number of a share: each mode gets both values
+NUMBERS = {on: number + number // 2 for number, on in enumerate(ON)}  # share numbers; each mode gets both shares
 SLOW = [pytest.param(4, way, marks=pytest.mark.slow) for way in ("ulysses", "ring")]
 
 

@@ -46,7 +46,7 @@ def quick(rows: list[dict[str, Any]], counts: Callable[[str, str], bool]) -> lis
 
 
 def steps_of(name: str) -> int:
-    """Return the number of steps, of which the products have more. A model with changing branches takes each again."""
+    """Return the number of steps, fewer than in `tests/parity`. A model with changing branches takes one step more."""
     return 3 if "moving" in specimen(name).traits else 2
 
 

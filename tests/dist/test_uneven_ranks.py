@@ -169,7 +169,7 @@ def test_agreeing_ranks_exchange_at_most_three_messages_per_step(name: str) -> N
 
 
 def test_order_after_a_sync_point_in_a_forward_needs_no_requests() -> None:
-    """A sync point inside a forward adds two rounds: itself, and the start of the rest, not one per following block."""
+    """A sync point inside a forward adds two rounds, one for itself and one for all following blocks together."""
     for results in run_ranks(rounds_of, 2, "", "gloo", transport="gloo"):
         assert results[1:] == 4 * [5], results
 

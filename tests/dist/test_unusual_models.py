@@ -186,7 +186,7 @@ class SecondOutputs(nn.Module):
 
 
 def stage_3(place: str, folder: Any) -> tuple[Setting, str]:
-    """Return the setting and the transport of a place of the parameters: gloo, shm, or the disk."""
+    """Return the setting and the transport for a place: "gloo", "shm", or "disk" for parameters on disk."""
     zero = (("offload_param", {"device": "nvme", "nvme_path": str(folder)}),) if place == "disk" else ()
     return Setting(stage=3, zero=zero), "gloo" if place == "gloo" else "shm"
 

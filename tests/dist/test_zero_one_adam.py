@@ -208,7 +208,7 @@ CASES = [
 def test_every_kind_of_step_equals_its_simulation(ranks: int, tmp_path: Path) -> None:
     cases = [
         replace(case, ranks=ranks) for case in (CASES if ranks == 2 else CASES[: ranks // 2 + 1])
-    ]  # one rank shards nothing
+    ]  # with one rank, stages do not differ
     by_rank = run_ranks(run_cases, ranks, cases, str(tmp_path), timeout=120.0)
     for number, case in enumerate(cases):
         results = [found[number] for found in by_rank]

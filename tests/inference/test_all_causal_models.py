@@ -40,7 +40,7 @@ INDEXED = {"axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"}  # a c
 RECOMPUTED = {"blt", "recurrent_gemma"}
 OWN_CACHE = OWN_ATTENTION | OWN_MASKS | WITHOUT_POSITIONS | RECURRENT | INDEXED
 
-# a forward without a cache is not causal, or differs from one with it: the law is the model's own `generate`
+# Models compared with their own `generate`: a forward without a cache is not causal, or differs from one with a cache.
 AS_GENERATE = {"cpmant", "prophetnet", "reformer", "xlm", "xlnet", "zamba2"}
 
 

@@ -83,7 +83,7 @@ PAGED: dict[str, dict[str, Any]] = {
         },
     },
     "LlamaForCausalLM": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-    # a class of recurrent layers, here without one
+    # A class for recurrent layers, here with attention layers only.
     "GraniteMoeHybridForCausalLM": {
         **{"layer_types": ["full_attention"] * 2, "num_local_experts": 2, "shared_intermediate_size": 24},
         **{"mamba_n_heads": 8, "mamba_d_head": 8},
@@ -197,7 +197,7 @@ def test_a_cache_that_fails_at_load_is_not_used(
 
 
 def test_a_model_that_is_not_causal_generates_as_its_own_generate_does() -> None:
-    """The tokens of CPM-Ant's prompt see each other, so that its cache and a forward without it differ."""
+    """The tokens of CPM-Ant's prompt see each other, so that forwards with and without a cache differ."""
     torch.manual_seed(0)
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "dim_head": 8, "num_attention_heads": 4, "dim_ff": 48}
     model = model_of("CpmAntForCausalLM", **size, num_hidden_layers=2, prompt_length=4).eval()

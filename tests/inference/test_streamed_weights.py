@@ -195,7 +195,7 @@ def test_more_sequences_share_the_time_of_reading() -> None:
 
 
 class CountedSource:
-    """Units whose bytes are their number, as memory; every read is recorded."""
+    """Source in memory that fills each unit with the unit's number, and records every read."""
 
     def __init__(self) -> None:
         self.reads: list[int] = []
@@ -209,7 +209,7 @@ class CountedSource:
         return self
 
     def wait(self) -> None:
-        """Do nothing: the bytes are there."""
+        """Do nothing: `start` has filled the buffer."""
 
     def finish(self) -> None:
         """Do nothing."""

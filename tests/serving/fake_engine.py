@@ -214,7 +214,7 @@ class FakeEngine:
         return RequestOutput(request_id, None, prompt, prompt_logprobs, outputs, finish is not None, metrics)
 
     def _row(self, token: int, top: int) -> dict[int, Logprob]:
-        """Return the drawn token, second in rank, and likelier and less likely ones."""
+        """Return log-probabilities of the drawn token, which has rank 2, and of likelier and less likely tokens."""
         row = {token: Logprob(-1.0, 2, chr(token))}
         for rank in range(top):
             if rank != 1:

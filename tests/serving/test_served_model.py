@@ -207,7 +207,7 @@ def test_nothing_is_lost_and_no_block_leaks_under_load(served: ServedModel) -> N
     assert served.process.poll() is None and "Traceback" not in served.log_path.read_text()
 
 
-@pytest.mark.slow  # loads two more models; tests/serving/test_server_process.py has replicas of an engine without one
+@pytest.mark.slow  # loads two more models; tests/serving/test_server_process.py has replicas without a model
 def test_two_replicas_answer_as_one_engine(directory: Path, served: ServedModel) -> None:
     server = ServedModel(directory, "--replicas", "2", "--kv-cache-tokens", "2048")
     try:

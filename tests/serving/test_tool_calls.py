@@ -217,7 +217,7 @@ def test_a_conversation_with_calls_reaches_the_template_with_objects() -> None:
 
 
 def test_definitions_of_one_name_stay_those_of_their_tool() -> None:
-    """Each reference in the schema of all calls points to the definition of the tool that has it."""
+    """Each reference in the schema of all calls points to the definition of its own tool."""
     tools = []
     for name, kind in (("first", "string"), ("second", "integer")):
         item = {"type": kind}
