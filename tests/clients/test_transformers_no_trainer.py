@@ -53,7 +53,7 @@ class Script:
 
 
 def split(folder: Path) -> None:
-    """Make two steps of the rows to train on, and one of those to validate with."""
+    """Keep training rows for two steps, and validation rows for one."""
     rows = (folder / "train.json").read_text().splitlines()
     (folder / "train.json").write_text("\n".join(rows[: 2 * BATCH]))
     (folder / "validation.json").write_text("\n".join(rows[:BATCH]))

@@ -275,7 +275,7 @@ def test_channels_are_removed() -> None:
         model[1].running_mean.normal_()
         model[1].running_var.uniform_(0.5, 2)
         model[1].bias.zero_()
-        model[1].running_mean.zero_()  # a masked channel is zero behind the norm too
+        model[1].running_mean.zero_()  # a masked channel is zero after the norm too
     config = section(
         channel_pruning=technique({"method": "l1"}, {"dense_ratio": 0.5}, ["^0$"], related_modules=[["^1$", "^3$"]])
     )

@@ -103,7 +103,7 @@ def test_all_terms_of_a_language_model_equal_plain_pytorch() -> None:
         other = teacher(input_ids=IDS, attention_mask=mask, **ask)
     counted = mask.bool()
     blocks: list[dict[int, Tensor]] = [{}, {}]
-    for found, model in zip(blocks, (twin, teacher), strict=True):  # hidden_states has the last one behind the norm
+    for found, model in zip(blocks, (twin, teacher), strict=True):  # the last hidden state is after the norm
         for place, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda m, a, out, place=place, found=found: found.__setitem__(place, out))
     own = twin(**batch, **ask)

@@ -40,7 +40,7 @@ def test_compressed_tensors_reads_the_same_numbers(name: str, tmp_path: Path) ->
     tensors, form = load_file(tmp_path / "packed" / "model.safetensors"), get_weight_format(name)
     layer = "model.layers.1.mlp.down_proj"
     packed = {part: tensors[f"{layer}.{part}"] for part in form.file_form(1, 1)}
-    # it multiplies in the dtype of the scale: with a wide one there is nothing to round
+    # The compressor multiplies in the dtype of the scale, so that nothing is rounded with a scale in fp32.
     wide = compressor.decompress({**packed, "weight_scale": packed["weight_scale"].float()}, scheme)
     assert torch.equal(wide["weight"], form.unpack(packed))
 
@@ -54,7 +54,7 @@ def test_transformers_runs_a_written_directory(name: str, tmp_path: Path) -> Non
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     with torch.no_grad():
         wanted = rounded(model, body(name))(IDS).logits
-        torch.testing.assert_close(found(IDS).logits, wanted, rtol=2e-2, atol=2e-2)  # float16 scales round its products
+        torch.testing.assert_close(found(IDS).logits, wanted, rtol=2e-2, atol=2e-2)  # float16 scales round products
 
 
 @pytest.mark.parametrize(("name", "kind"), [pair for pair in NAMES_AND_KINDS if pair[1] != "Q1_0"])

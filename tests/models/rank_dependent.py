@@ -1,4 +1,4 @@
-"""Models of which ranks run different modules, or run them a different number of times."""
+"""Models whose modules differ between ranks in which of them run, or how often."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def lose(job: Job, server: int) -> None:
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_a_lost_server_continues_from_its_snapshot(mode: Any, tmp_path: Path) -> None:
-    """With a snapshot at each update nothing is lost; the training equals the one without a loss."""
+    """With a snapshot at each update, the training equals one in which no server is lost."""
     settings = ParameterServerSettings(mode=mode, snapshot=tmp_path, snapshot_every=1)
     job = Job(mlp, adamw, settings, servers=2, workers=1)
     wanted = plain(job.build_from(0), adamw, 1)
@@ -474,12 +474,12 @@ def test_a_restored_server_takes_the_version_of_its_workers() -> None:
     clock.join(0, 5, 0)
     assert clock.version == 5 and clock.push(0, 5, 6) is PushResult.WAITS
     assert clock.push(0, 5, 6) is PushResult.WAITS  # the same gradient again
-    clock.join(1, 6, 0)  # it has seen the update that worker 0 has not
+    clock.join(1, 6, 0)  # worker 1 has received an update that worker 0 has not
     assert clock.push(0, 5, 6) is PushResult.DROPPED and clock.may_pull(0, 6)
 
 
 def test_workers_that_come_back_keep_their_steps() -> None:
-    """After a restore a worker that is behind holds up one that is ahead, whichever comes back first."""
+    """After a restore the slowest worker limits the others, in any order of their return."""
     clock = UpdateClock(ParameterServerSettings(mode="bounded", staleness=2), workers=2, version=13)
     clock.join(0, 0, 10)
     clock.join(1, 0, 3)

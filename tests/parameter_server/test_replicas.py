@@ -43,7 +43,7 @@ def lose(job: Job, server: int) -> None:
     [("synchronous", mlp, adamw), ("asynchronous", mlp, adamw), ("bounded", mlp, sgd), ("synchronous", Bag, sgd)],
 )
 def test_a_replica_continues_where_its_server_was_lost(mode: Any, build: Any, make_optimizer: Any) -> None:
-    """Without a snapshot, and more than once: the training equals the one without a loss."""
+    """Repeated losses of a server without a snapshot do not change the training."""
     workers = 2 if mode == "synchronous" else 1
     job = Job(build, make_optimizer, ParameterServerSettings(mode=mode), servers=2, workers=workers)
     wanted = plain(job.build_from(0), make_optimizer, workers)
@@ -86,7 +86,7 @@ def test_a_push_whose_answer_was_lost_counts_once(mode: Any, monkeypatch: pytest
 
 
 def test_a_replica_that_was_lost_comes_back() -> None:
-    """The server continues without it, and sends it everything when it reconnects."""
+    """The server continues without the replica, and sends its whole content when the replica reconnects."""
     job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
     wanted = plain(job.build_from(0), adamw, 1)
     job.start_processes(replicas=1)
@@ -105,7 +105,7 @@ def test_a_replica_that_was_lost_comes_back() -> None:
 
 
 def test_a_server_that_was_replaced_while_it_ran_makes_no_update(caplog: pytest.LogCaptureFixture) -> None:
-    """Only the entry in the store decides: a server without an answer of its replica asks whether it still is one."""
+    """Only the entry in the store decides: a server whose replica does not answer reads there if it was replaced."""
     job = Job(mlp, adamw, ParameterServerSettings(), servers=1, workers=1)
     wanted = plain(job.build_from(0), adamw, 1)
     job.start_processes(replicas=1)
@@ -142,7 +142,7 @@ def test_a_shard_without_copies_continues_from_the_snapshot(tmp_path: Path) -> N
 
 
 def test_a_process_serves_again_under_its_own_number() -> None:
-    """Under the first process's number, that process would take the other's entry for its own earlier one."""
+    """With an equal number, a process would take the other process's entry for an earlier one of its own."""
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     meeting = job.meeting()
     meeting.register_server(0, replica=1)
@@ -210,7 +210,7 @@ def test_sizes_of_a_content_are_checked(shape: str) -> None:
 
 
 def test_the_modules_of_a_replica_may_have_other_values() -> None:
-    """The content of the server replaces them."""
+    """The content of the server replaces the values of the replica."""
     job = Job(lambda: nn.Linear(3, 2), sgd, ParameterServerSettings(), servers=1, workers=1)
     job.start_processes(replicas=2)
     model, worker = job.worker(0)

@@ -92,7 +92,7 @@ def reached_tests(graph: ImportGraph, changed: str) -> set[str]:
 
 
 def test_selection_in_this_repository(subtests: pytest.Subtests) -> None:
-    """One test, because reading all files takes seconds. Those that are unchanged since the last run are not read."""
+    """One test, because reading all files takes seconds. Files unchanged since the last run are not read."""
     graph = ImportGraph(ROOT, repository_files(ROOT), CACHE)
     with subtests.test("every test reaches itself and its harness"):
         every_test_reaches_itself_and_its_harness(graph)

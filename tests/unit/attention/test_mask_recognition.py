@@ -58,7 +58,7 @@ def masks() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield kind, MaskPredicate, {"or_mask_function": lambda b, h, q, k: (q < 2) & (k < 2)}
         yield kind, MaskPredicate, {"and_mask_function": lambda b, h, q, k: k != 1, "attention_mask": PADDING}
         yield kind, MaskPredicate, {"block_sequence_ids": BLOCKS}
-        yield kind, expected, {"block_sequence_ids": torch.full_like(BLOCKS, -1)}  # text alone
+        yield kind, expected, {"block_sequence_ids": torch.full_like(BLOCKS, -1)}  # only text
     yield "bidirectional", BIDIRECTIONAL, {}
     yield "bidirectional", BIDIRECTIONAL, {"attention_mask": PADDING}
     yield "bidirectional", MaskPredicate, {"and_mask_function": lambda b, h, q, k: (q - k).abs() < 2}

@@ -153,7 +153,7 @@ def test_any_costs_and_predictions_end_with_the_best_measured_one_that_fits(data
 
 
 def test_the_run_that_makes_the_forecast_counts_in_the_budget() -> None:
-    """With a limit of memory on a CPU its candidate runs twice."""
+    """With a memory limit on a CPU, the candidate of that run runs twice."""
     rng = random.Random(24)  # times with which the search spends its whole budget
     times = {name: rng.choice([1e-4, 0.1, 0.3, 5.0]) * rng.random() + 1e-6 for name in table_of("deep")}
     table = {name: replace(row, step_s=times[name]) for name, row in table_of("deep").items()}

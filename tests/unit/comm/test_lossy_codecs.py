@@ -83,7 +83,7 @@ def test_messages_with_error_feedback_sum_to_the_truth(numel: int, seed: int, na
         sent += message
     limit = 1e-5 * float(truth.abs().max() + error.abs().max() + 1e-30)
     assert float((sent + error - truth).abs().max()) <= limit
-    # the error does not grow without bound: no message makes it larger than what it corrected
+    # The error stays bounded: a message leaves an error no larger than the corrected tensor.
     assert float(error.norm()) <= float(corrected.norm()) * 1.00001
 
 

@@ -56,7 +56,7 @@ UNACCEPTED = row(OTHER, OWN, "01", 0, 0)
         (OTHER, [row(OTHER, OWN, "01", 1001, 8)], [1001]),
         (OTHER, [row(MAPPED, f"{MAPPED[:32]}:1F90", "01", 1001, 8)], [1001]),
         (OTHER, [row(OTHER, OWN, "01", 0, 8)], []),  # the superuser
-        (OTHER, [row(OTHER, OWN, "06", 0, 0)], [None]),  # closed, and remembered by the kernel alone
+        (OTHER, [row(OTHER, OWN, "06", 0, 0)], [None]),  # closed, so that no process owns it
         (OTHER, [UNACCEPTED], [None]),
         (OTHER, [row(OTHER, OWN, "0A", 1000, 8)], [None]),
         (OTHER, [], [None]),

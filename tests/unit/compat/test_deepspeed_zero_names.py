@@ -263,7 +263,7 @@ def test_combinations_that_deepspeed_asserts_against(given: dict[str, Any], text
 
 
 def test_memory_efficient_linear_replaces_the_function_if_it_is_written() -> None:
-    """The replaced function computes what torch's does, with the same gradients, and stays."""
+    """The replaced function computes what torch's does, with the same gradients, and is installed only once."""
     original = torch.nn.functional.linear
     config: dict[str, Any] = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
     assert not requests_linear(load_config(config))

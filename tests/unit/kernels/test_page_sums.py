@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="without the native module no
 
 
 def checksums(memory: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of each page, by the kernel on memory of which nothing is known."""
+    """Return the checksum of each page, computed by the kernel without known checksums."""
     sums = PageSums(memory, torch.zeros(memory.numel() // PAGE, dtype=torch.int32))
     compare_pages(sums)
     return sums.renewed
@@ -31,7 +31,7 @@ def test_checksums_equal_the_reference() -> None:
 
 
 class Record:
-    """Buffer with the tensors of several parameters, one behind the other, as the record of a chunk has them."""
+    """Buffer with the tensors of several parameters in sequence, as in the record of a chunk."""
 
     def __init__(self, sizes: list[int], state: torch.dtype, gap: int = 64) -> None:
         seed = torch.Generator().manual_seed(0)

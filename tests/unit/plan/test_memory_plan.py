@@ -110,7 +110,7 @@ def test_a_trace_saves_what_autograd_saves(kind: str) -> None:
     trace = trace_step(
         model, lambda: {k: torch.zeros((2, 24), dtype=torch.long) for k in ("input_ids", "labels")}, [""]
     )
-    # The ids themselves are saved by the embedding, here once and there once per name.
+    # The embedding saves the ids: once in the real run, and once per name in the trace.
     assert abs(trace.saved_by_autograd - real) <= 2 * ids.numel() * 8
     assert trace.saved >= real and trace.peak(BACKWARD) >= trace.saved
 
@@ -159,7 +159,7 @@ def test_memory_never_falls_when_the_batch_grows_or_ranks_go(stage: int, target:
     by_ranks = [*(plan(model, settings(stage), ranks, target=target) for ranks in (4, 3)), two_ranks]
     by_length = [plan(model, settings(stage), length=8, target=target), two_ranks]
     # One rank is left out: it needs no buffers for peers.
-    # A unit is padded to 16 elements for each rank, and an element has at most 20 bytes, and a fifth more of holes.
+    # A unit is padded to 16 elements per rank. An element has at most 20 bytes, and holes add a fifth.
     padding = 4 * 16 * 24 * len(plan_layout(model, load_config(settings(stage)), 4, target).units)
     for series, slack in ((by_batch, 0), (by_ranks, padding), (by_length, 0)):
         for place in (DEVICE, HOST):
@@ -281,7 +281,7 @@ def test_experts_over_ranks_need_less_memory() -> None:
 
 
 def test_a_merged_unit_stays_unsharded_between_its_blocks() -> None:
-    """The backward of a block begins before that of the block behind it is over."""
+    """The backward of a block begins before the backward of the next block has ended."""
     model = llama(num_hidden_layers=4, vocab_size=16)
     zero = {"unit_merge_threshold": 1 << 30, "stage3_max_reuse_distance": 0}
     merged = plan(model, settings(3, zero=zero), target=GPU)

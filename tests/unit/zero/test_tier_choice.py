@@ -177,7 +177,7 @@ def test_infinite_links_and_many_units() -> None:
 
 @pytest.mark.parametrize("moved", [1, 17, 31, 59])
 def test_a_ratio_that_fits_is_found_among_many_units(moved: int) -> None:
-    """The limits leave one number of units in host memory, which no group of neighbours ends at."""
+    """The limits allow one number of units in host memory, and no group of neighbours ends there."""
     layers = [replace(LAYERS[0], can_move=False)] * 60
     each = 16 * 10**8
     memory = TierMemory((60 - moved) * each, moved * each, None)

@@ -1,4 +1,4 @@
-"""Limits of `offload` that a device cannot follow are reported."""
+"""Tests that limits of `offload` that have no effect on a device are reported."""
 
 from __future__ import annotations
 

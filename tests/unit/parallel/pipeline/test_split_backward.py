@@ -40,7 +40,7 @@ class Repeated(nn.Module):
 
 
 class Beside(nn.Module):
-    """Model with an output of parameters alone, one without trainable parameters, and a frozen layer."""
+    """Model with an output of only parameters, an output without trainable parameters, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
