@@ -179,7 +179,7 @@ class EngineOptions:
                     )
         elif self.num_ranks > 1:
             raise ConfigError(
-                f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need a single rank"
+                f"weights_tier is {tier!r}, and tp x ep x pp is {self.num_ranks}; streamed weights need one rank"
             )
         elif self.activations in ("bf16", "int8"):
             raise ConfigError(
