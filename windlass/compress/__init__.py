@@ -1,6 +1,6 @@
 """Smaller models: rounding of trained ones, packed directories, compression during training.
 
-In reading order: quantization_config (the entry of `config.json`), model_directory (tensors of a directory),
+Reading order: quantization_config (the entry of `config.json`), model_directory (tensors of a directory),
 partial_directory (a directory that is being written), packed_directory (writes one), packed_model (loads one),
 integer_grid, gptq, input_scales, rotation (methods of rounding), block_calibration, post_training (one block after the
 other), layer_distillation (learned rounding), calibration_text, fake_rounding, sharded_weight, compressed_layers,

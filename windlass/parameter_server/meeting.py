@@ -114,7 +114,8 @@ class Meeting:
         """Register this replica as the server in place of the one that it followed.
 
         Returns:
-            The new address; None if another process has taken the shard over, or the server went on without this one.
+            The new address; None if another process has taken the shard over, or the server continued without this
+            replica.
         """
         while True:
             before = self.record(lost.server)
