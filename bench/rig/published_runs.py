@@ -115,8 +115,8 @@ def _infinity(name: str, figure: float, hidden: int, layers: int, batch: float, 
     if "p" in tiers:
         zero["offload_param"] = {"device": "nvme" if "n" in tiers else "cpu", "nvme_path": "/nvme"}
     return PublishedRun(
-        11, "DeepSpeed", f"ZeRO-Infinity {name}, {hosts} DGX-2", _INFINITY, figure, "TFLOP/s", gpt(hidden, layers, hidden // 128),
-        known_cluster("dgx2"), 16 * hosts, int(batch * tp), 1024,
+        11, "DeepSpeed", f"ZeRO-Infinity {name}, {hosts} DGX-2", _INFINITY, figure, "TFLOP/s",
+        gpt(hidden, layers, hidden // 128), known_cluster("dgx2"), 16 * hosts, int(batch * tp), 1024,
         {**_HALF, "zero_optimization": zero, "parallel": {"tp": tp, "activation_tier": "cpu", "recompute": True}},
         1, "full", assumed=_TABLE_1,
     )  # fmt: skip
@@ -134,8 +134,8 @@ def _titan(row: int, name: str, figure: float, size: str, ranks: int, samples: i
         "pipeline": pipeline,
     }
     return PublishedRun(
-        row, "torchtitan", name, _TITAN, figure, "tokens/s", llama(size), given.pop("cluster", _grand_teton()), ranks, samples,
-        length, config, given.pop("micro_batches", 1), **given,
+        row, "torchtitan", name, _TITAN, figure, "tokens/s", llama(size), given.pop("cluster", _grand_teton()), ranks,
+        samples, length, config, given.pop("micro_batches", 1), **given,
     )  # fmt: skip
 
 
@@ -172,8 +172,8 @@ def published_runs() -> list[PublishedRun]:
     ):
         runs.append(
             PublishedRun(
-                28, "DeepSpeed", f"ZeRO-3 {name}, {ranks} A100", _AZURE, figure, "TFLOP/s", gpt(*sizes), known_cluster("dgx-a100"),
-                ranks, samples, length,
+                28, "DeepSpeed", f"ZeRO-3 {name}, {ranks} A100", _AZURE, figure, "TFLOP/s", gpt(*sizes),
+                known_cluster("dgx-a100"), ranks, samples, length,
                 {**_HALF, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
                  "parallel": {"activation_tier": "cpu", "recompute": True}},
                 1, "full", assumed="attention is not fused; one micro-batch a step" +

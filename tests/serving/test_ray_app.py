@@ -20,7 +20,6 @@ from tests.serving.harness import FACTORY
 from windlass import LLM, SamplingParams
 from windlass.base.errors import ConfigError, ModelError
 
-
 REPLICA = """
 import json, sys
 from starlette.testclient import TestClient

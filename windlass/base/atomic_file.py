@@ -72,15 +72,16 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, d
 
 
 def replace_directory(source: Path, target: Path) -> None:
-    """Rename a complete directory to `target`, and remove what had this name. The name never refers to an incomplete one.
+    """Rename a complete directory to `target`, and remove what had this name.
 
-    A directory cannot be exchanged atomically, so the old one is moved away first, and back if the renaming fails.
+    The name never refers to an incomplete directory. A directory cannot be exchanged atomically, so the old one
+    is moved away first, and back if the renaming fails.
 
     Raises:
         OSError: a directory cannot be renamed or removed.
     """
     old = target.absolute().with_name(f".{target.name}.replaced")
-    _remove(old)  # of an earlier process that was stopped
+    _remove(old)  # a process was stopped here
     if os.path.lexists(target):
         os.replace(target, old)
     try:

@@ -69,8 +69,7 @@ class WeightRounding:
 
 @dataclass(frozen=True)
 class InputRounding:
-    """Rounding of a layer's inputs: in a range for each token (dynamic), or in a moving average of the range (static).
-    """
+    """Rounding of a layer's inputs: in a range for each token (dynamic), or in a moving average of ranges (static)."""
 
     bits: int
     symmetric: bool = True

@@ -91,8 +91,7 @@ class PackedPanels:
 
     @property
     def tensors(self) -> FormatTensors:
-        """Packed tensors by name: panels and scales; those of the format on the reference path; none of low-bit codes.
-        """
+        """Packed tensors by name: panels and scales, or those of the format on the reference path; no low-bit codes."""
         return self._tensors
 
     def row_panels(self) -> torch.Tensor | None:

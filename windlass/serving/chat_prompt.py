@@ -259,8 +259,7 @@ _CALL_FORMS = (
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """Return a schema with its references moved below `root`, since two tools may use the same name for a definition.
-    """
+    """Return a schema with its references moved below `root`, since two tools may use one name for definitions."""
     if isinstance(schema, list):
         return [_moved(one, root) for one in schema]
     if not isinstance(schema, Mapping):

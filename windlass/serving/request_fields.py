@@ -302,8 +302,8 @@ class SamplingFields(CommonSamplingFields):
         if first <= 0 or rate < 0:
             raise ApiError(
                 400,
-                f"sla has first_token_seconds = {first} and tokens_per_second = {rate}; write a time above 0 and a rate "
-                "of at least 0",
+                f"sla has first_token_seconds = {first} and tokens_per_second = {rate}; write a time above 0 and a "
+                "rate of at least 0",
                 parameter="sla",
             )
         return ServiceLevel(first, rate)

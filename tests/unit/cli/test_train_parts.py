@@ -16,8 +16,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError
 from windlass.base.atomic_file import replace_directory
+from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError
 from windlass.cli import train as command
 from windlass.cli.training import run_metrics as metrics_module
 from windlass.cli.training.loss_agreement import all_reduce_losses, all_reduce_sum

@@ -40,9 +40,7 @@ class MemoryBudget:
         """Count this many bytes as allocated. Raises PickleError if fewer are left."""
         self._left -= nbytes
         if self._left < 0:
-            raise PickleError(
-                f"its plain data need more than {self.limit} bytes of memory, which no valid file needs"
-            )
+            raise PickleError(f"its plain data need more than {self.limit} bytes of memory, which no valid file needs")
 
 
 class AllowedFunction:
