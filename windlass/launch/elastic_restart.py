@@ -48,8 +48,8 @@ def run_with_restarts(
     """Run `start(plan)`, and again after a failure, at most `plan.max_restarts` times.
 
     A rank that a signal ended (`kill -9`, out of memory, a crash) counts as lost together with its slot, and the run
-    restarts with as many ranks fewer. A lost host takes no further part. Ranks that exited by themselves, or that their
-    watchdog ended, are restarted in the same number. The script itself continues from a checkpoint: it calls
+    restarts without these ranks and without lost hosts. Ranks that exited by themselves, or that their watchdog ended,
+    do not lower the number of ranks. The script itself continues from a checkpoint: it calls
     `engine.load_checkpoint` at its start, which does nothing if there is no checkpoint yet.
 
     Raises:

@@ -80,7 +80,7 @@ class LaunchExitStatus:
 
 
 def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
-    """Return the worst exit code of the ranks that failed by themselves.
+    """Combine failures to the status of the launch: the worst exit code of the ranks that failed by themselves.
 
     After the first failure the launcher stops the other ranks, and kills those that do not end. Their exit codes are
     consequences and must not hide the cause. So only failures within a second of the first count. Of these, ranks with

@@ -24,7 +24,7 @@ _LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
 
 
 class HostError(LaunchError, ValueError):
-    """Invalid hostfile or filter. Also a ValueError, which scripts that parse them expect."""
+    """Invalid hostfile or filter. Also a ValueError, which scripts that parse hostfiles expect."""
 
 
 def fetch_hostfile(path: str | Path) -> dict[str, int] | None:

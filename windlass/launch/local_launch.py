@@ -21,7 +21,7 @@ def start_local_ranks(plan: LaunchPlan, events: RankEvents) -> LaunchExitStatus:
     """Start the ranks of host `plan.node_rank`, which is this machine, and supervise them to their end.
 
     Ranks die with this process, even if it is killed (Linux). Signals are forwarded to them. The call must be in the
-    main thread, which alone receives signals.
+    main thread, the only thread that receives signals.
 
     Raises:
         LaunchError: the ranks cannot be started.

@@ -181,7 +181,7 @@ def own_address() -> str:
 
 
 def main() -> None:
-    """Run the agent in a child process, whose parent ends all processes that the agent leaves behind."""
+    """Run the agent in a child process. After a signal, the parent kills the processes that the agent leaves behind."""
     forbid_world_writable_files()
     if sys.platform == "linux":
         continue_in_child()

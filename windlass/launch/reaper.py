@@ -1,8 +1,8 @@
-"""Process that ends all processes that its child leaves behind.
+"""Parent process that kills the processes that its child leaves behind, if a signal ended the child or this process
+received one.
 
-As a subreaper it adopts orphans of its descendants (Linux).
-
-`python -I -S reaper.py LAUNCHER_PID COMMAND...` runs COMMAND this way, and ends everything if the launcher is gone.
+As a subreaper this process adopts orphans of its descendants (Linux). `python -I -S reaper.py LAUNCHER_PID COMMAND...`
+runs COMMAND as the child. If the launcher ends, COMMAND gets SIGTERM, and its orphans are killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def continue_in_child() -> None:
-    """Fork and return in the child. The parent waits for the child; after a signal it also kills all orphans."""
+    """Fork and return in the child. The parent waits for the child, and kills all orphans if a signal ended the child
+    or reached the parent."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -27,7 +28,8 @@ def continue_in_child() -> None:
 
 
 def main(launcher: int, command: list[str]) -> NoReturn:
-    """Run `command`. End it and the processes it started when `launcher`, the parent of this process, ends."""
+    """Run `command`. When `launcher`, the parent of this process, ends, also end `command` and the processes that it
+    started."""
     parent = os.getpid()
     child = os.fork()
     if not child:

@@ -12,10 +12,10 @@ from windlass.base.errors import WindlassError
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script as `__main__`. A SystemExit without code is its end.
+    """Run a script as `__main__`. A SystemExit without a code is a normal end.
 
     Args:
-        arguments: its path and its own arguments.
+        arguments: path of the script, then the arguments of the script.
 
     Raises:
         SystemExit: the script ended with a code, or an observer ended it by a subclass of SystemExit.
@@ -34,7 +34,7 @@ def run_script(arguments: list[str]) -> None:
 
 
 def record_script_failure(path: Path, error: BaseException) -> None:
-    """Write the first failure of all ranks to `path`. Later failures are consequences of it."""
+    """Write a failure of this rank to `path`, unless another rank failed first: later failures are consequences."""
     rank = os.environ.get("RANK", "0")
     text = str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
     text = "\n".join([text, *getattr(error, "__notes__", ())])

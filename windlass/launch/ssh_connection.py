@@ -36,7 +36,7 @@ _SSH_OPTIONS = {
     "ForwardX11": "no",
     "ClearAllForwardings": "yes",
 }
-_KILL_AFTER_S = 2.0  # time after the grace period in which a node without a connection ends its ranks itself
+_KILL_AFTER_S = 2.0  # time from the end of the grace period, when the agent kills its ranks, until ssh is killed
 
 
 @dataclass(frozen=True)

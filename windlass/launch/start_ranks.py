@@ -52,10 +52,10 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30,
 ) -> LaunchExitStatus:
-    """Start ranks like `launch`, and return the failures of the ranks too. `master_port` is free by default.
+    """Start ranks like `launch`, and return the failures of the ranks too. By default a free `master_port` is chosen.
 
     Ranks die with this process, even if it is killed (Linux). SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to
-    them, with `grace_s` seconds to end. The call must be in the main thread, which alone receives signals.
+    them, with `grace_s` seconds to end. The call must be in the main thread, the only thread that receives signals.
     """
     plan = plan_local_launch(entrypoint, nproc, module=module, master_port=master_port, env=env, grace_s=grace_s)
     return start_local_ranks(plan, RankEvents(None))
