@@ -40,7 +40,7 @@ class ControlStore:
     def open(cls) -> ControlStore | None:
         """Open a control store for the ranks of the default group.
 
-        None if the group does not use a TCP store, or the store accepts no more connections.
+        Return None if the group does not use a TCP store, or the store accepts no more connections.
         """
         global _store_count
         origin = store = cast(Any, _get_default_store())
@@ -91,7 +91,7 @@ class ControlStore:
         return self._store_call("get", "decision").decode() if self._store_call("check", ["decision"]) else ""
 
     def check_out(self) -> int:
-        """Record that this rank needs the store no longer. Return the number of such ranks. Called once per rank."""
+        """Record that this rank no longer needs the store. Return the number of such ranks. Called once per rank."""
         return int(self._store_call("add", "left", 1))
 
     def count_checked_out(self) -> int:

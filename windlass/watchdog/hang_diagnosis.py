@@ -17,7 +17,7 @@ from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Problem of a run as a sentence, and whether it ends the run."""
+    """Problem of a run as a sentence. `fatal`: the watchdog ends the run."""
 
     headline: str
     fatal: bool

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class WatchdogLimits:
     """Time limits in seconds.
 
-    The shorter ones are derived from `report_after`, so that a diagnosis is ready well before.
+    The shorter limits are derived from `report_after`, so that a diagnosis is ready before a report is due.
 
     Attributes:
         report_after: length of a wait that is reported.

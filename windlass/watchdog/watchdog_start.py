@@ -49,7 +49,7 @@ def start(limits: WatchdogLimits | None) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Publish `error` as the cause before this rank's program ends by it.
+    """Publish `error`, which ends this rank's program, as the cause.
 
     For callers that print the error themselves and so bypass `sys.excepthook`.
     """

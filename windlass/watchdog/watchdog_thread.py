@@ -147,7 +147,8 @@ class WatchdogThread:
     # Thread
 
     def _run(self) -> None:
-        pause = 0.0  # the first heartbeat is immediate: a rank that dies before it looks as if it had never started
+        # The first heartbeat is immediate: a rank without one that dies looks as if it had never started.
+        pause = 0.0
         while not self._stopping.is_set():
             lost = self._sleep(pause)
             pause = self.limits.beat_interval
