@@ -108,7 +108,8 @@ def draw_rank_map(rank_map: HostRankMap, console: Console, shape: str) -> None:
         f"Counted for a model of {model.numel / 1e9:.3g}e9 parameters (--shape {shape}): a step of "
         f"{plural(work.micro_batches, 'micro-batch', 'micro-batches')} of {work.tokens:,} tokens (--tokens), ZeRO "
         f"stage {work.zero_stage};\nactivations of {work.activation_bytes} bytes an element, parameters of "
-        f"{work.parameter_bytes}, gradients of {work.gradient_bytes}; all figures are for the stage that receives most.",
+        f"{work.parameter_bytes}, gradients of {work.gradient_bytes}; all figures are for the stage that receives "
+        "most.",
         style="dim",
     )
     for warning in rank_map.warnings():

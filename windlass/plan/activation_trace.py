@@ -70,7 +70,8 @@ class ActivationTrace:
             forward and backward of its schedule.
         saved: Live bytes at the end of the forward: tensors that autograd saved, and the output. For a pipeline's
             schedule, the largest number at the end of a forward.
-        saved_by_autograd: The part of `saved` that autograd saved, without parameters.
+        saved_by_autograd: The part of `saved` that autograd saved, without parameters. For a pipeline, the sum over all
+            forwards.
         inputs: Bytes of the batch.
         storages: Storages as they come and go, and the ends of blocks, see `HeapModel.run`.
     """
@@ -121,7 +122,7 @@ class _LiveStorages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0] in self._unmet:
                 return False
-            # No values exist. True for a condition: transformers asks whether a batch is a plain one.
+            # No values exist. True for a condition, by which transformers checks that a batch is plain.
             return args[0].dtype == torch.bool or args[0].new_zeros(()).dtype.is_floating_point * 1.0
         if func is torch.ops.aten._grouped_mm.default:
             result = _grouped_product(*args, **(kwargs or {}))
@@ -264,7 +265,7 @@ def trace_pipeline(
 
     Args:
         model: A rank's stages of a model, see `apply_pipeline_parallel`.
-        make_batch, blocks, param_dtype, autocast_dtype: As `trace_step` has them.
+        make_batch, blocks, param_dtype, autocast_dtype: See `trace_step`.
 
     Raises:
         ModelError: a forward or backward depends on values. Names the module.
@@ -422,8 +423,8 @@ def _loss_of(output: Any) -> torch.Tensor:
 def _plain_masks() -> Iterator[None]:
     """Let transformers choose the mask of a plain batch, as in a run. Code that looks at addresses gets 0.
 
-    For tensors without values it would build a mask `[batch, 1, length, length]`, in case several documents are packed
-    into one sequence, which it otherwise finds out by looking at the positions.
+    For tensors without values transformers would build a mask `[batch, 1, length, length]`, in case several documents
+    are packed into one sequence, which transformers otherwise derives from the values of the positions.
     """
     try:
         from transformers import masking_utils

@@ -1,9 +1,10 @@
 """Ladder of configurations, from the fastest to the smallest: the first one that fits is chosen.
 
-[Note: order of the ladder] Stages 0 to 2 send the same bytes in a step, stage 3 half as much again; activation
-checkpointing computes each layer's forward twice; offloaded states cross the link to the host once a step, offloaded
-parameters twice, and NVMe is slower than the link. So the ladder raises the stage, then checkpoints, then offloads
-states, then parameters, then moves both to NVMe. The order is that of the tutorials of ZeRO, not of measured times.
+[Note: order of the ladder] With one micro-batch a step, stages 0 to 2 send the same bytes, and stage 3 half as much
+again; activation checkpointing computes each layer's forward twice; offloaded states cross the link to the host once a
+step, offloaded parameters twice, and NVMe is slower than the link. So the ladder raises the stage, then checkpoints,
+then offloads states, then parameters, then moves states and parameters to NVMe. The order is that of the tutorials of
+ZeRO, not of measured times.
 """
 
 from __future__ import annotations

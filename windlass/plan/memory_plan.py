@@ -34,7 +34,7 @@ class MomentMemory:
         return found
 
     def total(self, place: str) -> int:
-        """Return the bytes of one place together."""
+        """Return the sum of the bytes of one place."""
         return sum(self.of(place).values())
 
 
@@ -47,7 +47,7 @@ class MemoryPlan:
         parameters: Number of elements of the model.
         micro_batch, length: Shape of the traced batch.
         moments: Memory by moment.
-        notes: What is assumed or not counted.
+        notes: Assumptions, and memory that is not counted.
     """
 
     world_size: int

@@ -93,7 +93,7 @@ class MemoryPlanner:
         return self._place(Tier.DEVICE)
 
     def _held(self) -> Held:
-        """Return what a rank holds between two steps, from the first step on."""
+        """Return the bytes that a rank holds between two steps, from the first step on."""
         layout, held = self._layout, defaultdict[tuple[str, str], int](int)
         for unit, plan in zip(layout.units, layout.original, strict=True):
             for place, kind, nbytes in self._unit_bytes(unit, plan):

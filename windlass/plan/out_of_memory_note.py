@@ -1,9 +1,9 @@
 """Text for an out-of-memory error: predicted memory, actual memory, and the cheapest change that fits.
 
 [Note: order of changes] Changes are tried alone first, from those that cost least time: stages up to 2 send the same
-bytes in a step; a smaller micro-batch with more accumulation keeps the global batch and the work; checkpointing
-computes each layer's forward twice; stage 3 sends half as much again; offloading is slower than all of these. Then the
-ladder ([Note: order of the ladder]) is walked with a micro-batch of one sample.
+bytes in a step of one micro-batch; a smaller micro-batch with more accumulation keeps the global batch and the work;
+checkpointing computes each layer's forward twice; stage 3 sends half as much again; offloading is slower than all of
+these. Then the ladder ([Note: order of the ladder]) is walked with a micro-batch of one sample.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
         )
     can_checkpoint = bool(getattr(model, "supports_gradient_checkpointing", False))
     options = {"checkpointed": checkpointed, "can_checkpoint": can_checkpoint}
-    most = min(limit, plan.peak(place) - 1)  # a change has to need less than what failed
+    most = min(limit, plan.peak(place) - 1)  # a change must need less than the configuration that failed
     for change in possible_changes(raw, batch.micro, batch.accumulation, failed, **options):
         changed = _plan(model, load_config(change.config), run, traces, checkpointing=change.checkpointing)
         if changed.peak(place) <= most:

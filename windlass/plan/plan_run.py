@@ -33,7 +33,7 @@ from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits
 from windlass.zero.core.tier_choice import TierMemory
 
-_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after this many micro-batches
+_MICRO_BATCHES_OF_A_STAGE = 3  # a schedule repeats itself after this many micro-batches for each stage
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _plan_rank(
 def _stage_note(peaks: list[int], place: str) -> str:
     sizes = ", ".join(f"{peak / 2**20:,.1f}" for peak in peaks)
     return (
-        f"the table has pipeline stage {peaks.index(max(peaks))}, which needs most; peaks of all stages in MiB of "
+        f"the table shows pipeline stage {peaks.index(max(peaks))}, which needs most; peaks of all stages in MiB of "
         f"{place} memory: {sizes}"
     )
 
@@ -185,7 +185,7 @@ def _given_trace(activations: int) -> ActivationTrace:
 
 
 def plan_notes(config: Config, run: RunShape, layout: PlannedLayout) -> list[str]:
-    """Return what a plan assumes, and what it does not count."""
+    """Return the notes of a plan: its assumptions, and the memory that it does not count."""
     notes = []
     if config.optimizer is None:
         notes.append("the configuration has no optimizer: states of Adam, 8 bytes an element, are assumed")

@@ -108,7 +108,7 @@ class PlannedLayout:
         return self.reducer.slots
 
     def group_size(self, unit: Unit) -> int:
-        """Return the number of ranks that the unit is sharded over, if it is."""
+        """Return the number of ranks of the unit's data-parallel group."""
         return unit.dp_group.group.size
 
     def is_shared(self, unit: Unit) -> bool:

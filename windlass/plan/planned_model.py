@@ -51,12 +51,11 @@ def build_from_shape(shape: str) -> nn.Module:
 
 _IMAGE_SIDE = 224  # pixels, of models that take images of any size, as ResNet does
 _TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
-"""Tasks of the models that can be named, in the order in which they are looked for; of an encoder-decoder its own
-first."""
+"""Tasks of the models that can be named, in the order of the search; for an encoder-decoder, Seq2SeqLM comes first."""
 
 
 def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build a model of transformers on the meta device: of its tasks with a loss, the first of `_TASKS`.
+    """Build a model of transformers on the meta device, for the first task of `_TASKS` that its configuration supports.
 
     Args:
         name: A directory with a config.json, such a file, or the name of a model in the hub's cache on this machine.
@@ -150,7 +149,7 @@ def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, t
 
 
 def longest_sample(model: nn.Module) -> int | None:
-    """Return the most tokens that a model's learned positions have; None: they have no such limit."""
+    """Return the number of learned positions of a model; None: it has none, so that samples may have any length."""
     config: Any = getattr(model, "config", None)
     for name in ("n_positions", "max_position_embeddings"):
         most = getattr(config, name, None)
