@@ -1,8 +1,8 @@
 """Clusters: devices, hosts, links and the routes between devices.
 
 [Note: folded links] Links that carry equal loads by symmetry are one kind. A route is a list of directed links; the
-loads of a collective are counted on every link that ranks of the first hosts use, and the most loaded link of each kind
-stands for all of it. The uplinks of a switch are one link whose rate is their sum, as with adaptive routing.
+loads of a collective are counted on every link that ranks of the first hosts use, and the most loaded link stands for
+all links of its kind. The uplinks of a switch are one link whose rate is their sum, as with adaptive routing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Cluster:
         return rank // self.host.devices
 
     def with_devices(self, count: int) -> Cluster:
-        """Return the cluster with as many hosts as `count` devices need.
+        """Return the cluster with as many hosts as `count` devices need; explicit links or a torus keep unused hosts.
 
         Raises:
             ConfigError: explicit links or a torus have fewer hosts.
@@ -148,7 +148,7 @@ class Cluster:
         return self._explicit[kind].part
 
     def along(self, axis: str) -> Cluster:
-        """Return the cluster whose devices are connected by the links of an axis that has its own."""
+        """Return the cluster with the links of `axis`, which has links of its own, between the devices of a host."""
         return replace(self, host=replace(self.host, device_link=self.host.axis_links[axis], axis_links={}))
 
     @cached_property

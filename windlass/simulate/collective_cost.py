@@ -110,7 +110,8 @@ class CollectiveCosts:
         Args:
             operation: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, or `pass_on` (each rank
                 sends `nbytes` to the next one).
-            nbytes: Bytes of the whole buffer; of an all-to-all, of one rank's messages with its own part.
+            nbytes: Bytes of the whole buffer; for an all-to-all, of all parts of one rank, including the part that it
+                keeps.
 
         Raises:
             ConfigError: the algorithm does not exist or does not apply to the operation.
@@ -210,7 +211,7 @@ class CollectiveCosts:
         return self.cluster.host_of(rank) < self.cluster.sample_hosts
 
     def _ring_orders(self, group: list[int]) -> Iterator[list[int]]:
-        """Yield one order of the ranks for each ring; each ring enters hosts at another of their ranks."""
+        """Yield one order of the ranks for each ring. Each ring enters a host at a different rank."""
         hosts = _by_host(group, self.cluster)
         local = min(len(ranks) for ranks in hosts)
         for channel in range(local if len(hosts) > 1 else 1):

@@ -186,7 +186,7 @@ def share_links(transfers: list[_Transfer], rates: dict[LinkKey, float]) -> None
     """Set the speed of each transfer by max-min fairness.
 
     Each user of a link gets an equal part of it. Transfers on a link whose users all take their whole part are settled,
-    and what they leave of other links is divided anew.
+    and the remaining rates of other links are divided anew among the unsettled transfers.
     """
     if len(transfers) == 1:  # nothing to share
         only = transfers[0]

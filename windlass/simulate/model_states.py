@@ -1,7 +1,7 @@
 """Bytes of a rank's parameters, gradients and optimizer states, and of a checkpoint, for any axes.
 
-`windlass plan` predicts the whole memory of a rank, with activations, for data-parallel runs; these are the parts that
-follow from sizes alone.
+`windlass plan` predicts the whole memory of a rank, with activations, from the model itself; this module computes the
+parts that follow from sizes alone.
 """
 
 from __future__ import annotations

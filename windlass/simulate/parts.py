@@ -141,7 +141,7 @@ DEVICES: dict[str, DevicePart] = {
         ),
     )
 }  # fmt: skip
-"""Devices by name. `cpu` is one core with AVX-512; measure your own with `bench/simulate.py`."""
+"""Devices by name. `cpu` is one core with AVX-512; `windlass bench device` measures other ones."""
 
 _NVLINK2, _NVLINK3, _NVLINK4 = LinkPart(150 * _G, 4e-6), LinkPart(300 * _G, 4e-6), LinkPart(450 * _G, 4e-6)
 _EDR, _HDR, _NDR = LinkPart(12.5 * _G, 8e-6), LinkPart(25 * _G, 8e-6), LinkPart(50 * _G, 8e-6)

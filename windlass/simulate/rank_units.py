@@ -42,8 +42,9 @@ class SimulatedUnit:
         is_on_both_ends: The first and the last pipeline stage have it.
         trainable: It has gradients and states.
         gathered: The task that gathers it, while it is unsharded.
-        uses: Blocks that use it.
-        backwards, last_backwards: Blocks whose backward is done: of the running micro-batch, and of the last one.
+        uses: Number of blocks that use it.
+        backwards, last_backwards: Number of these blocks whose backward is done, in the running micro-batch and in the
+            last one.
     """
 
     name: str

@@ -44,8 +44,8 @@ class StepPrediction:
             `engine.report()` count them.
         link_bytes: Bytes over the most loaded link of each kind.
         link_busy: Fraction of the step during which that link is used.
-        spans: Timeline; empty unless it was asked for.
-        notes: What is assumed.
+        spans: Timeline; empty unless it was requested.
+        notes: Assumptions of the prediction.
     """
 
     seconds: float

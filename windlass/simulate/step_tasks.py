@@ -21,7 +21,7 @@ from windlass.simulate.step_workload import StepWork
 from windlass.simulate.zero_lanes import ZeroLanes
 
 _FLOAT, _COUNT = 4, 8  # bytes of a loss, and of a number of rows for an expert
-_MANY_LAYERS = 3000  # layers times micro-batches, from which on collectives are summed up
+_MANY_LAYERS = 3000  # layers times micro-batches, above which collectives are summed up
 _TP, _SP, _EP = RankPattern(("tp",)), RankPattern(("sp",)), RankPattern(("ep",))
 
 

@@ -71,7 +71,7 @@ class StepWork:
         overlaps_reduction: Reductions run during the backward.
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
         model_numel: Elements of the model itself; 0: only its sizes are known.
-        model: The model itself, from which units are made; None: they are those of a decoder of its sizes.
+        model: The model itself, from which units are made; None: units are made from a decoder of its sizes.
     """
 
     shape: ModelShape
@@ -134,7 +134,7 @@ def describe_step(
     Args:
         model: A transformers model, possibly on the meta device, or its sizes.
         length: Tokens of a sample.
-        checkpointing, fused, linear_dtype: As `ComputeStyle` has them. `parallel.recompute` and
+        checkpointing, fused, linear_dtype: See `ComputeStyle`. `parallel.recompute` and
             `pipeline.activation_checkpoint_interval` of the configuration imply full checkpointing.
 
     Raises:
@@ -251,7 +251,7 @@ def _layer_bounds(shape: ModelShape, grid: MeshShape, pipeline: PipelineConfig) 
 
 
 def _default_ulysses(shape: ModelShape, grid: MeshShape) -> int:
-    """Return as many ranks as the key heads can be divided among, which divide sp."""
+    """Return the largest divisor of sp that also divides the key heads of a tp rank."""
     keys = max(1, shape.resolved_kv_heads // grid.tp)
     return max(n for n in range(1, grid.sp + 1) if grid.sp % n == 0 and keys % n == 0)
 

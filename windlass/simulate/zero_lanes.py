@@ -1,7 +1,7 @@
 """ZeRO's part of a step on one representative rank: all-gathers, reductions, updates, and transfers between tiers.
 
-The engine's own prefetcher decides at stage 3 what is gathered ahead and what stays unsharded, as in the second step of
-a run ([Note: planned memory] does the same for memory).
+At stage 3 the engine's own prefetcher decides which units are prefetched and which stay unsharded, as in the second
+step of a run ([Note: planned memory] uses the prefetcher in the same way).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ZeroLanes:
         unit.gathered = self._all_gather(unit, [before, source], near) or source
 
     def _upload(self, unit: SimulatedUnit, before: SimulatedTask | None) -> SimulatedTask | None:
-        """Bring the shard of an offloaded unit to the device."""
+        """Copy the shard of an offloaded unit to the device. Return the last task; None: nothing is copied."""
         tier, host = self._work.offloading.parameters, self._cluster.host
         if tier == "none" or host.host_link is None:
             return None
@@ -176,7 +176,7 @@ class ZeroLanes:
     # Gradients.
 
     def end_block_backward(self, block: SimulatedBlock, *, is_last_micro: bool) -> None:
-        """Copy the block's gradients into the reduction's buffers, and reduce units with all gradients."""
+        """Copy the block's gradients into the reduction's buffers; reduce the units whose gradients are complete."""
         trained = sum(unit.padded / unit.uses for unit in block.units if unit.trainable)
         copied = trained * (self._work.volumes.parameter_bytes + self._work.volumes.gradient_bytes)
         self._lanes.spend(f"gradients of {block.name}", copied / self._state_rate)
@@ -258,7 +258,7 @@ class ZeroLanes:
     # The step.
 
     def update(self) -> None:
-        """Reduce among replicas, agree on the norm, update the states, and gather what stays unsharded."""
+        """Reduce among replicas, all-reduce the norm, update states, and all-gather parameters that stay unsharded."""
         lanes, stage = self._lanes, self._stage
         computed = lanes.flush()
         trained = [unit for unit in self._units if unit.trainable]

@@ -99,7 +99,7 @@ def search_with_report(run: TuningRun, console: PrintableConsole, picture: Path 
 
 
 def settings_of(config: Config) -> TuningSettings:
-    """Return the settings that the section `autotuning` asks for."""
+    """Return the settings of the section `autotuning`."""
     section = config.autotuning
     steps = max(1, section.end_profile_step - section.start_profile_step + 1)
     limits = SearchLimits(

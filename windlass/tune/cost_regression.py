@@ -90,7 +90,7 @@ class CorrectedPredictions:
         """Return mean and standard deviation of the logarithm of the quantity of every candidate.
 
         Args:
-            measured: Numbers of the measured candidates; one may be there several times.
+            measured: Numbers of the measured candidates; a candidate may occur several times.
             values: Logarithms of the measured quantity.
         """
         rows = list(range(len(self._prior)))

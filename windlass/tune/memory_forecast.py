@@ -122,7 +122,7 @@ def start_forecast(
                     facts.device_bytes[name], facts.host_bytes[name] = planner.peaks(overrides, batch)
             except WindlassError as error:
                 facts.problem = str(error).splitlines()[0]
-            except Exception as error:  # the search goes on without predictions, whatever the model does
+            except Exception as error:  # the search continues without predictions, whichever error the model raises
                 facts.problem = f"{type(error).__name__}: {error}".splitlines()[0]
             if facts.problem:
                 logger.warning("memory is not predicted: %s", facts.problem)
@@ -257,7 +257,7 @@ def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> Acti
 
 
 def _sizes_of(model: nn.Module) -> dict[str, Any]:
-    """Return the sizes of a model of transformers; none of others."""
+    """Return the sizes of a model of transformers; an empty dict for other models."""
     try:
         return asdict(shape_of(model))
     except WindlassError:

@@ -41,7 +41,7 @@ def sample_with_optuna(
 
     Args:
         ranked: Candidates that may be tried, the best estimate first.
-        early_stopping: Number of trials without a gain that end the search; None: the budget does.
+        early_stopping: Number of trials without a gain that end the search; None: only the budget ends it.
         load: Returns the module.
     """
     optuna, allowed = load(), set(ranked)

@@ -76,7 +76,7 @@ class RayTrials:
     def __call__(self, calls: Sequence[TrialCall]) -> list[TrialEnd]:
         """Run the trials, and return their ends in the same order."""
         tune = self._ray.tune
-        # One bundle that takes a whole host's share: trials of more ranks than a host has CPUs would wait forever.
+        # One bundle: all ranks of a trial are on one host. Trials of more ranks than a host has CPUs wait forever.
         trainable = tune.with_resources(run_call, tune.PlacementGroupFactory([self._resources]))
         tuner = tune.Tuner(
             trainable,

@@ -79,8 +79,8 @@ class ResultFiles:
             write_atomically(self.folder_of(record.candidate) / "metrics.json", json.dumps(metrics_of(record)))
 
     def remove_best(self, config: str | None) -> None:
-        """Remove the best configuration of an earlier search, unless it is the file `config`, which this one starts
-        from."""
+        """Remove the best configuration of an earlier search, unless it is the file `config`, from which this search
+        starts."""
         for name in (OPTIMAL_CONFIG, OPTIMAL_COMMAND):
             path = self.results / name
             if path.exists() and not (config is not None and os.path.exists(config) and path.samefile(config)):

@@ -1,9 +1,9 @@
 """Order of trials: by a model of their cost that each measurement corrects.
 
-[Note: search of configurations] The first trial gives the facts that predictions need. Each following one is chosen by
-the predictions, corrected by what was measured ([Note: choice of trials]), until the budget of trials or of time is
-spent, or no trial promises a gain and all neighbours of the best one are measured. So a wrong prediction costs trials,
-not the result, and a search that is stopped has its best so far.
+[Note: search of configurations] The first trial gives the facts that predictions need. Each following trial is chosen
+by the predictions, corrected by the measurements so far ([Note: choice of trials]), until the budget of trials or of
+time is spent, or no trial promises a gain and all neighbours of the best one are measured. So a wrong prediction costs
+trials but does not change the result, and a stopped search returns its best configuration so far.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SearchState:
     """Trials so far.
 
     Attributes:
-        metric: DeepSpeed's name of what is optimized.
+        metric: DeepSpeed's name of the optimized metric.
         records: Records by candidate, in the order of the trials.
         budget: Number of trials that may be run.
     """

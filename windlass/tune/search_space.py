@@ -120,7 +120,7 @@ class SearchLimits:
         micro_count: Largest number of micro-batches that are searched.
         has_device_memory: The device has memory separate from the host's, so that offloading to the host frees some.
         nvme_path: Folder for the NVMe tier; None: NVMe is not searched.
-        fast: Leave out sizes of buckets, if the configuration does not ask for them.
+        fast: Leave out bucket sizes and the reuse distance, unless the configuration has "auto" or a list there.
         choices: Choices by dotted key that the user states; they take part whatever the configuration has.
     """
 
@@ -146,7 +146,7 @@ class SearchSpace:
         train: Global batch that all candidates keep; None: the configuration states none, and micro-batches are free.
         accumulation: Accumulation steps of free micro-batches.
         given: Values of the user's configuration at searched keys.
-        refused: Combinations that no run can have: the reason by name.
+        refused: Reason why no run can have a combination, by the name of the candidate.
     """
 
     base: dict[str, Any]
@@ -215,7 +215,8 @@ class SearchSpace:
         return override_keys(self.base, candidate.overrides)
 
     def usual_choice(self, dimension: Dimension) -> Any:
-        """Return the value of a key in the base configuration, or the choice next to the schema's default."""
+        """Return the value of a key in the base configuration if it is a choice; else the last choice of keys whose
+        defaults are large, and the first choice of other keys."""
         value = value_at_path(self.base, dimension.key)
         if value in dimension.choices:
             return value

@@ -48,7 +48,7 @@ class SearchFacts:
         estimates: Predicted cost by candidate, in any unit; candidates without one are missing.
         memory: Predicted bytes by candidate; all of them, or none.
         limit: Bytes that a candidate may take; None: there is no limit.
-        metric: DeepSpeed's name of what is optimized.
+        metric: DeepSpeed's name of the optimized metric.
         warmup, steps: Steps of a trial before the timed ones, and timed steps.
     """
 

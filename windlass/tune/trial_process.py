@@ -1,4 +1,4 @@
-"""One run of the program in a session of its own, with a time limit: its real error, and processes left behind."""
+"""One run of the program in a separate session, with a time limit: its real error, and processes left behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TrialEnd:
 
     Attributes:
         code: Exit code; None: the run was ended at its time limit.
-        error: Last error in its output; empty if it ended well.
+        error: Error in its output (`find_error`); empty if the trial was measured.
         is_out_of_memory: The error is a lack of memory.
         left_behind: Command lines of processes that were left behind and ended.
     """
@@ -94,7 +94,8 @@ def run_trial(
 
 
 def find_error(text: str, *, reads_launcher: bool = True) -> str:
-    """Return the last error in the output of a program: the line of its exception, or its last line.
+    """Return the error in the output of a program: the line of the first exception, else the last line about a lack of
+    memory, else the last line; "" without output.
 
     Args:
         reads_launcher: Also search the launcher's lines, if the program has printed no error.

@@ -25,7 +25,7 @@ class TrialRecord:
     """Trial of one candidate.
 
     Attributes:
-        measured: What the engine wrote; empty if it wrote nothing.
+        measured: Measurements that the engine wrote; empty if it wrote none.
         error: Error of the program, or the reason why the trial does not count.
         left_behind: Command lines of processes that the program left behind, which were ended.
         seconds: Duration of the trial.
