@@ -50,7 +50,7 @@ class FlopsProfiler:
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
         """Begin to count; earlier counts are dropped. Modules of the types in `ignore_list` are left out.
 
-        Until `stop_profile`, no other dispatch mode may be entered without being left.
+        A dispatch mode that is entered after this call must be left before `stop_profile`.
         """
         self.end_profile()
         self._ignored = tuple(ignore_list or ())

@@ -86,7 +86,8 @@ def build_profile(
 
     Args:
         micro_batches: number of counted micro-batches; the result is their mean.
-        numel_of_model: elements of the whole parameter of which a parameter is a part. [its own elements]
+        numel_of_model: function from a parameter to the elements of the whole parameter, of which this rank may have a
+            part; by default the elements of the parameter itself.
     """
     root = _build_module("", model, counter, micro_batches)[0]
     for phase in ("forward", "backward", "recomputed"):

@@ -29,7 +29,7 @@ class TraceProfiler(EngineObserver):
     Args:
         engine: the engine, which this object observes until `close`.
         operators: also record the operators and allocations of torch.
-        after_step: called after each step, with the number of steps since `start`.
+        after_step: called after each step with this profiler.
     """
 
     def __init__(
