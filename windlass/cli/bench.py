@@ -217,7 +217,7 @@ def serve(
     unscaled: Annotated[
         bool, typer.Option("--unscaled", help="fastgen: lengths and times of the original, for a GPU.")
     ] = False,
-    max_gap_ms: Annotated[float, typer.Option(min=0.1, help="load: option of the server.")] = 20.0,
+    max_gap_ms: Annotated[float, typer.Option(min=0.1, help="load: value of the server's option --max-gap-ms.")] = 20.0,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure a server: FastGen's effective throughput under three scheduling policies, or a load of bad, cancelled and

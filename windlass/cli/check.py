@@ -103,7 +103,8 @@ def report_strictness(console: Console, found: ValidationResult, client: Client)
 
 
 def report_late_start(console: Console, config: Config) -> int:
-    """Print a warning if a compressed optimizer compresses nothing before its schedule ends. Return their number."""
+    """Print a warning if a compressed optimizer compresses nothing before its schedule ends. Return the number of
+    warnings."""
     if config.optimizer is None or config.scheduler is None or config.optimizer.type not in COMPRESSED_OPTIMIZERS:
         return 0
     defaults = {name: spec.default for name, spec in OPTIMIZER_PARAMETERS[config.optimizer.type].items()}

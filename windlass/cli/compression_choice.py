@@ -44,7 +44,7 @@ class FormatChooser:
         text: calibration text.
 
     Attributes:
-        folder: folder of the workspace with what follows from the budget.
+        folder: workspace folder of the results that depend on the budget.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ def round_within_loss(
         limit: largest increase of the bits per byte.
         asked: the limit as the user wrote it, for the error message.
         write: rounds the model to the formats of a choice, and returns the number of bytes.
-        measure: returns the increase of the bits per byte of a directory.
+        measure: returns the increase of the bits per byte on held-out text of the model in a directory.
 
     Returns:
         The directory, its choice, and its bytes.

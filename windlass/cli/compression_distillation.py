@@ -44,7 +44,7 @@ class DistillationSettings:
     """Training against a teacher.
 
     Attributes:
-        teacher: its directory.
+        teacher: directory of the teacher.
         steps, rows: optimizer steps, and sequences of each.
         rate: learning rate after the warm-up; it falls by a cosine.
         losses: keys of the section `distillation`.
@@ -116,11 +116,11 @@ def distil_directory(
     Args:
         length: tokens of a sequence.
         checkpoints: folder of the state of an interrupted training, which continues from there.
-        signals: numbers of the signals received so far, read after each step; if there is one, save and raise
-            `DistillationStopped`.
+        signals: numbers of the signals received so far, read after each step but the last; if there is one, save and
+            raise `DistillationStopped`.
 
     Returns:
-        Distillation loss at the beginning and at the end, means of a few steps.
+        Distillation loss at the beginning and at the end: means of the first and of the last tenth of the steps.
 
     Raises:
         ConfigError: teacher and model do not fit.
@@ -131,7 +131,7 @@ def distil_directory(
     teacher = _load_teacher(settings.teacher, trust_remote_code).to(local_device())
     if settings.losses.get("attention"):
         for one in (model, teacher):
-            one.set_attn_implementation("eager")  # the others return no attention maps
+            one.set_attn_implementation("eager")  # other implementations return no attention maps
     rounded = _rounded_names(model, directory, settings)
     config = _training_config(settings, rounded)
     if settings.format is not None and not rounded:

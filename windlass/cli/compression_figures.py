@@ -60,7 +60,11 @@ def format_name(weights: str, group: int | None) -> str:
 
 def choose_method(method: str, name: str, *, has_text: bool) -> str:
     """Resolve the method `auto`: `rtn` for int8 and for formats without integers, else `gptq` with a text, `hqq`
-    without."""
+    without.
+
+    Raises:
+        ConfigError: a method other than `rtn` was chosen for a format without integers.
+    """
     from windlass.compress.integer_grid import is_integer_format
     from windlass.kernels.weight_format import get_weight_format
 

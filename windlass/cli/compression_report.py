@@ -96,8 +96,8 @@ def draw_choice(choice: BudgetChoice) -> str:
         for place, name in enumerate(used)
     ]
     caption = (
-        f'<text x="20" y="{height - 10}" font-size="11">size of each group of layers, of that before; '
-        "width: bytes before; from the first layer to the last</text>"
+        f'<text x="20" y="{height - 10}" font-size="11">height: bytes of each group of layers, divided by the bytes '
+        "before; width: bytes before; from the first layer to the last</text>"
     )
     body = "\n".join([*legend, *bars, caption])
     return (

@@ -104,7 +104,7 @@ class CompressionSettings:
     @property
     def budget_folder(self) -> str:
         """Name of the workspace folder for results that depend on the budget. Another budget has another folder, so
-        that the stages before it are reused."""
+        that the results of the stages before rounding are reused."""
         values = [getattr(self, name) for name in _OF_BUDGET]
         return f"budget-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}"
 

@@ -163,7 +163,7 @@ def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
-    Exit with code 1 on an expected error, and with 128 plus its number after a signal: 130 on Ctrl-C.
+    Exit with code 1 on an expected error, and with 128 plus the number of a signal after that signal: 130 on Ctrl-C.
     """
     forbid_world_writable_files()
     try:

@@ -30,7 +30,7 @@ def serve(
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may send requests; repeatable. [none]")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, max=256, help="Processes that each have the model.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=256, help="Number of processes with a copy of the model.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Ranks over which matrices are sharded.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Ranks over which layers are distributed.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks over which experts are distributed.")] = 1,
@@ -50,7 +50,7 @@ def serve(
     max_queued: Annotated[int, typer.Option(help="Waiting requests, beyond which new ones get 429.")] = 1024,
     policy: Annotated[str, typer.Option(help="Scheduling: splitfuse, prefill-first or orca.")] = "splitfuse",
     max_gap_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds between two tokens of an answer, which prompts may not exceed.")
+        float | None, typer.Option(help="Largest predicted gap in ms between two tokens of a running answer.")
     ] = None,
     max_wait_seconds: Annotated[
         float, typer.Option(help="A request that waits longer for its first token goes before all others.")
@@ -83,7 +83,7 @@ def serve(
     ] = None,
     deterministic: Annotated[
         bool | None,
-        typer.Option("--deterministic/--no-deterministic", help="The same bits whatever else runs. [where free]"),
+        typer.Option("--deterministic/--no-deterministic", help="Same bits in any batch. [with packed weights]"),
     ] = None,
     lora: Annotated[list[str] | None, typer.Option(help="Adapter as NAME=DIRECTORY; repeatable.")] = None,
     speculative: Annotated[

@@ -73,10 +73,10 @@ def tune(
         bool, typer.Option("--json", help="Print the result as JSON on stdout, and nothing else.")
     ] = False,
 ) -> None:
-    """Run SCRIPT for a few steps under many configurations, and write the fastest as OUT/ds_config_optimal.json. What
-    is "auto" in the configuration is searched, or a list of values; without either: stage, micro-batch, checkpointing,
-    tiers and buckets. Exit code 1: no trial could be measured; 130: interrupted by
-    Ctrl-C (143: by SIGTERM), the best so far is written."""
+    """Run SCRIPT for a few steps under many configurations, and write the fastest as OUT/ds_config_optimal.json. Keys
+    at "auto" or with a list of values are searched; without any such key: stage, micro-batch, checkpointing, tiers and
+    buckets. Exit code 1: no trial could be measured; 130: interrupted by Ctrl-C (143: by SIGTERM), the best so far is
+    written."""
     if not program:
         raise ConfigError("nothing to tune: name a script; options of this command go before its name")
     if not Path(program[0]).is_file():

@@ -90,7 +90,7 @@ def test_numbers_that_measure_nothing_name_their_option(
 
 
 def test_settings_of_benches_name_their_option() -> None:
-    with pytest.raises(CommunicationError, match="--sizes 1K,0: a message of no bytes"):
+    with pytest.raises(CommunicationError, match="--sizes 1K,0: a message has at least one byte"):
         parse_collective_settings("all", "1K,0", "fp32", 1, 2)
     with pytest.raises(StorageError, match="--threads: '0' is not a positive number"):
         parse_disk_settings("1M", "4", "0")

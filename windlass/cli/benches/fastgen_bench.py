@@ -56,8 +56,8 @@ class FastgenSettings:
         requests: number of requests of a run at most; few clients send fewer.
         prompt_mean, answer_mean: mean number of tokens.
         tokens_per_step: budget of a step.
-        seeds: runs with each number of clients, of other lengths.
-        in_thread: requests go through `AsyncLLMEngine`, else through the engine's own steps.
+        seeds: runs with each number of clients; each run draws other lengths.
+        in_thread: requests go through `AsyncLLMEngine`; False: the clients call the engine's steps.
         scaled: service levels scale with the rates of the model; else they are those of FastGen.
     """
 

@@ -85,7 +85,7 @@ def run_load_bench(settings: LoadSettings, out: Path) -> bool:
     """Run the experiment; print conclusions, write the JSON file and the picture.
 
     Returns:
-        True if nothing was lost and no block leaked.
+        True if no request was lost or is left in the server, no KV block leaked, and the server's exit code is 0.
 
     Raises:
         WindlassError: the package `openai` is missing, or the server does not start.
@@ -185,7 +185,7 @@ async def _timed_short(client: Any, seed: int, progress: Progress, task: Any) ->
 
 
 async def _keep_long(client: Any, settings: LoadSettings, number: int, stopping: asyncio.Event) -> int:
-    """Send long prompts until told to stop; return their number."""
+    """Send long prompts until `stopping` is set; return their number."""
     computed = 0
     while not stopping.is_set():
         await client.completions.create(

@@ -119,7 +119,7 @@ class RankPool:
 
 
 def _serve(connection: Connection, make_worker: Callable[[int, str], Any], rank: int, meeting: str) -> None:
-    """Run one rank: answer commands until the other end of the connection is closed, or one fails."""
+    """Run one rank: answer commands until the other end of the connection is closed or a command fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the pool's process too, which ends the ranks
     try:
         worker = make_worker(rank, meeting)

@@ -69,7 +69,7 @@ class ServerUnderTest:
         return found
 
     def memory(self) -> dict[str, int]:
-        """Return resident bytes: all (`VmRSS`), those of files that other processes may share, and the rest."""
+        """Return resident bytes: all (`VmRSS`), anonymous, of mapped files, and of shared memory."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem")}

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _SPAN = 16
-_SPREAD = 0.3  # standard deviation of lengths, by their mean
-_LONGEST = 3.3  # prompts are cut here, by their mean: FastGen's 4,000 of 1,200
+_SPREAD = 0.3  # standard deviation of lengths, divided by their mean
+_LONGEST = 3.3  # maximum length of a prompt, divided by the mean: FastGen's 4,000 / 1,200
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Prompt as token ids, and the tokens of its answer."""
+    """Prompt as token ids, and the number of tokens of its answer."""
 
     prompt: list[int]
     answer: int
@@ -29,10 +29,10 @@ class RequestTimes:
     """Times of one request in seconds.
 
     Attributes:
-        prompt: its tokens.
+        prompt: number of tokens of its prompt.
         sent: time at which the client sent it.
         arrivals: time at which each token of the answer arrived.
-        tokens: the answer.
+        tokens: token ids of the answer.
     """
 
     prompt: int
@@ -82,7 +82,7 @@ def draw_requests(count: int, prompt_mean: int, answer_mean: int, vocabulary: in
 
 
 def weighted_means(values: Sequence[float]) -> list[float]:
-    """Return the exponentially weighted mean of the values up to each one; weights fall by 1 - 2 / 17."""
+    """Return the exponentially weighted mean of the values up to each value; weights fall by a factor of 1 - 2 / 17."""
     keep = 1 - 2 / (_SPAN + 1)
     found, total, weight = [], 0.0, 0.0
     for value in values:
@@ -92,6 +92,6 @@ def weighted_means(values: Sequence[float]) -> list[float]:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the smallest value that at least `part` of the values do not exceed; 0 of none."""
+    """Return the smallest value that at least `part` of the values do not exceed; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[max(-int(-part * len(ordered) // 1) - 1, 0)] if ordered else 0.0

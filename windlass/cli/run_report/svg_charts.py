@@ -10,12 +10,12 @@ Points = Sequence[tuple[float, float]]
 
 COLOURS = ("#1f6fb4", "#d1601f", "#3a8f3a", "#8a4fb0", "#b0303a", "#5a6570")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 230, 62, 12, 30, 34
-_FLAT = 1e-12  # a curve whose values differ by less than this share of them is drawn as a level line
+_FLAT = 1e-12  # relative difference of values below which a curve is drawn as a level line
 _MOST_POINTS = 400  # intervals of a curve, each with its smallest and largest value
 
 
 def line_chart(title: str, unit: str, curves: Mapping[str, Points]) -> str:
-    """Return a chart of one or more curves over the steps, in the order of `COLOURS`.
+    """Return a chart of one or more curves over the steps, in the order of `COLOURS`; "" if there are no points.
 
     Args:
         curves: points of finite numbers by the name of the curve, sorted by step.
@@ -62,10 +62,10 @@ def with_unit(name: str, unit: str) -> str:
 
 
 def bar_chart(title: str, unit: str, bars: Mapping[str, Mapping[str, float]]) -> str:
-    """Return stacked horizontal bars.
+    """Return stacked horizontal bars; "" if no part has a length.
 
     Args:
-        bars: for each bar the length of its parts, in the order of `COLOURS`; names of parts are common to all bars.
+        bars: length of each part of each bar, by name; a part has the same colour in all bars.
     """
     longest = max((sum(parts.values()) for parts in bars.values()), default=0.0)
     if longest <= 0:

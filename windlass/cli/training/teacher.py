@@ -57,7 +57,7 @@ def attach_teacher(model: nn.Module, config: Config, raw: dict[str, Any], *, tru
     engine = cache = None
     choose_attention: Any = getattr(model, "set_attn_implementation", None)
     if section.attention and choose_attention is not None:
-        choose_attention("eager")  # the others return no attention maps
+        choose_attention("eager")  # other implementations return no attention maps
     if section.teacher is not None:
         engine = _load_engine(section, raw, trust_remote_code=trust_remote_code)
     if section.cache is not None:

@@ -35,7 +35,7 @@ class TrainingPlan:
     prompt: str | None
     sample_tokens: int
     resume: bool = False
-    trust_remote_code: bool = False  # set at each start of the run, never taken from an earlier one
+    trust_remote_code: bool = False  # set at each start of the run, never taken from an earlier start
     format_version: int = FORMAT_VERSION
 
     @property
