@@ -441,9 +441,12 @@ def _measure_server(
 
 
 def _outside(before: dict[str, float], after: dict[str, float], seconds: float) -> float:
-    """Return the part of the time between two readings of a server's metrics that it did not spend in forwards."""
-    counter = "windlass:forward_seconds_total"
-    return 1 - (after[counter] - before[counter]) / seconds
+    """Return the part of the time with requests, between two readings of a server's metrics, that it did not spend in
+    forwards.
+    """
+    names = "windlass:forward_seconds_total", "windlass:idle_seconds_total"
+    forward, idle = (after[name] - before[name] for name in names)
+    return 1 - forward / (seconds - idle)
 
 
 def _roofs() -> tuple[float, float]:

@@ -7,9 +7,10 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class AsyncLLMEngine:
         self._unread: dict[str, _Subscriber] = {}  # used by the event loop's thread only
         self._ready: list[RequestOutput] = []  # outputs of the last step; used by the engine's thread only
         self._numbers = itertools.count()
+        # Seconds of waits for requests that have ended, and the beginning of the present one, if there is one.
+        self._idle: tuple[float, float | None] = 0.0, None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._drains = False
@@ -246,7 +249,9 @@ class AsyncLLMEngine:
 
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
-        return self._engine.stats()
+        seconds, since = self._idle
+        seconds += 0.0 if since is None else time.monotonic() - since
+        return replace(self._engine.stats(), idle_seconds=seconds)
 
     async def add_lora(self, name: str, directory: str | Path) -> None:
         """Load a LoRA adapter of peft between steps.
@@ -342,11 +347,19 @@ class AsyncLLMEngine:
     def _run_calls(self, *, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                call = self._calls.get(block=wait)
+                call = self._wait_for_call() if wait else self._calls.get_nowait()
                 wait = False
                 self._deliver_ready()  # a call can take long, or reuse the id of a request that has ended
                 if call is not None:
                     call()
+
+    def _wait_for_call(self) -> Callable[[], None] | None:
+        (seconds, _), since = self._idle, time.monotonic()
+        self._idle = seconds, since
+        try:
+            return self._calls.get()
+        finally:
+            self._idle = seconds + time.monotonic() - since, None
 
     def _deliver_ready(self) -> None:
         outputs, self._ready = self._ready, []

@@ -136,6 +136,7 @@ class EngineStats:
         prefix_cache_queries, prefix_cache_hits: tokens of prompts looked up, and found.
         steps: forwards that were run; `step_tokens`: tokens in them.
         step_seconds: time of steps; `forward_seconds`: the part of it in the model.
+        idle_seconds: time in which an `AsyncLLMEngine` waited for requests.
     """
 
     num_running: int = 0
@@ -153,4 +154,5 @@ class EngineStats:
     accepted_draft_tokens: int = 0
     step_seconds: float = 0.0
     forward_seconds: float = 0.0
+    idle_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)

@@ -152,6 +152,7 @@ class _EngineCollector(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted_draft_tokens),
             ("windlass:step_seconds", "Time in steps of the engine.", stats.step_seconds),
             ("windlass:forward_seconds", "Time in forwards of the model, a part of the steps.", stats.forward_seconds),
+            ("windlass:idle_seconds", "Time without any request.", stats.idle_seconds),
         )
         for name, text, value in counters:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
