@@ -75,8 +75,10 @@ def test_an_adapter_with_its_directory_is_loaded_at_its_first_use(tmp_path: Path
         with pytest.raises(RequestError, match="was loaded from .*0, and lora_path is .*1; use another name"):
             llm.generate(prompts, GREEDY, lora_request=LoRARequest("adapter-0", 1, folders[1]))
         llm.engine.remove_lora("adapter-0")  # the name may return, also for another directory
-        replaced = llm.generate(prompts[:1], GREEDY, lora_request=LoRARequest("adapter-0", 1, folders[1]))
-        assert_adapters(model, replaced, {"adapter-0": folders[1]})
+        again = LoRARequest("adapter-0", 1, folders[1])
+        assert_adapters(
+            model, llm.generate(prompts, GREEDY, lora_request=[again, None, None]), {"adapter-0": folders[1]}
+        )
         with pytest.raises(ModelError):
             llm.generate(prompts, GREEDY, lora_request=LoRARequest("missing", 3, tmp_path / "missing"))
 

@@ -15,8 +15,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tests.causal_models import build
 from tests.serving.harness import FACTORY
+from tests.serving.tiny_model import write_tiny_model
 from windlass import LLM, SamplingParams
 from windlass.base.errors import ConfigError, ModelError
 
@@ -27,7 +27,7 @@ from windlass.serving.engine_loading import EngineSource
 from windlass.serving.ray_app import _build_replica_app
 from windlass.serving.server_settings import ServerSettings
 
-options = {"tp": 2, "skip_tokenizer_init": True, "kv_cache_tokens": 256, "max_model_len": 128, "max_sequences": 4}
+options = {"tp": 2, "kv_cache_tokens": 256, "max_model_len": 128, "max_sequences": 4}
 app = _build_replica_app(EngineSource(sys.argv[1], options), ServerSettings(model_names=("m",)))
 with TestClient(app) as client:
     body = {"prompt": [3, 4, 5], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -112,8 +112,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(serve: _RayServe
 @pytest.mark.slow  # starts a process that imports torch; `test_sharded_server.py` has the same ranks
 def test_a_replica_starts_the_other_ranks_of_its_model(tmp_path: Path) -> None:
     """In a process of its own, since the replica becomes rank 0 of a process group."""
-    directory = tmp_path / "model"
-    build("llama", hidden_size=32, max_position_embeddings=128).save_pretrained(directory)
+    directory = write_tiny_model(tmp_path / "model")
     program = tmp_path / "replica.py"
     program.write_text(REPLICA)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -121,7 +120,7 @@ def test_a_replica_starts_the_other_ranks_of_its_model(tmp_path: Path) -> None:
         [sys.executable, str(program), str(directory)], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
-    with LLM(directory, skip_tokenizer_init=True, kv_cache_tokens=256, max_model_len=128, max_sequences=4) as llm:
+    with LLM(directory, kv_cache_tokens=256, max_model_len=128, max_sequences=4) as llm:
         expected = llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert json.loads(done.stdout.splitlines()[-1]) == list(expected[0].outputs[0].token_ids)
 
