@@ -152,8 +152,8 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
     """Call `function(*args, **kwargs)`, save only its inputs, and recompute it in the backward.
 
     The recomputation draws the same random numbers as the forward. The function may take and return any objects, may
-    contain further checkpointed calls and may raise. Without gradients it is just called. Side effects of the function
-    (a cache, a counter) happen twice.
+    contain further checkpointed calls and may raise. Without gradients the function is called and nothing is saved.
+    Side effects of the function (a cache, a counter) happen twice.
 
     Raises:
         StorageError: inputs are stored in files, and these cannot be written or read.

@@ -18,7 +18,7 @@ from windlass.comm.mesh_axis import MeshAxis
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks in the forward, in the backward, or in both; identity in the other."""
+    """Sum over ranks in the forward, in the backward, or in both; identity where it does not sum."""
 
     @staticmethod
     def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor, in_forward: bool, in_backward: bool) -> torch.Tensor:

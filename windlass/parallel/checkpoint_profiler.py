@@ -64,5 +64,5 @@ class CheckpointProfiler:
                 counters.fetched_bytes - self._last_logged[1],
             )
             self._last_logged = counters.offloaded_bytes, counters.fetched_bytes
-            words.append(f"{moved / 1e6:.1f} MB moved, {fetched / 1e6:.1f} MB fetched")
+            words.append(f"{moved / 1e6:.1f} MB offloaded, {fetched / 1e6:.1f} MB fetched")
         logger.info("activation checkpointing: %s", " | ".join(words))

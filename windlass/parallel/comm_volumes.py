@@ -128,8 +128,9 @@ def compute_data_parallel_volumes(
     2020, section 7):
     - stages 0 and 1: one reduction and one all-gather;
     - stage 2: m reductions and one all-gather;
-    - stage 3: m reductions and 2 m all-gathers (forward and backward), less the parameters that the default settings
-      keep unsharded between them. With a secondary shard (hpZ, Wang et al. 2023) backward all-gathers over fewer ranks.
+    - stage 3: m reductions and 2 m all-gathers (forward and backward). Parameters that the default settings keep
+      unsharded in between are counted too. With a secondary shard (hpZ, Wang et al. 2023) backward all-gathers over
+      fewer ranks.
 
     A pipeline that unshards once a step has one of each at every stage. The replicas all-reduce each rank's gradient
     shard once a step.
@@ -165,13 +166,13 @@ def compute_tensor_parallel_volumes(
     3).
 
     A layer has four all-reduces of `activation_bytes`: after attention and after the feed-forward network, in forward
-    and in backward. It has six if its forward runs twice, or five if the recomputation stops at the last tensor that
-    backward needs, as torch's non-reentrant checkpointing does. With sequence-sharded norms each all-reduce becomes an
-    all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2), and a stage has two more
-    all-gathers: of its output, and of the gradient of its input. The embedding has one all-reduce in forward, the head
-    one in backward. The loss of a sharded vocabulary has three all-reduces of one float32 per token: maximum logit,
-    sum, and target logit. If a token goes to `top_k` experts, each layer all-reduces the gradients of their weights,
-    one float32 each.
+    and in backward. It has six if its forward runs twice. (Five if the recomputation stops at the last tensor that
+    backward needs, as torch's non-reentrant checkpointing does; six are counted.) With sequence-sharded norms each
+    all-reduce becomes an all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2),
+    and a stage has two more all-gathers: of its output, and of the gradient of its input. The embedding has one
+    all-reduce in forward, the head one in backward. The loss of a sharded vocabulary has three all-reduces of one
+    float32 per token: maximum logit, sum, and target logit. If a token goes to `top_k` experts, each layer all-reduces
+    the gradients of their weights, one float32 each.
     """
     often, ends = layers * (6 if workload.recompute else 4), int(is_first_stage) + int(is_last_stage)
     one = _bytes_from_others(activation_bytes, ranks) * workload.micro_batches

@@ -13,7 +13,7 @@ def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> N
     """Enable activation checkpointing of each layer, as transformers does.
 
     Args:
-        source: Option or key that asks for it, for the message.
+        source: Option or key that requests checkpointing, for the message.
 
     Raises:
         ModelError: the model has no switch for it.

@@ -50,8 +50,8 @@ class Placement:
             the parts are summed (norms between tensor-parallel layers with a sequence-sharded input).
         is_expert: the parameter belongs to an expert. Ranks along "ep" hold different experts, so its gradient is
             reduced over the expert data-parallel group.
-        shared_stages: the pipeline stages that hold this same parameter, if several do (tied embeddings). Their
-            gradients are summed.
+        shared_stages: positions along the pipeline axis of the ranks that hold this same parameter, if several do (tied
+            embeddings). Their gradients are summed.
         global_name: name in the full model, if the local name differs (an embedding that serves only as the head on
             this stage).
     """
@@ -90,7 +90,7 @@ class Placement:
     @property
     def is_first_shard(self) -> bool:
         """True if the local part contains the first element of the full parameter. Exactly one of the ranks with
-        different parts has it.
+        different parts has that element.
         """
         return all(
             not size or (ranges and ranges[0][0] == 0)
@@ -143,7 +143,7 @@ _placements: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
-    """Record which part of a full parameter `parameter` is.
+    """Record the placement of a parameter: the part of the full parameter that `parameter` holds.
 
     Raises:
         ValueError: the shape of `parameter` does not match.

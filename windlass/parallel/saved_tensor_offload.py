@@ -41,8 +41,8 @@ class OffloadCounters:
     """Byte counters. `stored_bytes` is the current content of each tier; the others count since the last `reset`.
 
     `kept_bytes`: left on the device, because the tensor is small or of a kind that is not offloaded.
-    `deduplicated_bytes`: saved again at no cost. `fetched_bytes`: copied back. `prefetched_bytes`: the part of these
-    that was started before the request.
+    `deduplicated_bytes`: saved again, when the store had the content already. `fetched_bytes`: copied back.
+    `prefetched_bytes`: bytes whose copy back was started before the request.
     """
 
     stored_bytes: Counter[ActivationTier] = field(default_factory=Counter)

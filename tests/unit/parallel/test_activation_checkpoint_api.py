@@ -131,7 +131,7 @@ def test_profile_logs_once_per_backward(caplog: pytest.LogCaptureFixture) -> Non
     for line in lines:
         assert "forward of 2 calls" in line, "a nested one is a part of the one around it"
         assert "recomputation of 4 calls" in line, "what it saves is computed when the one around it is over"
-        assert "MB moved" in line
+        assert "MB offloaded" in line
 
 
 def test_rng_streams_are_equal_or_distinct_over_ranks() -> None:

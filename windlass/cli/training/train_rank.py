@@ -110,8 +110,8 @@ def with_run_record(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _uses_sharded_init(config: Config) -> bool:
-    """Return True if the model is built sharded: at ZeRO stage 3; with pp, ep or tp too, unless layers are partitioned by
-    measured time, which needs the full model."""
+    """Return True if the model is built sharded: at ZeRO stage 3, and with pp, ep or tp unless layers are partitioned
+    by measured time, which needs the full model."""
     axes = config.parallel
     is_partitioned = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
     return is_partitioned or config.zero_optimization.stage == 3

@@ -43,8 +43,8 @@ def dispatch_and_combine(
 
     Collective along `axis` in forward and backward, independent of the routing: a rank whose experts receive no rows
     runs them on zero rows. Received rows are sorted by expert, then by source rank, then by their order there.
-    Synchronizes with the device once, to read the counts; on an axis of one rank not at all if `dropless` is set and
-    `run_local_experts` does not.
+    Synchronizes with the device once, to read the counts. On an axis of one rank with `dropless`, only
+    `run_local_experts` may synchronize.
 
     Args:
         hidden: `[tokens, hidden]`, this rank's tokens.

@@ -96,7 +96,7 @@ def run_interface_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups)
 
 
 def _accepts_routing(module: nn.Module) -> bool:
-    """Return True if the parameter names of its forward are those of tokens, expert indices and expert weights."""
+    """Return True if the module's forward takes, by its names, tokens, expert indices and expert weights."""
     names = [name.lower() for name in inspect.signature(module.forward).parameters]
     if len(names) != 3:
         return False

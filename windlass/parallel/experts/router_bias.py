@@ -57,7 +57,7 @@ class RouterBias:
 
     @torch.no_grad()
     def update(self, token_counts: torch.Tensor) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower the bias of the others."""
+        """Raise the bias of experts with fewer tokens than the mean, and lower the bias of experts with more."""
         bias = self.bias
         mean = token_counts.sum().to(torch.float64) / token_counts.numel()
         bias += self.expert_bias_update_rate * torch.sign(mean - token_counts).to(bias.dtype).view_as(bias)

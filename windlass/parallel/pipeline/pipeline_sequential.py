@@ -1,4 +1,4 @@
-"""Sequential model for pipelines, of which each rank builds only its own stages."""
+"""Sequential model for pipelines, of which each rank keeps only its own stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PipelineSequential(nn.Module):
 
     Each layer receives the previous layer's output as one argument.
 
-    A rank builds the layers of its own stages. Parameters have the names of the whole model: the layer's number, or
+    A rank keeps the layers of its own stages. Parameters have the names of the whole model: the layer's number, or
     `tied_modules.KEY`.
 
     [Note: values of layers under sharded init] Every rank gets the initial values that a plain `nn.Sequential` of the

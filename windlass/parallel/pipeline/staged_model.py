@@ -3,10 +3,10 @@
 Each rank keeps its layers and runs the model's own forward.
 
 [Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage from the
-micro-batch, which all ranks of a pipeline have. Only hidden states are sent between stages, and router logits if a loss
-is over those of all layers (`pipeline_router_loss`). A stub without parameters replaces each module of another stage
-(`stub_modules`). The first stage has the embedding, the last one norm, head and loss. Names in the state dict are those
-of the whole model: an embedding that is tied to the head has both names on the first stage and on the last.
+micro-batch, which all ranks of a pipeline have. Only hidden states are sent between stages, and router logits if the
+loss uses the logits of all layers (`pipeline_router_loss`). A stub without parameters replaces each module of another
+stage (`stub_modules`). The first stage has the embedding, the last one norm, head and loss. Names in the state dict are
+those of the whole model: an embedding that is tied to the head has both names on the first stage and on the last.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class StagedModel:
         A module that is never called lies on all of them.
 
         Returns:
-            By name, parameters that this rank keeps under another name: the name belongs to a module on other ranks.
+            Parameters of this rank by their further names, which belong to modules on other ranks.
         """
         ranks: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}

@@ -190,10 +190,11 @@ def apply_sequence_parallel(
         axis: the mesh axis sp.
         sp_mode: "ulysses" swaps tokens for heads by all-to-all; "ring" passes keys and values round a ring;
             "ulysses+ring" does the former among `ulysses_degree` neighbours and the latter between such groups.
-        ulysses_degree: a divisor of the number of ranks; by default the largest one that divides the key heads.
+        ulysses_degree: a divisor of the number of ranks. Default: all ranks for "ulysses", 1 for "ring", otherwise the
+            largest divisor that also divides the key heads.
         zigzag: on a ring, give each rank a part from either end of the sequence, to balance causal attention. Default:
             True.
-        pre_sharded: batches contain this rank's tokens only. (Batches with a `SHARD_KEY` always may.)
+        pre_sharded: batches contain this rank's tokens only. A batch with `SHARD_KEY` counts as sharded in any case.
         only_training: in eval mode every rank computes whole sequences.
         rng_stream: number of the random stream; ranks that compute other heads of the same tokens (tp) need different
             ones.

@@ -14,7 +14,8 @@ TileKind = Literal["full", "causal", "band"]
 """full: all pairs are visible; causal: a square with a visible lower triangle; band: the mask band decides."""
 
 WINDOW_STRIP = 512
-"""Queries in one tile at the edge of a sliding window; the tile takes memory for the square of this many pairs."""
+"""Number of queries in a tile at the edge of a sliding window. The scores of such a tile take memory for about the
+square of this number of pairs."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Attention backends of sequence parallelism: `"ulysses"`, `"ring"` and `"ulysses+ring"`.
 
-`use_shard` makes the backend of a batch's shard active for a forward. A backend that is active outside it computes the
-local heads of Ulysses (`local_backend_attention`).
+`use_shard` makes the backend of a batch's shard active for a forward. A backend that is active around
+`use_shard` computes the local heads of Ulysses (`local_backend_attention`).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from windlass.parallel.sequence.sequence_shard import SequenceShard
 
 
 class SequenceShardedLoader:
-    """Data loader of this rank's part of each batch, with its `SequenceShard`, so the model takes it unchanged.
+    """Data loader of this rank's part of each batch, with its `SequenceShard`.
 
-    Ranks along sp read the same samples: a sampler counts data-loading ranks, and sp is not among their axes. Labels
-    come back as `labels` and as `shift_labels`, both shifted.
+    The model does not shard such a batch again. Ranks along sp read the same samples: a sampler counts data-loading
+    ranks, and sp is not among their axes. Labels come back as `labels` and as `shift_labels`, both shifted.
 
     Args:
         loader: yields dicts, the keyword arguments of the model. With `broadcast_from_first` only the first loader

@@ -75,11 +75,11 @@ def apply_tensor_parallel(
         ModelError: a module cannot be sharded. The model is unchanged.
     """
     if tp_overlap_chunks < 1:
-        raise ConfigError(f"overlap_chunks = {tp_overlap_chunks}; write at least 1")
+        raise ConfigError(f"tp_overlap_chunks = {tp_overlap_chunks}; write at least 1")
     if tp_sequence_norms and tp_overlap_chunks > 1:
         raise ConfigError(
-            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; use only "
-            "one of the two"
+            f"tp_sequence_norms leaves no all-reduce to overlap, and tp_overlap_chunks is {tp_overlap_chunks}; use "
+            "only one of the two"
         )
     for name, parameter in model.named_parameters():
         if axis.name in get_placement(parameter).sharded_axes:

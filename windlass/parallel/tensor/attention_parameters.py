@@ -93,7 +93,7 @@ def _shard_head_norm(
         return []  # it comes before the heads are formed, so its gradient is complete
     if len(own) != len(list(child.parameters())):
         raise make_cannot_shard_error(
-            name, "norms in a list belong to single heads, and each rank would use the first ones", *full
+            name, "norms in a list belong to single heads, and each rank would use the norms of the first heads", *full
         )
     if all(parameter.dim() == 1 for _, parameter in own):
         sizes = {parameter.numel() for _, parameter in own}

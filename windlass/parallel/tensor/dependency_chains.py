@@ -180,7 +180,8 @@ class ChainResolver:
             entry.style is not ShardStyle.COLUMN_GATHERED for entry in chain.columns
         ):
             raise make_cannot_shard_error(
-                row.name, "the outputs of some layers before it are gathered, those of others are not"
+                row.name,
+                "the outputs of some column layers of its chain are gathered, and those of other column layers are not",
             )
         shard = ModuleShard(
             row.name,

@@ -47,8 +47,8 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
             _add_layer(name, layer, plan, stack)
     if not stacks:
         raise ModelError(
-            "sequence_norms shards activations between the layers of a ModuleList, and the model has no ModuleList "
-            "with sharded layers; leave out sequence_norms"
+            "tp_sequence_norms shards activations between the layers of a ModuleList, and the model has no ModuleList "
+            "with sharded layers; leave out tp_sequence_norms"
         )
     return list(stacks.values())
 
@@ -64,8 +64,8 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
             not is_inside(shard.name, inner) for chain in _chains_in(inner, plan) for shard in plan.chain_shards(chain)
         ):
             raise ModelError(
-                f"sequence_norms can't shard the sequence around {inner}: a chain of layers begins in it and ends "
-                f"outside; leave out sequence_norms, or replicate its layers by parallel.tensor_table"
+                f"tp_sequence_norms can't shard the sequence around {inner}: a chain of layers begins in it and ends "
+                f"outside; leave out tp_sequence_norms, or replicate its layers by parallel.tensor_table"
             )
     stack.full_sequence_modules += inside
     stack.chains |= {chain for chain in _chains_in(name, plan) if not any(is_inside(chain, inner) for inner in inside)}

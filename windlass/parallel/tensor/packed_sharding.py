@@ -18,7 +18,7 @@ from windlass.parallel.tensor.parameter_sharding import shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements
 
 _WHOLE = "weight_shape"  # name of the whole matrix's shape, which every rank has
-_MANY = 64  # this many equal parts take as many times the words of one part only if each begins and ends at a word
+_MANY = 64  # so many equal parts take 64 times the words of one part only if each part begins and ends at a word
 
 
 def shard_packed(name: str, module: PackedMatrix, dim: int, ranges: Ranges, axis: str) -> None:

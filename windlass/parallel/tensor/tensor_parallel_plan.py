@@ -105,7 +105,7 @@ class TensorParallelPlan:
         lines = [f"tensor parallelism over {self.ranks} ranks, from {self.source}"]
         lines += [f"  {name:<{widths[0]}}  {style:<{widths[1]}}  {what}".rstrip() for name, style, what in rows]
         full = ", ".join(_merge_numbered_names(self.replicated))
-        return "\n".join([*lines, f"  replicated: {full or 'norms and biases alone'}"])
+        return "\n".join([*lines, f"  replicated: {full or 'only norms and biases'}"])
 
 
 def make_cannot_shard_error(name: str, reason: str, *lines: tuple[str, str]) -> ModelError:

@@ -29,7 +29,7 @@ def test_a_plan_prints_as_a_table() -> None:
         "  model.layers.{0-1}.mlp.up_proj       column          48 features: 16 each",
         "  model.layers.{0-1}.mlp.down_proj     row             48 features: 16 each",
         "  lm_head                              vocabulary      41 tokens: 14 + 14 + 13",
-        "  replicated: norms and biases alone",
+        "  replicated: only norms and biases",
     ]
 
 
@@ -301,10 +301,10 @@ def test_a_table_that_does_not_fit_the_model_is_refused(case: str) -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap_chunks = 0; write at least 1"):
+    with pytest.raises(ConfigError, match="tp_overlap_chunks = 0; write at least 1"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=0)
-    with pytest.raises(ConfigError, match="sequence_norms leaves no all-reduce to overlap, and overlap_chunks is 2"):
+    with pytest.raises(ConfigError, match="tp_sequence_norms leaves no all-reduce .* tp_overlap_chunks is 2"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=2, tp_sequence_norms=True)
     flat = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    with pytest.raises(ModelError, match="sequence_norms shards activations between the layers of a ModuleList"):
+    with pytest.raises(ModelError, match="tp_sequence_norms shards activations between the layers of a ModuleList"):
         apply_tensor_parallel(flat, single_rank_axis("tp"), tp_sequence_norms=True)
