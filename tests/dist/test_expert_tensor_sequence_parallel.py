@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.dist.harness import run_ranks
@@ -14,7 +15,7 @@ from tests.oracle import relative_error
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.parallel.experts import apply_expert_parallel
-from windlass.parallel.full_parameters import gather_full_with_grad
+from windlass.parallel.full_parameters import gather_full_with_grad, select_local_shard
 from windlass.parallel.placement import get_placement
 from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
@@ -60,6 +61,27 @@ def expected(family: str) -> tuple[list[float], dict[str, Tensor]]:
         (loss / 2).backward()
         losses.append(loss.item())
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def differentiate(grid: MeshShape) -> float:
+    """Return the largest error of the gradients of functions of gathered parameters, which differ along ep."""
+    mesh, error = build_mesh(grid), 0.0
+    model: nn.Module = FAMILIES["mixtral"].build()
+    apply_expert_parallel(model, mesh.ep)
+    apply_tensor_parallel(model, mesh.tp)
+    for parameter in model.parameters():
+        placement = get_placement(parameter)
+        full = gather_full_with_grad(parameter, placement, mesh.axes)
+        factors = torch.arange(full.numel(), dtype=full.dtype).sin().view_as(full)
+        (full * factors * (mesh.ep.index + 1)).sum().backward()
+        total = 3 if "ep" in placement.sharded_axes else mesh.ep.index + 1
+        assert parameter.grad is not None
+        error = max(error, float((parameter.grad - select_local_shard(total * factors, placement)).abs().max()))
+    return error
+
+
+def test_gathered_parameters_are_differentiable() -> None:
+    assert max(run_ranks(differentiate, 4, MeshShape(ep=2, tp=2), timeout=240)) <= 1e-6
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ class FormatChooser:
         return found
 
     def _measure_speeds(self) -> dict[str, float]:
-        settings = self._settings
-        before = measure_speed(settings.source, trust_remote_code=settings.trust_remote_code)
-        own = before if self._source == settings.source else measure_speed(self._source)
-        return {"before": before, "own": own, "anchor": measure_speed(self._source, weights=ANCHOR_FORMAT)}
+        speed = partial(measure_speed, trust_remote_code=self._settings.trust_remote_code)
+        before = speed(self._settings.source)
+        own = before if self._source == self._settings.source else speed(self._source)
+        return {"before": before, "own": own, "anchor": speed(self._source, weights=ANCHOR_FORMAT)}
 
     def _times(self) -> TokenTimes | None:
         speeds = self._speeds()

@@ -51,7 +51,7 @@ class RankFailure:
             return f"{rank_text} was ended by its watchdog, whose report gives the reason"
         if self.status >= 0:
             return f"{rank_text} ended with exit code {self.status}"
-        return f"{rank_text} was ended by {_signal_name(-self.status)}{self._describe_cause()}"
+        return f"{rank_text} was ended by {signal_name(-self.status)}{self._describe_cause()}"
 
     def _describe_cause(self) -> str:
         if self.status != -signal.SIGKILL:
@@ -99,7 +99,8 @@ def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
     )
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have only a number."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -17,6 +17,7 @@ from typing import Protocol
 from windlass.base.log import logger
 from windlass.base.processes import descendants, start_time_of
 from windlass.launch import exec_rank as before_rank
+from windlass.launch.exit_status import signal_name
 from windlass.launch.launch_errors import LaunchError
 
 OUT, ERR = "out", "err"
@@ -149,7 +150,7 @@ class RankProcesses:
         worker is not needed while others run."""
         if not self._servers or status >= 0 or self._is_stopping:
             return False
-        name = signal.Signals(-status).name
+        name = signal_name(-status)
         if job.rank < self._servers:
             count = self._server_restarts.get(job.rank, 0) + 1
             if count > _SERVER_RESTARTS:

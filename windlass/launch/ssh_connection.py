@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import windlass
 from windlass.launch import exec_rank as before_rank
 from windlass.launch.agent_channel import AgentChannel, MessageReader, text_to_bytes
+from windlass.launch.exit_status import signal_name
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.rank_placement import RankPlacement
 from windlass.launch.rank_processes import ERR, OUT
@@ -144,7 +144,7 @@ class RemoteNode:
     def describe_end(self) -> str:
         """Describe the end of the connection, with the last lines of ssh if there are any."""
         status = self._process.returncode
-        ended = f"ended by {signal.Signals(-status).name}" if status and status < 0 else f"exit code {status}"
+        ended = f"ended by {signal_name(-status)}" if status and status < 0 else f"exit code {status}"
         return f"its connection ended ({'; '.join(self._last_lines) or ended})"
 
     def _report_lost(self) -> None:

@@ -66,7 +66,7 @@ def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mappi
 class _GatherFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, placement: Placement, axes: list[MeshAxis]) -> torch.Tensor:
-        ctx.placement, ctx.sharded = placement, axes
+        ctx.placement, ctx.axes = placement, axes
         full = make_zero_padded_full(local, placement)
         for axis in axes:
             _uncounted_axis(axis).all_reduce(full)

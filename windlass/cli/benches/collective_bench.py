@@ -54,9 +54,7 @@ def parse_settings(operations: str, sizes: str, dtypes: str, trials: int, nproc:
         )
     found = [parse_bytes(word, "--sizes") for word in sizes.split(",")]
     if min(found) < 1:
-        raise CommunicationError(
-            f"--sizes {sizes}: a message has at least one byte; write positive sizes, as 1K,1M"
-        )
+        raise CommunicationError(f"--sizes {sizes}: a message has at least one byte; write positive sizes, as 1K,1M")
     return CollectiveSettings(
         tuple(chosen), tuple(found), tuple(parse_dtype(word.strip()) for word in dtypes.split(",")), trials=trials
     )
