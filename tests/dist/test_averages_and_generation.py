@@ -14,10 +14,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, whole_params
 from tests.dist.harness import run_ranks
+from tests.dist.parallel_runs import ADAMW, CLIP, Case, batch, build, config_of
 from tests.models import LossOutside, Place, mse, rows
 from tests.oracle import SEED, Recipe, relative_error
 
 STEPS, DECAY = 4, 0.9
+SHARDED = ("q_proj.weight", "down_proj.weight", "embed_tokens.weight", "norm.weight")
 TIERS = {
     "device": (),
     "host": (("offload_param", {"device": "cpu"}), ("offload_optimizer", {"device": "cpu"})),
@@ -121,6 +123,48 @@ def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, tier: st
         assert actual["losses"] == pytest.approx(expected[rank], rel=1e-6)
         error, where = relative_error(actual["params"], params)
         assert error < 1e-6, where
+
+
+def sharded_penalty(full: Any, model: nn.Module) -> Tensor:
+    named = dict(model.named_parameters())
+    total: Tensor = sum(full(named[name]).square().sum() for name in named if name.endswith(SHARDED))
+    return 0.05 * total
+
+
+def with_sharded_weights_in_the_loss(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    import windlass
+
+    engine, *_ = windlass.initialize(model=build(case.model, tied=False), config=config_of(case))
+    losses = []
+    for step in range(2):
+        loss = engine(**batch(step, 0, engine.data_loading_ranks[1])).loss
+        loss = loss + sharded_penalty(windlass.zero.full_param, engine.module)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    params = whole_params(engine.module)
+    engine.destroy()
+    return losses, params
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_full_param_of_tensor_parallel_weights_in_the_loss(stage: int) -> None:
+    case = Case("llama", (("tp", 2),), stage=stage, world=4)
+    model = build(case.model, tied=False)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    expected: list[list[float]] = [[], []]
+    for step in range(2):
+        for reader in range(2):
+            loss = model(**batch(step, 0, reader)).loss + sharded_penalty(lambda p: p, model)
+            (loss / 2).backward()
+            expected[reader].append(float(loss.detach()))
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (losses, params) in enumerate(run_ranks(with_sharded_weights_in_the_loss, 4, case, timeout=240)):
+        assert losses == pytest.approx(expected[rank // 2], rel=1e-5)
+        error, where = relative_error(params, {name: p.detach() for name, p in model.named_parameters()})
+        assert error <= 1e-5, where
 
 
 # tests of parameter averages
