@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -11,8 +12,9 @@ import torch
 from windlass.base.compute_device import synchronized_time
 
 # Dense TFLOP/s of the makers' data sheets: 16-bit tensor cores, TF32 tensor cores, fp32. The first name that a device's
-# name contains counts.
+# name contains as whole words counts.
 _KNOWN_GPUS: dict[str, tuple[float, float, float]] = {
+    "GB200": (2500.0, 1250.0, 80.0),
     "B200": (2250.0, 1125.0, 75.0),
     "H100 PCIe": (756.0, 378.0, 51.0),
     "H200": (989.4, 494.7, 67.0),
@@ -49,9 +51,14 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     return DevicePeak(_measure(device, dtype), "measured")
 
 
+def names_gpu(name: str, model: str) -> bool:
+    """Return True if the name of a GPU contains `model` as whole words: "NVIDIA L40" does not contain "L4"."""
+    return re.search(rf"\b{re.escape(model)}\b", name, re.IGNORECASE) is not None
+
+
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
     """Return the FLOP/s of a GPU by its name, or None if the table lacks it."""
-    rates = next((found for key, found in _KNOWN_GPUS.items() if key in name), None)
+    rates = next((found for key, found in _KNOWN_GPUS.items() if names_gpu(name, key)), None)
     if rates is None:
         return None
     return 1e12 * (rates[0] if dtype.itemsize <= 2 else rates[1] if tf32 else rates[2])

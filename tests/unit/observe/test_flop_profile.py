@@ -359,7 +359,10 @@ def test_peaks() -> None:
     assert known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16, tf32=False) == 989.4e12
     assert known_peak("NVIDIA H100 PCIe", torch.bfloat16, tf32=False) == 756e12
     assert known_peak("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12
-    assert known_peak("some other device", torch.float32, tf32=False) is None
+    assert known_peak("NVIDIA GH200 480GB", torch.bfloat16, tf32=False) == 989.4e12
+    assert known_peak("NVIDIA GB200", torch.bfloat16, tf32=False) == 2500e12
+    for name in ("some other device", "NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB"):
+        assert known_peak(name, torch.float32, tf32=False) is None, name
     state = torch.get_rng_state()
     measured = device_peak(CPU, torch.float32)
     assert measured.source == "measured" and math.isfinite(measured.flops) and measured.flops > 1e8
