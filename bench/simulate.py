@@ -181,7 +181,7 @@ def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
         work = describe_step(sizes, config, ranks, _LENGTH, checkpointing="full", fused=True)
         # The inputs of all layers, and the activations of one, are what full checkpointing keeps.
         inputs = work.volumes.tokens * sizes.hidden * 2 * (sizes.layers + 20) // tp
-        if state_bytes_of_rank(work) + inputs > 0.9 * place.device.memory:
+        if state_bytes_of_rank(work, place) + inputs > 0.9 * place.device.memory:
             continue
         found = predict_work(work, place)
         good = expected_goodput(

@@ -45,7 +45,12 @@ def simulate(
     ] = "dgx-h100",
     world_size: Annotated[str, typer.Option(help="Number of ranks, or several with commas.")] = "8",
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 1024,
-    checkpointing: Annotated[str, typer.Option(help="Activation checkpointing: none, full or selective.")] = "none",
+    checkpointing: Annotated[
+        str | None,
+        typer.Option(
+            help="Activation checkpointing: none, full or selective. [full if activation_checkpointing.enabled is true]"
+        ),
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="The model is compiled: operations are fused.")] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers compute in FP8.")] = False,
     device_mtbf: Annotated[
@@ -66,7 +71,7 @@ def simulate(
     """Predict the time of a training step of MODEL on a cluster: MFU, waits, bytes by link. Starts no rank."""
     if (model is None) == (shape is None):
         raise ConfigError("there are two models or none: give MODEL or --shape, one of them")
-    if checkpointing not in CHECKPOINTING:
+    if checkpointing is not None and checkpointing not in CHECKPOINTING:
         raise ConfigError(f"--checkpointing {checkpointing!r} does not exist; write one of {', '.join(CHECKPOINTING)}")
     console = PrintableConsole(soft_wrap=False, highlight=False, markup=False)
     settings = load_config(config if config is not None else dict(_DEFAULT_CONFIG))
@@ -87,8 +92,12 @@ def simulate(
         found.append((prediction, work, place, _goodput(work, place, checkpoint_time, restart_time)))
     if as_json:
         rows = [
-            {**one.as_json(), "state_bytes": state_bytes_of_rank(work), "goodput": good.as_json() if good else None}
-            for one, work, _, good in found
+            {
+                **one.as_json(),
+                "state_bytes": state_bytes_of_rank(work, place),
+                "goodput": good.as_json() if good else None,
+            }
+            for one, work, place, good in found
         ]
         typer.echo(json.dumps(rows if len(rows) > 1 else rows[0], indent=1))
     else:

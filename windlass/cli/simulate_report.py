@@ -81,11 +81,11 @@ def wait_table(one: StepPrediction) -> Table:
 
 
 def fit_line(work: StepWork, cluster: Cluster) -> str:
-    """Return one line that compares a rank's states with the memory of its device."""
-    held = state_bytes_of_rank(work)
+    """Return one line that compares a rank's slots on its device with the device's memory."""
+    held = state_bytes_of_rank(work, cluster)
     verdict = "do not fit into" if held > cluster.device.memory else "of"
     return (
-        f"parameters, gradients and states of a rank: {format_size(held)} {verdict} "
+        f"parameters, gradients and states of a rank on its device: {format_size(held)} {verdict} "
         f"{format_size(cluster.device.memory)} (activations not counted; windlass plan counts them)"
     )
 

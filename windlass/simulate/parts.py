@@ -20,6 +20,14 @@ _BINARY_SCALE = {prefix: 1024.0**power for power, prefix in enumerate(_SCALE)}
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(i?)(bps|bit/s|B/s|FLOP/s|FLOPS|flops|)\s*", re.ASCII)
 _SECONDS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|ms|us|ns)\s*", re.ASCII)
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_AS_WIDE = {
+    "fp8": ("bf16", "fp16", "fp32", "fp64"),
+    "bf16": ("fp16", "fp32", "fp64"),
+    "fp16": ("bf16", "fp32", "fp64"),
+    "fp32": ("fp64",),
+    "fp64": (),
+}
+"""Other dtypes of the width of each dtype, and wider ones, from the narrowest to the widest."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,18 @@ class DevicePart:
     launch_seconds: float = 5e-6
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a dtype; a dtype without an entry has that of the next wider one."""
-        for name in {"fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp16", "fp32")}.get(
-            dtype, (dtype, "fp16", "fp32")
-        ):
+        """Return the peak FLOP/s of a dtype; a dtype without an entry has that of the next one of its width or wider.
+
+        Raises:
+            ConfigError: only narrower dtypes have an entry. Their rates are too high for this one.
+        """
+        for name in (dtype, *_AS_WIDE[dtype]):
             if name in self.flops:
                 return self.flops[name]
-        return max(self.flops.values())
+        raise ConfigError(
+            f"device.flops of {self.name} has {', '.join(self.flops)}, and products are in {dtype}: add the rate of "
+            f'{dtype} to a cluster file, e.g. {dtype} = "60TFLOP/s" in device.flops'
+        )
 
 
 @dataclass(frozen=True)

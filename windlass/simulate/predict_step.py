@@ -25,7 +25,7 @@ def predict_step(
     *,
     world_size: int | None = None,
     length: int = 1024,
-    checkpointing: str = "none",
+    checkpointing: str | None = None,
     fused: bool = False,
     linear_dtype: str = "",
     timeline: bool = False,
@@ -39,7 +39,7 @@ def predict_step(
         cluster: Hosts and links; see `windlass.simulate.cluster_file`.
         world_size: Number of ranks, which fill one host after the other; None: all devices of the cluster.
         length: Tokens of a sample.
-        checkpointing: `none`, `full` or `selective`.
+        checkpointing: `none`, `full` or `selective`; None: as the configuration has it, see `describe_step`.
         fused: Operations between products are fused (torch.compile).
         linear_dtype: `fp8` for linear layers in FP8.
         timeline: Record the spans of ranks and links.

@@ -125,7 +125,7 @@ def describe_step(
     world_size: int,
     length: int,
     *,
-    checkpointing: str = "none",
+    checkpointing: str | None = None,
     fused: bool = False,
     linear_dtype: str = "",
 ) -> StepWork:
@@ -134,8 +134,9 @@ def describe_step(
     Args:
         model: A transformers model, possibly on the meta device, or its sizes.
         length: Tokens of a sample.
-        checkpointing, fused, linear_dtype: See `ComputeStyle`. `parallel.recompute` and
-            `pipeline.activation_checkpoint_interval` of the configuration imply full checkpointing.
+        checkpointing: See `ComputeStyle`; None: `full` if the configuration sets `activation_checkpointing.enabled`,
+            else `none`. `parallel.recompute` and `pipeline.activation_checkpoint_interval` always imply `full`.
+        fused, linear_dtype: See `ComputeStyle`.
 
     Raises:
         ConfigError: the batch or the axes do not fit the ranks, or the layers do not fit the stages.
@@ -153,6 +154,8 @@ def describe_step(
             f"a pipeline of {grid.pp} stages with {pipeline.resolved_virtual_stages} parts each needs at least as many "
             f"layers, and the model has {shape.layers}; lower parallel.pp or pipeline.virtual_stages"
         )
+    if checkpointing is None:
+        checkpointing = "full" if config.activation_checkpointing.enabled else "none"
     if parallel.recompute or pipeline.activation_checkpoint_interval:
         checkpointing = "full"
     style = ComputeStyle(dtypes.compute_dtype, fused, linear_dtype, checkpointing)

@@ -15,13 +15,14 @@ from typing import Any
 from windlass.base.errors import WindlassError
 from windlass.config import load_config
 from windlass.config.batch_sizes import TRAIN
+from windlass.observe.device_peak import names_gpu
 from windlass.parallel.model_shape import ModelShape
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.parts import CLUSTERS
 from windlass.simulate.predict_step import predict_step
 from windlass.tune.memory_forecast import ForecastResult
-from windlass.tune.search_space import CHECKPOINTING, Candidate
+from windlass.tune.search_space import Candidate
 
 _DEFAULT_GPU = "dgx-h100"
 
@@ -58,7 +59,6 @@ class StepRanking:
         return math.inf if seconds is None else seconds / float(candidate.get(TRAIN, 1))
 
     def _predict(self, candidate: Candidate) -> float | None:
-        recomputes = candidate.get(CHECKPOINTING, False)
         try:
             found = predict_step(
                 self._shape,
@@ -66,7 +66,6 @@ class StepRanking:
                 self._cluster,
                 world_size=self._world_size,
                 length=self._facts.tokens,
-                checkpointing="full" if recomputes else "none",
             )
         except WindlassError as error:
             self.problem = self.problem or str(error).splitlines()[0]
@@ -88,7 +87,7 @@ def cluster_of_facts(facts: ForecastResult, world_size: int) -> Cluster:
     """Return one host with one device for each rank: CPU cores, or the known GPU that the device's name contains."""
     name = "cpu"
     if facts.device != "cpu":
-        known = (key for key, one in CLUSTERS.items() if one.device in facts.device_name.lower())
+        known = (key for key, one in CLUSTERS.items() if names_gpu(facts.device_name, one.device))
         name = next(known, _DEFAULT_GPU)
     found = known_cluster(name)
     return replace(found, host=replace(found.host, devices=world_size))

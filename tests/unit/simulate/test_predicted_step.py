@@ -23,6 +23,7 @@ from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
 from windlass.simulate.model_blocks import build_chunks, global_model_flops
+from windlass.simulate.model_states import state_bytes_of_rank
 from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
 from windlass.simulate.predict_step import predict_step
 from windlass.simulate.step_tasks import StepTasks
@@ -142,6 +143,52 @@ def test_one_device_takes_the_sum_of_its_operations(checkpointing: str) -> None:
     assert math.isclose(found.seconds, total, rel_tol=1e-9)
     assert math.isclose(found.compute_seconds, total, rel_tol=1e-9)
     assert sum(found.waits.values()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_checkpointing_follows_the_configuration_unless_it_is_given() -> None:
+    enabled = config(activation_checkpointing={"enabled": True})
+    assert describe_step(DENSE, config(), 1, LENGTH).style.checkpointing == "none"
+    assert describe_step(DENSE, enabled, 1, LENGTH).style.checkpointing == "full"
+    assert describe_step(DENSE, enabled, 1, LENGTH).volumes.recompute
+    for given in ("none", "selective"):
+        assert describe_step(DENSE, enabled, 1, LENGTH, checkpointing=given).style.checkpointing == given
+    followed, full, none = (
+        predict_step(DENSE, one, place(1), world_size=1, length=LENGTH, checkpointing=given).seconds
+        for one, given in ((enabled, None), (config(), "full"), (enabled, "none"))
+    )
+    assert followed == full > none
+
+
+def test_a_dtype_without_a_rate_has_that_of_a_wider_one() -> None:
+    part = replace(DEVICES["h100"], flops={"bf16": 4.0, "fp32": 2.0})
+    assert [part.peak(dtype) for dtype in ("fp8", "bf16", "fp16", "fp32")] == [4.0, 4.0, 4.0, 2.0]
+    assert DEVICES["v100"].peak("bf16") == 125e12
+    narrow = replace(part, flops={"fp8": 8.0, "bf16": 4.0})
+    for dtype in ("fp32", "fp64"):
+        with pytest.raises(ConfigError, match=f"device.flops of h100 has fp8, bf16, and products are in {dtype}: add"):
+            narrow.peak(dtype)
+
+
+def test_offloaded_slots_do_not_count_against_device_memory() -> None:
+    numel, ranks = DENSE.numel, 4
+
+    def held(stage: int, cluster: str = "dgx-h100", **zero: Any) -> float:
+        settings = config(stage, zero, bf16={"enabled": True})
+        return state_bytes_of_rank(describe_step(DENSE, settings, ranks, LENGTH), place(ranks, cluster)) / numel
+
+    cpu, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/x"}
+    everything = (2 + 4 + 4 + 8) / ranks
+    assert held(3) == pytest.approx(everything)
+    assert held(3, offload_optimizer=cpu) == pytest.approx(2 / ranks)
+    assert held(3, offload_optimizer=cpu, offload_param=cpu) == 0
+    assert held(3, offload_param=cpu) == pytest.approx((4 + 4 + 8) / ranks)
+    assert held(3, offload_optimizer={**cpu, "ratio": 0.5}) == pytest.approx((2 + 16 / 2) / ranks)
+    assert held(1, offload_optimizer=cpu) == pytest.approx(2 + 4)  # whole gradients stay on the device
+    # The memory of a CPU rank's device is the host's.
+    assert held(3, "cpu", offload_optimizer=cpu, offload_param=cpu) == pytest.approx(everything)
+    assert held(3, "cpu", offload_optimizer=disk, offload_param=cpu) == pytest.approx((2 + 4) / ranks)
+    on_disk = {**disk, "gradient_device": "nvme"}
+    assert held(3, "cpu", offload_optimizer=on_disk, offload_param=disk) == 0
 
 
 def test_compute_and_waits_sum_to_the_step() -> None:

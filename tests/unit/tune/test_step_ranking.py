@@ -53,7 +53,19 @@ def test_other_models_are_simulated_as_a_decoder_of_as_many_parameters() -> None
 def test_one_host_has_all_ranks_and_the_known_gpu() -> None:
     facts = ForecastResult(device="cuda", device_name="NVIDIA A100-SXM4-80GB")
     assert cluster_of_facts(facts, 4).device.name == "a100" and cluster_of_facts(facts, 4).devices == 4
+    other = ForecastResult(device="cuda", device_name="NVIDIA RTX A1000")
+    assert cluster_of_facts(other, 1).device.name == "h100", "unknown GPUs count as an H100"
     assert cluster_of_facts(ForecastResult(), 3).device.name == "cpu"
+
+
+def test_checkpointing_that_is_not_searched_counts_too() -> None:
+    facts = ForecastResult(parameters=10**6, tokens=64)
+    seconds = []
+    for enabled in (False, True):
+        space = build_space({**RAW, "activation_checkpointing": {"enabled": enabled}}, 2, SearchLimits())
+        assert not any(dimension.key == CHECKPOINTING for dimension in space.dimensions)
+        seconds.append(StepRanking(space.config_of, 2, facts).seconds(space.candidates()[0]) or 0.0)
+    assert 0 < seconds[0] < seconds[1]
 
 
 def test_a_configuration_that_cannot_be_simulated_has_no_prediction() -> None:
