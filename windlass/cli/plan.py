@@ -44,7 +44,13 @@ def plan(
     disk_space: Annotated[
         str | None, typer.Option("--disk-space", help="NVMe space of a rank (1T); by default unlimited.")
     ] = None,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activations are checkpointed.")] = False,
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing",
+            help="Activations are checkpointed, as with activation_checkpointing.enabled in the configuration.",
+        ),
+    ] = False,
     sharded_init: Annotated[
         bool, typer.Option("--sharded-init", help="The model is built by zero.Init or from_pretrained.")
     ] = False,
@@ -118,10 +124,11 @@ def _report_choice(
     best = choice.chosen or choice.nearest
     if as_json:
         rows = [{"name": str(t.rung), "missing": t.missing, **t.plan.as_json()} for t in choice.tried]
+        refused = [{"name": str(one.rung), "problem": one.problem} for one in choice.refused]
         config = choice.chosen.config if choice.chosen is not None else None
-        typer.echo(json.dumps({"chosen": config, "tried": rows}, indent=1))
+        typer.echo(json.dumps({"chosen": config, "tried": rows, "refused": refused}, indent=1))
     else:
-        console.print(ladder_table(choice.tried))
+        console.print(ladder_table(choice.walked))
         console.print(peak_line(best.plan, limits), soft_wrap=True)
         for line in best.plan.notes:
             console.print(line, soft_wrap=True)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from windlass.base.figure_file import write_figure
 from windlass.base.log import logger
-from windlass.plan.choose_config import PLACES, TriedRung
+from windlass.plan.choose_config import PLACES, RefusedRung, TriedRung
 from windlass.plan.memory_plan import MemoryPlan
 from windlass.plan.rank_limits import RankLimits
 
@@ -57,12 +57,15 @@ def missing_line(missing: dict[str, int]) -> str:
     return "missing: " + ", ".join(f"{format_size(nbytes)} of {place} memory" for place, nbytes in missing.items())
 
 
-def ladder_table(tried: list[TriedRung]) -> Table:
-    """Return a table with a row for each rung that was planned, from the fastest to the smallest."""
+def ladder_table(walked: list[TriedRung | RefusedRung]) -> Table:
+    """Return a table with a row for each rung that was planned or refused, from the fastest to the smallest."""
     table = Table(title="from the fastest to the smallest", title_justify="left")
     for name in ("configuration", *PLACES, ""):
         table.add_column(name, justify="right" if name in PLACES else "left")
-    for one in tried:
+    for one in walked:
+        if isinstance(one, RefusedRung):
+            table.add_row(str(one.rung), *[""] * len(PLACES), f"refused: {one.problem}")
+            continue
         peaks = [format_size(one.plan.peak(place)) if one.plan.kinds(place) else "" for place in PLACES]
         table.add_row(str(one.rung), *peaks, "fits" if one.fits else missing_line(one.missing))
     return table

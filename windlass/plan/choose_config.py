@@ -9,20 +9,22 @@ ZeRO, not of measured times.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from windlass.config import load_config
+from windlass.base.errors import ConfigError
+from windlass.config import Config, validate_config
+from windlass.config.config_overrides import override_keys, value_at_path
 from windlass.parallel.model_checkpointing import can_checkpoint, disable_checkpointing, enable_checkpointing
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MemoryPlan
 from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
 from windlass.plan.rank_limits import RankLimits
 
 PLACES = (DEVICE, HOST, DISK)
+STATES, PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,21 @@ class Rung:
                 yield what, tier
 
     def apply(self, raw: dict[str, Any], nvme_path: str | None) -> dict[str, Any]:
-        """Return the configuration `raw` with the stage and tiers of this rung."""
-        changed = copy.deepcopy(raw)
-        changed.pop("offload", None)  # the rung sets all tiers
-        zero = changed.setdefault("zero_optimization", {})
-        zero["stage"] = self.stage
-        for key, tier in (("offload_optimizer", self.states), ("offload_param", self.parameters)):
-            before = zero.pop(key, None) or {}
+        """Return the configuration `raw` with the stage, tiers and activation checkpointing of this rung."""
+        values: dict[str, Any] = {
+            "offload": None,  # the rung sets all tiers
+            "zero_optimization.stage": self.stage,
+            "activation_checkpointing.enabled": self.checkpointing or None,
+        }
+        for path, tier in ((STATES, self.states), (PARAMETERS, self.parameters)):
+            before = _section_at(raw, path)
+            values[path] = None
             if tier != "none":
-                section = {name: value for name, value in before.items() if name not in ("device", "nvme_path")}
-                zero[key] = {**section, "device": tier}
+                kept = {name: value for name, value in before.items() if name not in ("device", "nvme_path")}
+                values[path] = {**kept, "device": tier}
                 if tier == "nvme":
-                    zero[key]["nvme_path"] = before.get("nvme_path") or nvme_path
-        return changed
+                    values[path]["nvme_path"] = before.get("nvme_path") or nvme_path
+        return override_keys(raw, values)
 
 
 @dataclass(frozen=True)
@@ -88,18 +92,40 @@ class TriedRung:
 
 
 @dataclass(frozen=True)
+class RefusedRung:
+    """Rung that `initialize` refuses, so that its memory is not planned.
+
+    Attributes:
+        problem: First problem of its configuration.
+    """
+
+    rung: Rung
+    problem: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """Result of `choose_config`.
 
     Attributes:
-        tried: Rungs in the order of the ladder, up to the chosen one.
+        walked: Rungs in the order of the ladder, up to the chosen one.
         chosen: First rung that fits; None: none does.
         nearest: Rung that lacks the fewest bytes.
     """
 
-    tried: list[TriedRung]
+    walked: list[TriedRung | RefusedRung]
     chosen: TriedRung | None
     nearest: TriedRung
+
+    @property
+    def tried(self) -> list[TriedRung]:
+        """Rungs that were planned."""
+        return [one for one in self.walked if isinstance(one, TriedRung)]
+
+    @property
+    def refused(self) -> list[RefusedRung]:
+        """Rungs that `initialize` refuses."""
+        return [one for one in self.walked if isinstance(one, RefusedRung)]
 
 
 def ladder(*, has_own_memory: bool, can_checkpoint: bool, nvme: bool) -> list[Rung]:
@@ -130,13 +156,19 @@ def choose_config(
     nvme_path: str | None = None,
     on_tried: Callable[[TriedRung], None] = lambda tried: None,
 ) -> Choice:
-    """Walk the ladder and stop at the first configuration that fits.
+    """Walk the ladder and stop at the first configuration that fits. Configurations that `initialize` refuses are
+    skipped.
 
     Args:
         model: The model, possibly on the meta device; its checkpointing is switched as the rungs need.
-        raw: The user's configuration. Its stage and offload sections are replaced, everything else is kept.
+        raw: The user's configuration. Its stage, offload sections and `activation_checkpointing.enabled` are replaced,
+            everything else is kept.
         nvme_path: Path of NVMe offload; None: NVMe is left out, unless `raw` names a path.
         on_tried: Called with each rung once it is planned.
+
+    Raises:
+        ConfigError: every rung is refused, or the batch or the axes do not fit the ranks.
+        ModelError: the model cannot be traced.
     """
     nvme_path = nvme_path or _named_path(raw)
     rungs = ladder(
@@ -145,15 +177,29 @@ def choose_config(
         nvme=nvme_path is not None,
     )
     traces: TraceCache = {}
+    walked: list[TriedRung | RefusedRung] = []
     tried: list[TriedRung] = []
     for rung in rungs:
         one = _try(model, rung, raw, run, limits, nvme_path, traces)
+        walked.append(one)
+        if isinstance(one, RefusedRung):
+            continue
         on_tried(one)
         tried.append(one)
         if one.fits:
             break
+    if not tried:
+        problems = "; ".join(dict.fromkeys(one.problem for one in walked if isinstance(one, RefusedRung)))
+        raise ConfigError(f"no stage and no tier makes this configuration one that can be trained: {problems}")
     chosen = tried[-1] if tried[-1].fits else None
-    return Choice(tried, chosen, min(tried, key=lambda one: sum(one.missing.values())))
+    return Choice(walked, chosen, min(tried, key=lambda one: sum(one.missing.values())))
+
+
+def load_supported(raw: dict[str, Any]) -> tuple[Config, str]:
+    """Return the configuration, and the first reason for which `initialize` refuses it; empty: there is none."""
+    found = validate_config(raw)
+    reasons = [*found.problems, *found.config.refusals()]
+    return found.config, str(reasons[0]) if reasons else ""
 
 
 def missing_bytes(plan: MemoryPlan, limits: RankLimits) -> dict[str, int]:
@@ -170,18 +216,25 @@ def _try(
     limits: RankLimits,
     nvme_path: str | None,
     traces: TraceCache,
-) -> TriedRung:
+) -> TriedRung | RefusedRung:
     changed = rung.apply(raw, nvme_path)
+    config, problem = load_supported(changed)
+    if problem:
+        return RefusedRung(rung, problem)
     if can_checkpoint(model):
         (enable_checkpointing if rung.checkpointing else disable_checkpointing)(model)
-    plan = plan_memory(model, load_config(changed), run, traces=traces, variant=rung.checkpointing)
+    plan = plan_memory(model, config, run, traces=traces, variant=rung.checkpointing)
     return TriedRung(rung, plan, missing_bytes(plan, limits), changed)
 
 
 def _named_path(raw: dict[str, Any]) -> str | None:
-    zero = raw.get("zero_optimization") or {}
-    for key in ("offload_optimizer", "offload_param"):
-        path = (zero.get(key) or {}).get("nvme_path")
+    for key in (STATES, PARAMETERS):
+        path = _section_at(raw, key).get("nvme_path")
         if path:
             return str(path)
     return None
+
+
+def _section_at(raw: dict[str, Any], path: str) -> Mapping[str, Any]:
+    found = value_at_path(raw, path)
+    return found if isinstance(found, Mapping) else {}  # absent, null, "auto", or an old spelling of the section

@@ -20,11 +20,12 @@ from torch import nn
 from windlass.base.compute_device import local_world_size
 from windlass.base.device_memory import emulated_device_memory
 from windlass.base.errors import ModelError, WindlassError
-from windlass.config import Config, load_config
+from windlass.config import Config
+from windlass.config.config_overrides import override_keys
 from windlass.engine.out_of_memory import FailedRun
 from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
 from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
-from windlass.plan.choose_config import Rung, choose_config, missing_bytes
+from windlass.plan.choose_config import Rung, choose_config, load_supported, missing_bytes
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
 from windlass.plan.planned_layout import Target
@@ -99,8 +100,7 @@ def memory_limit(failed: FailedRun) -> int | None:
 def possible_changes(config: dict[str, Any], micro: int, accumulation: int, failed: FailedRun, *, checkpointed: bool,
                      can_checkpoint: bool) -> Iterator[MemoryChange]:  # fmt: skip
     """Yield single changes from the cheapest to the dearest, see [Note: order of changes]."""
-    zero = config.get("zero_optimization") or {}
-    stage = int(zero.get("stage", 0)) if isinstance(zero, dict) else 0
+    stage = failed.config.zero_optimization.stage
     has_ranks = failed.world_size > 1
     for higher in range(stage + 1, 3) if has_ranks else ():
         yield MemoryChange(f"zero_optimization.stage {higher}", _with_zero(config, stage=higher), checkpointed, micro)
@@ -112,8 +112,7 @@ def possible_changes(config: dict[str, Any], micro: int, accumulation: int, fail
         )
         yield MemoryChange(text, with_micro_batch(config, smaller, more), checkpointed, smaller)
     if can_checkpoint and not checkpointed:
-        changed = copy.deepcopy(config)
-        changed["activation_checkpointing"] = {**(changed.get("activation_checkpointing") or {}), "enabled": True}
+        changed = override_keys(config, {"activation_checkpointing.enabled": True})
         yield MemoryChange("activation_checkpointing.enabled true", changed, True, micro)
     if has_ranks and stage < 3:
         yield MemoryChange("zero_optimization.stage 3", _with_zero(config, stage=3), checkpointed, micro)
@@ -136,9 +135,7 @@ def possible_changes(config: dict[str, Any], micro: int, accumulation: int, fail
 
 def with_micro_batch(config: dict[str, Any], micro: int, accumulation: int) -> dict[str, Any]:
     """Return the configuration with another micro-batch and accumulation."""
-    changed = copy.deepcopy(config)
-    changed["train_micro_batch_size_per_gpu"], changed["gradient_accumulation_steps"] = micro, accumulation
-    return changed
+    return override_keys(config, {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation})
 
 
 def planning_copy(model: nn.Module) -> nn.Module:
@@ -184,7 +181,10 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     options = {"checkpointed": checkpointed, "can_checkpoint": can_checkpoint}
     most = min(limit, plan.peak(place) - 1)  # a change must need less than the configuration that failed
     for change in possible_changes(raw, batch.micro, batch.accumulation, failed, **options):
-        changed = _plan(model, load_config(change.config), run, traces, checkpointing=change.checkpointing)
+        config, problem = load_supported(change.config)
+        if problem:
+            continue  # initialize would refuse it
+        changed = _plan(model, config, run, traces, checkpointing=change.checkpointing)
         if changed.peak(place) <= most:
             return [*lines, f"cheapest change that fits: {change.text}; predicted {_peak_text(changed, place)}"]
     smallest = with_micro_batch(raw, 1, batch.accumulation * batch.micro)
@@ -214,10 +214,7 @@ def _rung_text(rung: Rung) -> str:
 
 
 def _with_zero(config: dict[str, Any], **values: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(config)
-    zero = changed.get("zero_optimization")
-    changed["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), **values}
-    return changed
+    return override_keys(config, {f"zero_optimization.{key}": value for key, value in values.items()})
 
 
 def _switch_checkpointing(model: nn.Module, wanted: bool) -> None:

@@ -13,6 +13,7 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.config import Config
 from windlass.config.offload_section import AutoOffload
 from windlass.engine.tier_planning import placement_table
+from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
 from windlass.parallel.pipeline.pipeline_schedules import build_schedule
 from windlass.parallel.pipeline.staged_model import StagedModel
@@ -68,7 +69,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
 
-    For a pipeline it is the rank whose stage needs most.
+    For a pipeline it is the rank whose stage needs most. `activation_checkpointing.enabled` switches on the model's
+    activation checkpointing, as `initialize` does.
 
     Args:
         traces: Traces of earlier calls, which are used again if the model, its micro-batch and its blocks are the same.
@@ -76,9 +78,11 @@ def plan_memory(
 
     Raises:
         ConfigError: the configuration is not supported, or its batch or axes do not fit the ranks.
-        ModelError: the model cannot be traced.
+        ModelError: the model cannot be traced, or has no switch for the activation checkpointing that `config` enables.
     """
     traces = {} if traces is None else traces
+    if config.activation_checkpointing.enabled:
+        enable_checkpointing(model, "activation_checkpointing.enabled")
     plans = [_plan_rank(model, config, run, rank, traces, variant) for rank in stage_ranks(config, run.world_size)]
     place = DEVICE if run.target.has_own_memory else HOST
     peaks = [plan.peak(place) for plan in plans]
@@ -94,7 +98,7 @@ def _plan_rank(
     memory = TierMemory(1 << 62) if config.offload is not None else None
     layout = plan_layout(model, config, run.world_size, run.target, rank=rank, memory=memory)
     micro = micro_batch_of(config, run.world_size)
-    key = (variant, micro, rank, len(layout.blocks))
+    key = (variant, config.activation_checkpointing.enabled, micro, rank, len(layout.blocks))
     if key not in traces:
         traces[key] = trace_of(config, layout, run, micro)
     trace = traces[key]

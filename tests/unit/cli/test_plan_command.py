@@ -54,6 +54,34 @@ def test_the_ladder_prints_its_choice_or_what_is_missing(model: str) -> None:
     assert code == 1 and "no configuration fits; the nearest is stage" in text and "missing:" in text
 
 
+def test_checkpointing_follows_the_configuration(model: str, tmp_path: Path) -> None:
+    own = {"train_micro_batch_size_per_gpu": 2, "activation_checkpointing": {"enabled": True}}
+    (tmp_path / "plain.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2}))
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    plain, option, key = (
+        json.loads(run(model, "--length", "64", "--json", *options)[1])["moments"]
+        for options in (
+            ("--config", f"{model}/plain.json"),
+            ("--config", f"{model}/plain.json", "--checkpointing"),
+            ("--config", f"{model}/own.json"),
+        )
+    )
+    assert key == option != plain
+
+
+def test_the_ladder_skips_what_initialize_refuses(model: str, tmp_path: Path) -> None:
+    (tmp_path / "diloco.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "DiLoCo", "params": {"lr": 1e-3}}})
+    )
+    options = ["--config", f"{model}/diloco.json", "--length", "16", "--world-size", "2", "--host-memory", "10K"]
+    code, text = run(model, *options, "--choose", "--json")
+    found = json.loads(text)
+    assert code == 1 and [one["name"] for one in found["tried"]] == ["stage 0", "stage 0, checkpointing"]
+    assert len(found["refused"]) == 6 and all("DiLoCo" in one["problem"] for one in found["refused"])
+    code, text = run(model, *options, "--choose")
+    assert code == 1 and "refused:" in text
+
+
 def test_wrong_options_name_the_fix(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give MODEL or --shape"):
         run(model, "--shape", "7b")

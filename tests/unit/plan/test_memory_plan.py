@@ -53,7 +53,8 @@ def traced_once() -> Iterator[None]:
 
     def trace(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> ActivationTrace:
         blocks = tuple(block.name for block in layout.blocks)
-        key = layout.model, blocks, layout.settings.param_dtype, run.length, micro
+        checkpointing = config.activation_checkpointing.enabled
+        key = layout.model, checkpointing, blocks, layout.settings.param_dtype, run.length, micro
         if key not in traces:
             traces[key] = trace_of(config, layout, run, micro)
         return traces[key]
@@ -212,6 +213,46 @@ def test_a_rung_keeps_the_other_keys() -> None:
     assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5}
     assert raw["zero_optimization"]["stage"] == 1
     assert "offload_optimizer" not in Rung(2, False).apply(raw, None)["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "more"),
+    [
+        (True, {}),
+        ({"stage": 2, "cpu_offload": True}, {}),
+        ({"stage": "auto", "offload_optimizer": "auto", "offload_param": {"device": "auto"}}, {}),
+        ("auto", {"offload": "auto"}),
+    ],
+)
+def test_a_rung_replaces_other_spellings(zero: Any, more: dict[str, Any]) -> None:
+    raw = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **more}
+    config = load_config(Rung(3, False, "cpu", "nvme").apply(raw, "/nvme"))
+    section = config.zero_optimization
+    assert section.offload_optimizer is not None and section.offload_param is not None and config.offload is None
+    assert (section.stage, section.offload_optimizer.device, section.offload_param.device) == (3, "cpu", "nvme")
+    plain = load_config(Rung(0, False).apply(raw, None)).zero_optimization
+    assert (plain.stage, plain.offload_optimizer, plain.offload_param) == (0, None, None)
+
+
+def test_a_rung_writes_the_checkpointing_that_it_counts_on() -> None:
+    model = llama(num_hidden_layers=2)
+    raw = settings(1, activation_checkpointing={"enabled": False, "profile": True})
+    written = Rung(2, True).apply(raw, None)
+    assert written["activation_checkpointing"] == {"enabled": True, "profile": True}
+    assert not load_config(Rung(2, False).apply(written, None)).activation_checkpointing.enabled
+    run = RunShape(1, 64, GPU)
+    every = choose_config(model, settings(), run, RankLimits(device=0)).tried
+    limit = min(one.plan.peak(DEVICE) for one in every if not one.rung.checkpointing) - 1
+    chosen = choose_config(model, settings(), run, RankLimits(device=limit)).chosen
+    assert chosen is not None and chosen.rung.checkpointing
+    # The configuration alone, on a new model, needs what the rung showed.
+    again = plan_memory(llama(num_hidden_layers=2), load_config(chosen.config), run)
+    assert again.as_json() == chosen.plan.as_json()
+
+
+def test_a_configuration_that_no_rung_can_train_is_an_error(two_layers: nn.Module) -> None:
+    with pytest.raises(ConfigError, match='no stage and no tier makes .* bf16.enabled = "auto"'):
+        choose_config(two_layers, settings(bf16={"enabled": "auto"}), RunShape(1, 16, GPU), RankLimits(device=0))
 
 
 class _ReadsValues(nn.Module):

@@ -88,6 +88,25 @@ def test_single_changes_keep_the_global_batch_and_grow_dearer(llama: nn.Module) 
     assert texts == ["activation_checkpointing.enabled true"]
 
 
+def test_a_change_that_initialize_refuses_is_skipped(llama: nn.Module) -> None:
+    raw = config(optimizer={"type": "DiLoCo", "params": {"lr": 1e-3}})  # stage 0 only
+    run = failed(llama, raw)
+    text = note(run, peak(run, raw) - 1)
+    assert "cheapest change that fits: train_micro_batch_size_per_gpu 2" in text
+
+
+def test_changes_apply_to_old_spellings(llama: nn.Module) -> None:
+    raw = {**config(), "zero_optimization": {"stage": 1, "cpu_offload": True}}
+    run = FailedRun(llama, load_config(raw), 2, torch.device("cuda"), "backward", (4, 48))
+    options = {"checkpointed": False, "can_checkpoint": True}
+    for one in notes.possible_changes(raw, 4, 1, run, **options):
+        load_config(one.config)
+    raw["zero_optimization"] = True
+    run = failed(llama, raw)
+    first = next(notes.possible_changes(raw, 4, 1, run, **options))
+    assert first.text == "zero_optimization.stage 2" and load_config(first.config).zero_optimization.stage == 2
+
+
 def test_a_model_that_already_checkpoints_is_planned_so(llama: nn.Module) -> None:
     checkpointed = model_of("LlamaForCausalLM", **SIZES)
     enable_checkpointing(checkpointed)
