@@ -160,18 +160,19 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
     length = (
         failed.batch[1] if failed.batch is not None else int(getattr(model.config, "max_position_embeddings", 1024))
     )
+    limits = RankLimits(device=limit) if place == DEVICE else RankLimits(host=limit)
     run = RunShape(
         failed.world_size,
         length,
         Target("cuda" if failed.has_own_memory else "cpu", failed.config.comm.transport),
         activations=0 if _counts_no_activations(failed) else None,
+        limits=limits,
     )
     traces: TraceCache = {}
     plan = _plan(model, failed.config, run, traces, checkpointing=checkpointed)
     lines = [f"predicted for this configuration: {_peak_text(plan, place)}"]
     if limit is None:
         return [*lines, "the limit of the memory is unknown, so no change is proposed"]
-    limits = RankLimits(device=limit) if place == DEVICE else RankLimits(host=limit)
     if not missing_bytes(plan, limits):
         lines.append(
             "the prediction fits: other programs, fragmentation, or tensors of the script take the rest; "

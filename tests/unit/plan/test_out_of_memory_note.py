@@ -107,6 +107,13 @@ def test_changes_apply_to_old_spellings(llama: nn.Module) -> None:
     assert first.text == "zero_optimization.stage 2" and load_config(first.config).zero_optimization.stage == 2
 
 
+def test_chosen_tiers_are_planned_for_the_limit(llama: nn.Module) -> None:
+    raw = config(stage=3, offload="auto")
+    run = FailedRun(llama, load_config(raw), 2, torch.device("cuda"), "backward", (4, 48))
+    text = note(run, 10**9)
+    assert "predicted for this configuration" in text and "cheapest change that fits: " in text
+
+
 def test_a_model_that_already_checkpoints_is_planned_so(llama: nn.Module) -> None:
     checkpointed = model_of("LlamaForCausalLM", **SIZES)
     enable_checkpointing(checkpointed)
