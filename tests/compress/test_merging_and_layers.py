@@ -203,8 +203,10 @@ def test_factorized_models_are_smaller_and_train() -> None:
     model = deep()
     wide = copy.deepcopy(model)
     before = sum(parameter.numel() for parameter in model.parameters())
+    model.model.train()
     ranks = factorize_linear_layers(model, 0.5, lambda name: "mlp" in name, batches=BATCHES)
     assert len(ranks) == 12 and set(ranks.values()) == {rank_of_share(32, 48, 0.5)}
+    assert not model.training and all(module.training for module in model.model.modules())
     after = sum(parameter.numel() for parameter in model.parameters())
     assert before - after >= 12 * 32 * 48 // 2
     loss = model(BATCHES[0], labels=BATCHES[0]).loss

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError
 from windlass.compress.block_calibration import InputStatistics
+from windlass.compress.module_modes import evaluating
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _DAMPING = 1e-6  # added to the diagonal, relative to its mean
@@ -109,14 +110,11 @@ def _input_sums(
         return lambda module, inputs: found[name].add(inputs[0].detach())
 
     handles = [layer.register_forward_pre_hook(called(name)) for name, layer in layers.items()]
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             for batch in batches:
                 loss(model, batch)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return {name: one.hessian for name, one in found.items() if one.rows}

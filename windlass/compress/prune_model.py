@@ -14,6 +14,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.channel_units import find_channel_units
 from windlass.compress.layer_importance import find_layer_list, shorten_layers
+from windlass.compress.module_modes import evaluating
 from windlass.compress.pruned_config import check_layers, describe_widths
 from windlass.compress.pruning_units import Kept, UnitGroup, choose_units, count_kept, remove_units
 from windlass.compress.transformer_units import find_transformer_units, fit_module
@@ -69,24 +70,27 @@ def prune_model(
     _check(shares, importance)
     report = PruningReport(_count(model))
     traced = not hasattr(model, "config") or example is not None
-    training = model.training
-    model.eval()
-    if shares.get("layers"):
-        wanted = shares["layers"]
-        total = len(model.get_submodule(find_layer_list(model)))  # type: ignore[arg-type]
-        count = round(wanted * total) if wanted < 1 else int(wanted)
-        if not count:
-            raise ConfigError(f"prune layers = {wanted:g} removes none of the {total} layers; remove more")
-        report.layers = shorten_layers(model, count, batches, loss)
-        if hasattr(model, "config"):
-            check_layers(model)
-        report.units["layers"] = (total, total - count)
-    for kind in PRUNED_KINDS[1:]:
-        if shares.get(kind):
-            _prune_kind(model, kind, shares[kind], importance, batches, loss, example if traced else None, report)
-    model.train(training)
+    with evaluating(model):
+        if shares.get("layers"):
+            _prune_layers(model, shares["layers"], batches, loss, report)
+        for kind in PRUNED_KINDS[1:]:
+            if shares.get(kind):
+                _prune_kind(model, kind, shares[kind], importance, batches, loss, example if traced else None, report)
     report.parameters_after = _count(model)
     return report
+
+
+def _prune_layers(
+    model: nn.Module, wanted: float, batches: Sequence[Any], loss: LossFunction, report: PruningReport
+) -> None:
+    total = len(model.get_submodule(find_layer_list(model)))  # type: ignore[arg-type]
+    count = round(wanted * total) if wanted < 1 else int(wanted)
+    if not count:
+        raise ConfigError(f"prune layers = {wanted:g} removes none of the {total} layers; remove more")
+    report.layers = shorten_layers(model, count, batches, loss)
+    if hasattr(model, "config"):
+        check_layers(model)
+    report.units["layers"] = (total, total - count)
 
 
 def _prune_kind(

@@ -27,6 +27,7 @@ from windlass.compress.compressed_layers import (
     replace_class,
 )
 from windlass.compress.compression_training import CLOCK, compression_clock
+from windlass.compress.module_modes import evaluating
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 
@@ -171,9 +172,8 @@ class BitPlanner:
         """Return the largest eigenvalue of each block, on the samples of the last forward. Collective."""
         assert self._call is not None
         args, kwargs = self._call
-        was_training, options = model.training, self.options
-        model.eval()
-        try:
+        options = self.options
+        with evaluating(model):
             return [
                 largest_eigenvalue(
                     block,
@@ -185,8 +185,6 @@ class BitPlanner:
                 )
                 for block in self._blocks
             ]
-        finally:
-            model.train(was_training)
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:

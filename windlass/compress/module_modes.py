@@ -1,0 +1,21 @@
+"""Evaluation mode of a model for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode inside the `with` block. Afterwards each of its modules has its own mode again, which
+    may differ from the mode of the model, as in a frozen part."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in [*model.modules(), *modes]:  # a module that was added meanwhile gets the mode of the model
+            module.training = modes.get(module, modes[model])
