@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,109 @@ def test_channels_of_plain_modules_are_found_by_marks() -> None:
         example=images,
     )  # fmt: skip
     assert report.units == {"channels": (20, 15), "ffn": (10, 5)} and model.out.in_features == 5
+
+
+class Concatenation(nn.Module):
+    """Two prunable parts of different width and one of the input, concatenated before a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(3, 12, 3, padding=1)
+        self.norm = nn.BatchNorm2d(23)
+        self.inner = nn.Conv2d(23, 6, 1)
+        self.out = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.cat([torch.relu(self.first(x)), torch.relu(self.second(x)), x], 1)
+        out: torch.Tensor = self.out(torch.relu(self.inner(torch.relu(self.norm(parts)))))
+        return out
+
+
+class Tied(nn.Module):
+    """Layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+        self.second.weight = self.first.weight
+        self.other, self.own = nn.Linear(8, 3), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x)) + torch.relu(self.second(x))
+        out: torch.Tensor = self.out(hidden) + self.other(torch.relu(self.second(x)))
+        return out + self.out(torch.relu(self.own(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "names"),
+    [
+        (Concatenation, torch.randn(2, 3, 6, 6), ["first", "second", "inner"]),
+        (Tied, torch.randn(2, 4), ["first"]),
+    ],
+)
+def test_tensors_of_several_groups_lose_the_units_of_each(
+    model: type[nn.Module], example: torch.Tensor, names: list[str]
+) -> None:
+    from windlass.compress.channel_units import find_channel_units
+
+    torch.manual_seed(0)
+    whole = model()
+    whole(example)
+    whole.eval()
+    groups = find_channel_units(whole, example)
+    assert [group.name for group in groups] == names
+    masked, smaller = copy.deepcopy(whole), copy.deepcopy(whole)
+    kept = [{None: torch.arange(place % 2, group.units, 2 + place)} for place, group in enumerate(groups)]
+    for group, one in zip(groups, kept, strict=True):
+        mask_units(masked, group, one)
+    remove_units(smaller, list(zip(groups, kept, strict=True)))
+    torch.testing.assert_close(smaller(example), masked(example), rtol=1e-5, atol=1e-5)
+    if isinstance(smaller, Tied):
+        assert smaller.second.weight is smaller.first.weight and smaller.second.out_features == 4
+
+
+class Fixed(nn.Module):
+    """Layers whose channels meet values that no layer computes, and two layers whose channels do not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner, self.out = nn.Linear(8, 12), nn.Linear(12, 3)
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        if self.kind == "parameter":
+            hidden = hidden * self.scale
+        elif self.kind == "input":
+            hidden = hidden + x
+        elif self.kind == "size":
+            hidden = hidden.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)
+        hidden = self.second(hidden) + self.second(x) if self.kind == "second call" else self.second(hidden)
+        out: torch.Tensor = self.out(torch.relu(self.inner(torch.tanh(hidden).sum(-1, keepdim=True).expand(-1, 8))))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["parameter", "input", "size", "second call"])
+def test_channels_that_meet_values_of_a_fixed_size_stay(kind: str) -> None:
+    torch.manual_seed(0)
+    model, example = Fixed(kind), torch.randn(2, 8)
+    report = prune_model(
+        model, {"ffn": 4}, importance="magnitude", loss=lambda module, batch: module(batch).sum(), example=example
+    )
+    assert report.units == {"ffn": (12, 8)} and model.inner.out_features == 8
+    model(example)
+
+
+@pytest.mark.parametrize("removed", [4, 40])
+def test_each_module_keeps_its_mode(removed: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).train()
+    model[0].eval()
+    with pytest.raises(ConfigError) if removed == 40 else nullcontext():
+        prune_model(model, {"ffn": removed}, importance="magnitude", example=torch.randn(2, 8))
+    assert [module.training for module in model] == [False, True, True, True] and model.training
 
 
 def test_encoders_of_torch_keep_their_attention() -> None:

@@ -5,11 +5,16 @@ layer whose inputs have NaN in some channels depends on the marked channel of th
 pooling, reshapes and normalizations between the layers need no description. A layer that mixes its inputs gets them
 without NaN, so that a mark ends there. A channel whose mark reaches the output of the model, or a layer of an unknown
 kind, cannot be removed.
+
+Marks do not show values of a fixed size that the channels meet outside of these layers, e.g. a parameter by which a
+model scales them, or an input that is added. So a copy of the model loses some units: it has to compute what it
+computes with these units set to 0. Units of groups for which it does not stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
-from windlass.compress.pruning_units import CoupledTensor, UnitGroup
+from windlass.base.log import logger
+from windlass.compress.module_modes import evaluating
+from windlass.compress.pruning_units import CoupledTensor, UnitGroup, mask_units, remove_units
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -41,12 +48,52 @@ def find_channel_units(model: nn.Module, example: Any) -> list[UnitGroup]:
     """
     trace = _Trace(model)
     producers = {name: module for name, module in model.named_modules() if _produces(module)}
-    with _evaluating(model):
+    with evaluating(model), _without_fused_layers():
         for name, module in producers.items():
             channels = _outputs(module)
             for start in range(0, channels, _AT_ONCE):
                 trace.run(name, start, min(start + _AT_ONCE, channels), example)
-    return trace.groups()
+        return _removable(model, trace.groups(), example)
+
+
+def _removable(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> list[UnitGroup]:
+    """Return the groups of which units can be removed, alone and together; see [Note: marked channels]."""
+    if not groups or _removal_error(model, groups, example) is None:
+        return list(groups)
+    found: list[UnitGroup] = []
+    for group in groups:
+        error = _removal_error(model, [*found, group], example)
+        if error is None:
+            found.append(group)
+        else:
+            logger.info("the %s of %s stay: %s", group.kind, group.name, error)
+    return found
+
+
+def _removal_error(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> str | None:
+    """Remove some units in a copy of a model, and return the difference from the units set to 0; None if there is
+    none."""
+    smaller, inputs = copy.deepcopy(model), _repeat(example, 2)
+    # an odd number is removed from the beginning, so that code which regroups channels by fixed numbers fails
+    kept = [
+        (group, dict.fromkeys(group.parts, torch.arange((group.units // 2 - 1) | 1, group.units))) for group in groups
+    ]
+    for group, stays in kept:
+        mask_units(smaller, group, stays)
+    with torch.no_grad():
+        masked = list(_tensors(_call(smaller, inputs)))
+        remove_units(smaller, kept)
+        try:
+            removed = list(_tensors(_call(smaller, inputs)))
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            return f"the model does not run with fewer ({error})"
+    for one, two in zip(masked, removed, strict=False):
+        if one.shape != two.shape:
+            return f"the model's output has shape {tuple(two.shape)} with fewer, and {tuple(one.shape)} otherwise"
+        span = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
+        if not torch.allclose(two, one, rtol=0, atol=span * torch.finfo(one.dtype).eps ** 0.5, equal_nan=True):
+            return "the model without them computes something else than with their weights set to 0"
+    return None
 
 
 def _produces(module: nn.Module) -> bool:
@@ -157,6 +204,7 @@ class _Trace:
 
     def groups(self) -> list[UnitGroup]:
         """Return the connected channels as units, those of the same tensors together."""
+        self._join_shared()
         units: dict[Slot, list[Slot]] = {}
         for slot in list(self._parents):
             units.setdefault(self._find(slot), []).append(slot)
@@ -173,6 +221,27 @@ class _Trace:
         order = {name: place for place, (name, _) in enumerate(self._model.named_modules())}
         found = [self._group(sorted(members), order) for members in places.values() if len(members) > 1]
         return sorted(found, key=lambda group: order[group.name])
+
+    def _join_shared(self) -> None:
+        """Connect the channels of layers that share a parameter, or lock them if one of the layers is not traced."""
+        holders: dict[int, dict[str, str]] = {}  # by parameter: name of each module, and of the parameter in it
+        for name, module in self._model.named_modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                holders.setdefault(id(parameter), {})[name] = leaf
+        for users in holders.values():
+            if len(users) < 2:
+                continue
+            first, *others = users
+            traced = all(_produces(self._model.get_submodule(name)) for name in users)
+            sides = {"out": 0, "in": 1} if "weight" in users.values() else {"out": 0}
+            for side, dim in sides.items():
+                if traced:
+                    channels = self._model.get_submodule(first).get_parameter("weight").shape[dim]
+                    for name in others:
+                        for channel in range(channels):
+                            self._join((first, side, channel), (name, side, channel))
+                else:
+                    self._locked |= {slot for slot in self._parents if slot[0] in users}
 
     def _group(self, members: list[list[Slot]], order: dict[str, int]) -> UnitGroup:
         sides = sorted({(name, side) for name, side, _ in members[0]}, key=lambda one: (order[one[0]], one[1]))
@@ -198,18 +267,14 @@ class _Trace:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, without torch's fused encoder layers, which skip the hooks of their modules."""
-    modes = {module: module.training for module in model.modules()}
+def _without_fused_layers() -> Iterator[None]:
+    """Run torch's encoder layers without their fused kernel, which skips the hooks of their modules."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -140,44 +140,43 @@ def mask_units(model: nn.Module, group: UnitGroup, kept: Kept) -> None:
 def remove_units(model: nn.Module, groups: Sequence[tuple[UnitGroup, Kept]]) -> None:
     """Remove all other units than the kept ones from all tensors, in place; see [Note: coupled tensors]. Tensors that
     modules share stay shared."""
-    by_name: dict[str, list[tuple[CoupledTensor, Tensor]]] = {}
+    found: dict[int, tuple[Tensor, list[tuple[CoupledTensor, Tensor]]]] = {}  # by identity of the tensor, which is held
     for group, kept in groups:
         for tensor in group.tensors:
-            by_name.setdefault(tensor.name, []).append((tensor, kept[tensor.part]))
-    done: dict[int, Tensor] = {}
+            before = _get(model, tensor.name)
+            found.setdefault(id(before), (before, []))[1].append((tensor, kept[tensor.part]))
     with torch.no_grad():
-        for name, found in by_name.items():
-            before = _get(model, name)
-            if id(before) not in done:
-                done[id(before)] = _select(before, found)
-            _replace_everywhere(model, before, done[id(before)])
-    for name in {name.rpartition(".")[0] for name in by_name}:
-        fit_leaf(model.get_submodule(name))
+        for before, entries in found.values():
+            for module in _replace_everywhere(model, before, _select(before, entries)):
+                fit_leaf(module)
 
 
 def _select(value: Tensor, found: Sequence[tuple[CoupledTensor, Tensor]]) -> Tensor:
-    """Return a tensor without the removed elements along each dimension."""
+    """Return a tensor without the elements that any of the groups removes along each dimension."""
     for dim in dict.fromkeys(tensor.dim for tensor, _ in found):
-        here = [(tensor, kept) for tensor, kept in found if tensor.dim == dim]
-        if here[0][0].part is None:
-            for tensor, kept in here:
-                value = value.index_select(dim, _staying(tensor, kept, value.shape[dim]).to(value.device))
-            continue
-        rows = []
-        for tensor, kept in sorted(here, key=lambda one: one[0].part or 0):
-            assert tensor.part is not None
-            row = value[tensor.part]
-            rows.append(row.index_select(dim - 1, _staying(tensor, kept, row.shape[dim - 1]).to(value.device)))
-        value = torch.stack(rows)
+        stays: dict[int | None, Tensor] = {}  # by part; all positions are those before any removal
+        for tensor, kept in found:
+            if tensor.dim == dim:
+                one = _staying(tensor, kept, value.shape[dim])
+                stays[tensor.part] = stays[tensor.part] & one if tensor.part in stays else one
+        if None in stays:
+            value = value.index_select(dim, _positions(stays[None], value))
+        else:
+            parts = sorted(stays.items(), key=lambda item: item[0] or 0)
+            value = torch.stack([value[part].index_select(dim - 1, _positions(one, value)) for part, one in parts])
     return value
 
 
 def _staying(tensor: CoupledTensor, kept: Tensor, size: int) -> Tensor:
-    """Return the positions of the kept elements, in their order."""
+    """Return a mask of the elements that stay."""
     stays = torch.ones(size, dtype=torch.bool)
     stays[tensor.index.flatten()] = False
     stays[tensor.index[kept].flatten()] = True
-    return stays.nonzero().flatten()
+    return stays
+
+
+def _positions(stays: Tensor, value: Tensor) -> Tensor:
+    return stays.nonzero().flatten().to(value.device)
 
 
 def _get(model: nn.Module, name: str) -> Tensor:
@@ -189,8 +188,9 @@ def _get(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> None:
-    """Replace a tensor by another one in all modules that hold it."""
+def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> list[nn.Module]:
+    """Replace a tensor by another one in all modules that hold it, and return these modules."""
+    holders = []
     if isinstance(before, nn.Parameter):
         after = nn.Parameter(after, requires_grad=before.requires_grad)
     for module in model.modules():
@@ -199,6 +199,8 @@ def _replace_everywhere(model: nn.Module, before: Tensor, after: Tensor) -> None
             for leaf, value in places.items():
                 if value is before:
                     places[leaf] = after
+                    holders.append(module)
+    return holders
 
 
 _SIZES = {
