@@ -64,6 +64,28 @@ def test_top_probabilities_count_the_others_as_one_class(count: int, reverse: bo
     torch.testing.assert_close(student.grad, twin.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [None, 4, CLASSES])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_excluded_classes_add_nothing(count: int | None, reverse: bool) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(6, CLASSES), torch.randn(6, CLASSES)
+    for logits in (student, teacher):
+        logits[:, 3:] = float("-inf")
+    student.requires_grad_()
+    twin = student.detach()[:, :3].clone().requires_grad_()
+    values, indices = teacher.log_softmax(-1).topk(count or 1)
+    other = teacher if count is None else TopProbabilities(values, indices, 1.0, CLASSES)
+    loss = logits_divergence(student, other, reverse=reverse)
+    pair = (twin, teacher[:, :3])
+    expected = kl(*(pair if reverse else pair[::-1])).mean()
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert student.grad is not None
+    torch.testing.assert_close(student.grad[:, :3], twin.grad)
+    assert not student.grad[:, 3:].any()
+
+
 def llama(layers: int, width: int = 16, seed: int = 0, **more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -127,6 +149,18 @@ def test_all_terms_of_a_language_model_equal_plain_pytorch() -> None:
     torch.testing.assert_close(student(**batch).loss, twin.eval()(**batch).loss)
     distillation.detach(student)
     assert list(student.state_dict()) == list(llama(2).state_dict())
+
+
+def test_a_model_that_is_deeper_than_its_teacher_begins_with_its_first_block() -> None:
+    student, teacher = llama(4), llama(2, seed=1)
+    Distillation(teacher, logits=0.0, hidden=1.0).attach(student)
+    seen: dict[Any, Tensor] = {}
+    for model in (student, teacher):
+        for place, layer in enumerate(model.model.layers):
+            layer.register_forward_hook(lambda m, a, out, key=(model, place): seen.__setitem__(key, out))
+    loss = student(input_ids=IDS).loss
+    each = [(seen[student, mine] - seen[teacher, its]).square().mean() for mine, its in enumerate((0, 0, 1, 1))]
+    torch.testing.assert_close(loss, torch.stack(each).mean())
 
 
 def test_a_classifier_and_named_layers() -> None:
@@ -218,6 +252,10 @@ def test_a_cache_computes_each_sequence_once(tmp_path: Path) -> None:
         student(input_ids=IDS)
     with pytest.raises(ConfigError, match="holds logits, not the hidden states"):
         Distillation(teacher, cache=cache, hidden=1.0)
+    with pytest.raises(ConfigError, match=r"temperature is 2, but the cache .* holds distributions at temperature 1;"):
+        Distillation(teacher, cache=cache, temperature=2.0)
+    with pytest.raises(ConfigError, match="temperature is 2, but the teacher's probabilities are of temperature 1"):
+        logits_divergence(student.table(IDS), top, temperature=2.0)
     with pytest.raises(DataError, match="has sequences of 7 tokens and 19 classes, not of 6 and 19"):
         cache.add(IDS[:, :-1], torch.zeros(ROWS, LENGTH - 1, CLASSES))
 

@@ -75,6 +75,12 @@ class Distillation:
                 f"{self.options.hidden} and attention {self.options.attention} need; set both to 0, or leave out the "
                 "cache"
             )
+        if cache is not None and cache.temperature != self.options.temperature:
+            raise ConfigError(
+                f"distillation.temperature is {self.options.temperature:g}, but the cache {cache.folder} holds "
+                f"distributions at temperature {cache.temperature:g}; pass TeacherCache(..., temperature="
+                f"{self.options.temperature:g}) with another folder, or write temperature {cache.temperature:g}"
+            )
         if getattr(teacher, "optimizer", None) is not None:
             raise ModelError("the teacher's engine has an optimizer; build it without one, since a teacher is frozen")
         self.teacher, self.cache = teacher, cache
@@ -249,7 +255,8 @@ class Distillation:
         if isinstance(layers, str):
             own, other = block_names(student, "model"), block_names(teacher, "teacher")
             places = [len(own) - 1] if layers == "last" else range(len(own))
-            return {own[place]: other[round((place + 1) * len(other) / len(own)) - 1] for place in places}
+            # first blocks of a model that is deeper than its teacher are compared with the teacher's first one
+            return {own[place]: other[max(round((place + 1) * len(other) / len(own)) - 1, 0)] for place in places}
         return {_module_name(student, a, "model"): _module_name(teacher, b, "teacher") for a, b in layers.items()}
 
     def _capture(self, model: nn.Module, names: list[str], seen: _Seen) -> list[Any]:

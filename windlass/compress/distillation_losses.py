@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from windlass.base.errors import ConfigError
+
 _LEAST = 1e-12  # lower bound of probabilities before the logarithm
+_LOWEST = -100.0  # logarithm of a probability that is about 0 in float32
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,28 @@ def logits_divergence(
     of whole distributions, and equal to it if `k` is the number of classes.
 
     Args:
-        student, teacher: logits `[..., classes]`; computed in float32.
+        student, teacher: logits `[..., classes]`; computed in float32. Classes that the first distribution excludes by
+            -inf add nothing.
         reverse: KL(student, teacher) instead.
         counted: positions that count, `[...]`; None: all.
+
+    Raises:
+        ConfigError: `TopProbabilities` are of another temperature.
     """
+    if isinstance(teacher, TopProbabilities) and teacher.temperature != temperature:
+        raise ConfigError(
+            f"temperature is {temperature:g}, but the teacher's probabilities are of temperature "
+            f"{teacher.temperature:g}; use one temperature for both"
+        )
     own = F.log_softmax(student.float() / temperature, -1)
     if isinstance(teacher, TopProbabilities):
         own, wanted = _with_rest(own, teacher)
     else:
         wanted = F.log_softmax(teacher.float() / temperature, -1)
     first, second = (own, wanted) if reverse else (wanted, own)
-    return mean_of((first.exp() * (first - second)).sum(-1), counted) * temperature**2
+    # 0 * log 0 is 0, not NaN
+    difference = (first - second).masked_fill(first == float("-inf"), 0)
+    return mean_of((first.exp() * difference).sum(-1), counted) * temperature**2
 
 
 def attention_divergence(student: Tensor, teacher: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -88,6 +102,7 @@ def _with_rest(own: Tensor, teacher: TopProbabilities) -> tuple[Tensor, Tensor]:
     largest = own.gather(-1, indices)
     if indices.shape[-1] >= teacher.classes:
         return largest, wanted
-    rest = own.scatter(-1, indices, float("-inf")).logsumexp(-1, keepdim=True)
+    # bounded, for the gradient where the largest classes are all that have a probability
+    rest = own.scatter(-1, indices, float("-inf")).clamp(min=_LOWEST).logsumexp(-1, keepdim=True)
     left = (1 - wanted.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
     return torch.cat([largest, rest], -1), torch.cat([wanted, left], -1)

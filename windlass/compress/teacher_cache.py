@@ -66,6 +66,11 @@ class TeacherCache:
     def _header(self) -> Path:
         return self.folder / "header.json"
 
+    @property
+    def temperature(self) -> float:
+        """Temperature of the distributions."""
+        return float(self._settings["temperature"])
+
     def __len__(self) -> int:
         return len(self._places)
 
@@ -85,7 +90,7 @@ class TeacherCache:
             )
         assert self._form is not None
         count = self._form["values"].shape[1]
-        values, indices = F.log_softmax(logits.detach().float() / self._settings["temperature"], -1).topk(count)
+        values, indices = F.log_softmax(logits.detach().float() / self.temperature, -1).topk(count)
         path = self.folder / f"rank{self.rank}.bin"
         places = {}
         with open_new(path, "ab") as file:
@@ -111,7 +116,7 @@ class TeacherCache:
         return TopProbabilities(
             torch.from_numpy(np.stack([record["values"] for record in records]).astype(np.float32)),
             torch.from_numpy(np.stack([record["indices"] for record in records]).astype(np.int64)),
-            float(self._settings["temperature"]),
+            self.temperature,
             self._classes,
         )
 
