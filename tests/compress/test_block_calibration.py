@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.tiny_causal_configs import VOCABULARY, make_tiny_model
 from windlass.base.errors import ModelError
-from windlass.compress.block_calibration import BlockCalibration
+from windlass.compress.block_calibration import BlockCalibration, CalibratedBlock, InputStatistics
 from windlass.compress.model_directory import ModelDirectory
 
 
@@ -65,3 +65,61 @@ def test_models_that_are_no_chain_of_blocks_are_refused(name: str, said: str, tm
     found, _ = calibration(name, tmp_path)
     with pytest.raises(ModelError, match=f"{said}; use method rtn or hqq"):
         found.start()
+
+
+class Experts(nn.Module):
+    """Two experts, for tokens with a positive and with another first feature; only those with tokens are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(4, 6), "up": nn.Linear(4, 6), "down": nn.Linear(6, 4)}) for _ in range(2)
+        )
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.gate(self.norm(hidden))
+        for number, expert in enumerate(self.experts):
+            rows = (hidden[..., 0] > 0) == bool(number)
+            if rows.any():
+                given = hidden[rows]
+                out[rows] = out[rows] + expert["down"](torch.relu(expert["gate"](given)) * expert["up"](given))
+        found: Tensor = self.last(out)
+        return found
+
+
+def test_experts_that_only_later_batches_reach_are_calibrated() -> None:
+    torch.manual_seed(0)
+    hidden = [torch.randn(1, 3, 4) for _ in range(3)]
+    for one, sign in zip(hidden, (1, -1, -1), strict=True):
+        one[..., 0] = sign
+    block = CalibratedBlock("layers.0", Experts(), hidden, [((), {})] * 3)
+    with torch.no_grad():
+        groups = block.groups()
+        statistics = block.statistics([group.names[0] for group in groups])
+    assert [(group.names, group.producer) for group in groups] == [
+        (["gate"], "norm"),
+        (["experts.0.gate", "experts.0.up"], None),
+        (["experts.0.down"], None),
+        (["experts.1.gate", "experts.1.up"], None),
+        (["experts.1.down"], None),
+        (["last"], None),
+    ]
+    assert {name: one.rows for name, one in statistics.items()} == {
+        "gate": 9,
+        "experts.0.gate": 6,
+        "experts.0.down": 6,
+        "experts.1.gate": 3,
+        "experts.1.down": 3,
+        "last": 9,
+    }
+    expected = torch.cat(hidden[1:]).flatten(0, 1)
+    torch.testing.assert_close(statistics["experts.0.gate"].hessian.float(), expected.t() @ expected)
+
+
+def test_inputs_without_rows_add_nothing() -> None:
+    statistics = InputStatistics.of(3)
+    statistics.add(torch.ones(2, 3))
+    statistics.add(torch.zeros(0, 3))
+    assert statistics.rows == 2 and statistics.largest.tolist() == [1, 1, 1] and statistics.total.tolist() == [2, 2, 2]

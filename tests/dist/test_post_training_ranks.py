@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.causal_models import VOCABULARY, build
+from tests.compress.test_block_calibration import Experts
 from tests.dist.harness import run_ranks
 from windlass.base.errors import ConfigError
 from windlass.comm.rank_group import world_group
+from windlass.compress.block_calibration import CalibratedBlock
 from windlass.compress.post_training import RoundingOptions, compress_directory
 
 
@@ -55,3 +57,28 @@ def test_two_ranks_write_the_directory_of_one(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
     for message in run_ranks(too_few, 2, source, str(tmp_path / "three")):
         assert "1 batches of text are fewer than 2 ranks" in message
+
+
+def experts() -> tuple[list[list[str]], dict[str, int]]:
+    torch.manual_seed(0)
+    group = world_group()
+    hidden = torch.randn(1, 3, 4)
+    hidden[..., 0] = 1 - 2 * group.index  # each rank reaches another expert
+    block = CalibratedBlock("layers.0", Experts(), [hidden], [((), {})], group)
+    with torch.no_grad():
+        groups = block.groups()
+        statistics = block.statistics([one.names[0] for one in groups])
+    return [one.names for one in groups], {name: one.rows for name, one in statistics.items()}
+
+
+def test_ranks_that_reach_different_experts_calibrate_the_same_layers() -> None:
+    one, two = run_ranks(experts, 2)
+    assert one == two
+    assert one[1] == {
+        "gate": 6,
+        "experts.0.gate": 3,
+        "experts.0.down": 3,
+        "experts.1.gate": 3,
+        "experts.1.down": 3,
+        "last": 6,
+    }

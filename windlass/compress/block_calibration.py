@@ -54,6 +54,8 @@ class InputStatistics:
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of one call. Each call's products are summed in float32, and calls in float64."""
         rows = inputs.reshape(-1, inputs.shape[-1]).float()
+        if not len(rows):  # an expert without tokens
+            return
         self.hessian += symmetric_product(rows)
         self.largest = torch.maximum(self.largest, rows.abs().amax(0))
         self.total = self.total + rows.abs().sum(0, dtype=torch.float64)
@@ -99,6 +101,21 @@ class LayerGroup:
     producer: str | None = None
 
 
+def _merge_groups(known: list[LayerGroup], others: Sequence[LayerGroup]) -> None:
+    """Add the groups of another forward in place: each one that has no known layer after the one that it follows."""
+    place = 0
+    for other in others:
+        names = [name for name in other.names if not any(name in group.names for group in known)]
+        if len(names) == len(other.names):
+            known.insert(place, LayerGroup(names, other.producer))
+            place += 1
+            continue
+        place, group = next((n, group) for n, group in enumerate(known) if not set(group.names).isdisjoint(other.names))
+        group.names += names
+        group.producer = group.producer if group.producer == other.producer else None
+        place += 1
+
+
 @dataclass
 class CalibratedBlock:
     """Block with its weights in memory, and the calibration text's hidden states at its input.
@@ -136,10 +153,27 @@ class CalibratedBlock:
         return found
 
     def groups(self) -> list[LayerGroup]:
-        """Return the linear layers that a forward calls, grouped by their input."""
+        """Return the linear layers that the text reaches on any rank, grouped by their input. Collective.
+
+        Batches are run until all layers were called, since a batch may leave out layers of experts.
+        """
+        linear = {name: module for name, module in self.module.named_modules() if type(module) is nn.Linear}
+        found: list[LayerGroup] = []
+        for batch in range(len(self.hidden)):
+            _merge_groups(found, self._groups_of(batch, linear))
+            if sum(len(group.names) for group in found) == len(linear):
+                break
+        if self.group is None:
+            return found
+        merged: list[LayerGroup] = []
+        for of_rank in self.group.all_gather_object(found):
+            _merge_groups(merged, of_rank)
+        return merged
+
+    def _groups_of(self, batch: int, linear: Mapping[str, nn.Module]) -> list[LayerGroup]:
+        """Return the linear layers that the forward of a batch calls."""
         calls: list[tuple[str, Tensor]] = []
         outputs: list[tuple[str, Tensor]] = []  # held, so that no other tensor gets the identity of one
-        linear = {name: module for name, module in self.module.named_modules() if type(module) is nn.Linear}
 
         def called(name: str) -> Callable[..., None]:
             return lambda module, inputs: calls.append((name, inputs[0]))
@@ -153,7 +187,7 @@ class CalibratedBlock:
             if isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children()):
                 handles.append(module.register_forward_hook(made(name)))
         try:
-            self.run(0)
+            self.run(batch)
         finally:
             for handle in handles:
                 handle.remove()
@@ -173,18 +207,20 @@ class CalibratedBlock:
         """Return the sums over the inputs of layers.
 
         Args:
-            names: layers of different inputs, in the order of their calls. Each forward ends at the last of them.
+            names: layers of different inputs. Each forward ends when all of them were called.
             tokens: approximate number of tokens of the first batches of all ranks; None: all.
         """
         ranks = 1 if self.group is None else self.group.size
         rows = self.hidden[0].shape[:-1].numel() * ranks
         count = len(self.hidden) if tokens is None else min(max(-(-tokens // rows), 1), len(self.hidden))
         found = {name: InputStatistics.of(self.linear(name).in_features) for name in names}
+        left: set[str] = set()  # layers that the forward has not called yet; experts may be called in any order
 
         def called(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
                 found[name].add(inputs[0])
-                if name == names[-1]:
+                left.discard(name)
+                if not left:
                     raise _Stopped
 
             return hook
@@ -192,6 +228,7 @@ class CalibratedBlock:
         handles = [self.linear(name).register_forward_pre_hook(called(name)) for name in names]
         try:
             for batch in range(count):
+                left |= found.keys()
                 with contextlib.suppress(_Stopped):
                     self.run(batch)
         finally:
