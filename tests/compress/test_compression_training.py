@@ -213,6 +213,19 @@ def test_static_ranges_follow_the_inputs_while_training() -> None:
     torch.testing.assert_close(x.grad, model[0].weight.sum(0).expand(2, 4))
 
 
+@pytest.mark.parametrize("calibration", ["static", "dynamic"])
+@pytest.mark.parametrize("form", ["symmetric", "asymmetric"])
+def test_an_input_without_rows_stays(calibration: str, form: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    options = {"range_calibration": calibration, "quantization_type": form}
+    init_compression(model, section(activation_quantization=technique(options, {"bits": 8}, "*")))
+    state = copy.deepcopy(model.state_dict())
+    x = torch.zeros(0, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None and not model[0].weight.grad.any()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("method", ["l1", "topk"])
 def test_sparse_and_row_masks(method: str) -> None:
     model, plain = encoder(), encoder()

@@ -182,6 +182,8 @@ class CompressedLayer(nn.Module):
             return input
         sharded = self.compression.sharded
         whole = sharded.gather(input, input.dim() - 1) if sharded is not None and sharded.dim == 1 else input.detach()
+        if not whole.numel():  # an expert without tokens
+            return input
         if rounding.static:
             span = self.get_buffer("input_range")
             if self.training:
