@@ -98,7 +98,15 @@ def test_layers_without_effect_are_chosen_and_the_measure_is_never_worse() -> No
     assert mean_loss(model, BATCHES) <= before + 1e-6, "merged only where that is better"
     assert all(f"layer {number}: " in step for number, step in zip(sorted(chosen), steps, strict=True))
     assert float(steps[-1].rpartition(" ")[2]) == pytest.approx(mean_loss(model, BATCHES), abs=1e-4)
-    assert every_other(12, 3) == [2, 5, 9] or len(set(every_other(12, 3))) == 3
+
+
+def test_evenly_spaced_layers_are_different_and_keep_the_ends_if_possible() -> None:
+    assert every_other(12, 3) == [2, 5, 9] and every_other(6, 2) == [1, 3] and every_other(3, 2) == [0, 2]
+    for total in range(1, 20):
+        for count in range(1, total):
+            found = every_other(total, count)
+            assert found == sorted(set(found)) and len(found) == count, (total, count)
+            assert count > total - 2 or found[0] > 0 and found[-1] < total - 1, (total, count)
 
 
 @pytest.mark.parametrize(("name", "number", "said"), [("zamba2", 0, "KeyError"), ("glm_moe_dsa", 2, "its loss is")])
@@ -127,6 +135,11 @@ def test_merged_layers_are_the_weighted_mean() -> None:
     assert len(model.model.layers) == 2 and model.model.layers[1].self_attn.layer_idx == 1
     with pytest.raises(ConfigError, match="layer 1 has no next one"):
         merge_layers(model, 1)
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match="'mlp.down_proj.weight' of a layer has another shape in the next one"):
+        merge_layers(model, 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_merging_equals_the_formulas() -> None:

@@ -198,10 +198,11 @@ def merge_layers(model: nn.Module, number: int, weight: float = 0.5) -> None:
 
 def _blend(one: nn.Module, two: nn.Module, weight: float) -> None:
     others = dict(two.named_parameters())
+    for name, parameter in one.named_parameters():  # all of them before the first one changes
+        if name not in others or others[name].shape != parameter.shape:
+            raise ConfigError(f"{name!r} of a layer has another shape in the next one; they cannot be merged")
     with torch.no_grad():
         for name, parameter in one.named_parameters():
-            if name not in others or others[name].shape != parameter.shape:
-                raise ConfigError(f"{name!r} of a layer has another shape in the next one; they cannot be merged")
             parameter.lerp_(others[name].to(parameter.dtype), weight)
 
 
