@@ -66,7 +66,7 @@ def _removable(model: nn.Module, groups: Sequence[UnitGroup], example: Any) -> l
         if error is None:
             found.append(group)
         else:
-            logger.info("the %s of %s stay: %s", group.kind, group.name, error)
+            logger.info("all %s of %s stay: %s", group.kind, group.name, error)
     return found
 
 
