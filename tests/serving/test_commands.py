@@ -15,6 +15,7 @@ from rich.console import Console
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from windlass.cli.chat import Conversation, _read_line, talk
 from windlass.cli.main import main
+from windlass.cli.serve import _read_template
 from windlass.inference.sampling_params import SamplingParams
 
 
@@ -110,6 +111,49 @@ def test_an_answer_that_the_engine_ends_is_an_error_and_leaves_the_conversation_
     output, conversation = converse(engine, "one")
     assert "the highest logit is nan" in output
     assert [message["content"] for message in conversation.messages] == ["Be brief."]
+
+
+def test_a_message_without_any_answer_does_not_stay() -> None:
+    """Ctrl-C before the first token, an empty answer, and an engine that has stopped."""
+    import _thread
+
+    from windlass.inference.async_engine import EngineStoppedError
+
+    alternate = "{% for message in messages[1:] %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    alternate += "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
+
+    class Failing(FakeEngine):
+        async def stream(self, prompt: Any, params: Any, **options: Any) -> Any:
+            text = self.tokenizer.decode(prompt)
+            if text == "interrupted":
+                _thread.interrupt_main()
+                await asyncio.sleep(60)
+            if text == "stopped":
+                raise EngineStoppedError("the inference engine has stopped")
+            async for output in super().stream(prompt, params, **options):
+                yield output
+
+        def _state(self, *arguments: Any) -> Any:
+            output = super()._state(*arguments)
+            if self.tokenizer.decode(arguments[1]) == "empty":
+                output.outputs[0].text = ""
+            return output
+
+    engine = Failing(answer="yes", tokenizer=CharacterTokenizer(chat_template=alternate))
+    output, conversation = converse(engine, "interrupted", "empty", "stopped", "one")
+    assert "stopped]" in output and "has stopped" in output and "must alternate" not in output
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "one", "yes"]
+
+
+def test_instructions_that_are_no_text_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("chat", "/nowhere", "--system", "a\udcff") == 1
+    assert "--system is 'a\\udcff', which is not valid UTF-8" in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_not_a_part_of_a_template(tmp_path: Path) -> None:
+    path = tmp_path / "template"
+    path.write_bytes("\N{BOM}{{ messages }}".encode())
+    assert _read_template(path) == "{{ messages }}"
 
 
 def test_commands_of_a_conversation() -> None:

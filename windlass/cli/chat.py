@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from windlass.base.errors import ModelError, RequestError, WindlassError
+from windlass.base.errors import ConfigError, ModelError, RequestError, WindlassError
 from windlass.base.printable_console import PrintableConsole
 from windlass.base.text import escape_unprintable
 
@@ -44,6 +44,7 @@ def chat(
     from windlass.inference.sampling_params import SamplingParams
     from windlass.serving.engine_loading import EngineSource
 
+    _check_text(system)
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
     directory = str(export_directory_of(Path(model))) if Path(model).is_dir() else model
     options: dict[str, Any] = {
@@ -84,11 +85,15 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     async def answer(self, text: str) -> AsyncIterator[str]:
-        """Yield the answer to a message as it grows. A cancelled answer stays in the conversation as far as it came.
+        """Yield the answer to a message as it grows.
+
+        A cancelled answer stays in the conversation as far as it came. A message without any answer does not stay:
+        templates that require roles to alternate would refuse all later messages.
 
         Raises:
             RequestError: the conversation is longer than the model can hold, or the chat template refuses it.
-        ModelError: the engine has ended the answer, e.g. because its logits are not finite.
+            ModelError: the engine has ended the answer, e.g. because its logits are not finite.
+            EngineStoppedError: the engine has stopped.
         """
         self.messages.append({"role": "user", "content": text})
         shown = ""
@@ -107,16 +112,14 @@ class Conversation:
                 piece, shown = answer.text[len(shown) :], answer.text
                 if piece:
                     yield piece
-        except (RequestError, ModelError):
-            if not shown:
-                self.messages.pop()
-            raise
         finally:
+            if shown:
+                self.messages.append({"role": "assistant", "content": shown})
+            else:
+                self.messages.pop()
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
-            if shown:
-                self.messages.append({"role": "assistant", "content": shown})
 
     def _prompt(self) -> str | list[int]:
         from jinja2.exceptions import TemplateError
@@ -166,6 +169,18 @@ async def _show_answer(conversation: Conversation, console: Console, text: str) 
         await answer.aclose()  # type: ignore[attr-defined]
         speed = f", {(conversation.tokens - 1) / conversation.seconds:.1f} tokens/s" if conversation.seconds else ""
         console.print(f"\n[{conversation.tokens} tokens{speed}{stopped}]", style="dim")
+
+
+def _check_text(system: str | None) -> None:
+    """Raise unless the instructions are text.
+
+    Raises:
+        ConfigError: the argument is not valid UTF-8.
+    """
+    try:
+        (system or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--system is {system!r}, which is not valid UTF-8; write text") from error
 
 
 def _read_line() -> str | None:

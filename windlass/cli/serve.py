@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ipaddress
 import sys
 from pathlib import Path
@@ -251,7 +252,7 @@ def _read_template(path: Path) -> str:
     if data is None:
         raise ConfigError(f"--chat-template {path} is larger than {_MAX_TEMPLATE_BYTES:,} bytes")
     try:
-        return data.decode()
+        return data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {path} is not UTF-8 at byte {error.start}") from error
 
