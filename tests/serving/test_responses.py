@@ -158,6 +158,20 @@ BAD = [
     ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools.0.type", "write function"),
     ({"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "tools.0.name is 'a b'"),
     ({"input": "hi", "tool_choice": "required"}, "tool_choice", "needs tools"),
+    *(
+        (
+            {"input": "hi", "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": allowed}},
+            "tool_choice",
+            text,
+        )
+        for mode, allowed, text in (
+            (5, [{"type": "function", "name": "time"}], "tool_choice.mode is 5"),
+            ("none", [{"type": "function", "name": "time"}], "tool_choice.mode is 'none'"),
+            ("auto", [{"type": "function", "name": "time"}, 7], "tool_choice.tools has 7"),
+            ("auto", 7, "tool_choice.tools has 7"),
+        )
+    ),
+    ({"input": "hi", "max_output_tokens": 3, "min_tokens": 4}, "min_tokens", "more than max_output_tokens (3)"),
     ({"input": "hi", "text": {"format": {"type": "xml"}}}, "text", "text.type is 'xml'"),
     ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
     ({"input": "hi", "include": ["file_search_call.results"]}, "include", "file_search_call"),

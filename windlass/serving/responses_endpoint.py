@@ -11,8 +11,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.base.errors import RequestError
 from windlass.inference.sampling_params import SamplingParams
-from windlass.serving.api_errors import ApiError, json_response
+from windlass.serving.api_errors import ApiError, api_error_of, json_response
 from windlass.serving.chat_request import (
     ToolChoice,
     chat_sampling_params,
@@ -53,15 +54,20 @@ def _fields_renamed() -> Iterator[None]:
     """Let errors about fields of a chat completion name the fields of this request."""
     try:
         yield
-    except ApiError as error:
+    except (ApiError, RequestError) as raised:
+        error = api_error_of(raised, "")
         place, message = error.parameter or "", str(error)
         if place.startswith("tools."):  # nested one level deeper in chats
             place, message = place.replace(".function", ""), message.replace(".function", "")
         for theirs, ours in CHAT_NAMES.items():
             message = re.sub(rf"\b{theirs}\b", ours, message)
         raise ApiError(
-            error.status, message, parameter=CHAT_NAMES.get(place, place) or None, code=error.code
-        ) from error
+            error.status,
+            message,
+            parameter=CHAT_NAMES.get(place, place) or None,
+            code=error.code,
+            retry_after=error.retry_after,
+        ) from raised
 
 
 @dataclass

@@ -211,13 +211,18 @@ def _chat_tools(
         return nested or None, {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("tools")
-        names = [one.get("name") for one in allowed if isinstance(one, dict)] if isinstance(allowed, list) else []
+        entries = allowed if isinstance(allowed, list) else []
+        names = [one.get("name") if isinstance(one, dict) else one for one in entries]
         known = [tool["function"].get("name") for tool in nested]
         missing = [name for name in names if name not in known]
         if not names or missing:
             shown = one_line(repr(missing[0] if missing else allowed), 80)
             raise ApiError(400, f"tool_choice.tools has {shown}; write functions of tools", parameter="tool_choice")
-        return [tool for tool in nested if tool["function"].get("name") in names], choice.get("mode", "auto")
+        mode = choice.get("mode")
+        if mode not in (None, "auto", "required"):
+            shown = one_line(repr(mode), 80)
+            raise ApiError(400, f"tool_choice.mode is {shown}; write auto or required", parameter="tool_choice")
+        return [tool for tool in nested if tool["function"].get("name") in names], mode
     return nested or None, choice
 
 
