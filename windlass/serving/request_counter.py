@@ -58,6 +58,8 @@ class RequestCounter:
 
     async def wait_until_idle(self, timeout: float) -> bool:
         """Wait until no request is in progress. Return False after `timeout` seconds."""
+        if self._idle.is_set():  # with a timeout of 0, `wait_for` raises before it has looked
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
