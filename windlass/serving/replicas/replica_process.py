@@ -21,6 +21,9 @@ from windlass.serving.engine_loading import EngineSource
 from windlass.serving.engine_server import serve_engine
 from windlass.serving.server_settings import ServerSettings
 
+_MAX_ERROR_CHARACTERS = 2**16
+"""Length of an error in an answer, which the router reads as one line of at most 1 MiB."""
+
 
 @dataclass(frozen=True)
 class ReplicaTask:
@@ -58,10 +61,11 @@ def main() -> int:
     try:
         return serve_engine(task.source, settings, listener, lambda: report(ready=True))
     except (WindlassError, OSError) as error:
-        report(error=str(error))
+        report(error=str(error)[:_MAX_ERROR_CHARACTERS])
     except Exception as error:
         traceback.print_exc()
-        report(error=f"{type(error).__name__}: {error}; its traceback is above")
+        text = str(error)[:_MAX_ERROR_CHARACTERS]
+        report(error=f"{type(error).__name__}: {text}; its traceback is above")
     return 1
 
 

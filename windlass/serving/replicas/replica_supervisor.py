@@ -25,6 +25,7 @@ _STOP_SECONDS = 5.0
 _MAX_FAILED_STARTS = 5
 _LONGEST_PAUSE = 30.0
 _LONG_SERVICE = 30.0
+_MAX_ANSWER_BYTES = 2**20
 
 
 class RestartPolicy:
@@ -111,13 +112,22 @@ class ReplicaSupervisor:
             env={**self._environment, "PYTHONPATH": source_pythonpath(self._environment.get("PYTHONPATH", ""))},
             pass_fds=shared_descriptors(self._environment),
             start_new_session=True,  # Ctrl-C reaches only the router, which drains
+            limit=_MAX_ANSWER_BYTES,
         )
         assert process.stdin is not None and process.stdout is not None
         self._forwarding = asyncio.ensure_future(self._forward_log(process))
         with contextlib.suppress(ConnectionError):  # it ended already: its answer is missing then
             process.stdin.write(self._task.to_json().encode() + b"\n")
             await process.stdin.drain()
-        answer: dict[str, Any] = json.loads(await process.stdout.readline() or b"{}")
+        try:
+            answer = await _read_answer(process.stdout)
+        except ValueError as error:
+            send_signal(process, signal.SIGKILL)
+            while await process.stdout.read(2**16):  # asyncio waits for the end of the pipe too
+                pass
+            await process.wait()
+            await self._forwarding
+            raise ReplicaStartError(f"the answer of replica {self.index} cannot be read: {error}") from error
         if answer.get("ready"):
             self.is_ready = True
             return
@@ -149,8 +159,10 @@ class ReplicaSupervisor:
             self.restarts += 1
             try:
                 await self._start_once()
-            except (ReplicaStartError, OSError) as error:  # an OSError: the machine has no room for a process
-                logger.error("replica %d could not be started again: %s", self.index, error)
+            except Exception as error:  # an error that ended this task would leave the replica out without a word
+                # ReplicaStartError has the error of the process; OSError: the machine has no room for a process
+                cause = None if isinstance(error, ReplicaStartError | OSError) else error
+                logger.error("replica %d could not be started again: %s", self.index, error, exc_info=cause)
                 continue
             logger.info("replica %d serves again", self.index)
 
@@ -183,6 +195,17 @@ class ReplicaSupervisor:
                 await process.wait()
         if self._forwarding is not None:
             await self._forwarding
+
+
+async def _read_answer(stdout: asyncio.StreamReader) -> dict[str, Any]:
+    """Return the answer of a process to its start; an empty one if the process ended before the end of the line.
+
+    Raises:
+        ValueError: the line is not JSON, or has more than `_MAX_ANSWER_BYTES`.
+    """
+    line = await stdout.readline()
+    answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+    return answer
 
 
 def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
