@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import select
 import socket
@@ -91,7 +92,7 @@ def test_a_body_that_is_no_json_object(client: TestClient, body: bytes, part: st
         ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "both constrain"),
         ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "nothing"),
         ({"prompt": "a", "structured_outputs": {"rege": "a"}}, "structured_outputs", "did you mean regex"),
-        ({"prompt": "a", "sla": {"first_token_seconds": 0}}, "sla", "positive"),
+        ({"prompt": "a", "sla": {"first_token_seconds": 0}}, "sla", "time above 0"),
     ],
 )
 def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, parameter: str, part: str) -> None:
@@ -271,8 +272,17 @@ def test_keys_guard_everything_but_the_status(tmp_path: Any) -> None:
         assert client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+def test_keys_are_compared_as_the_bytes_that_were_sent(tmp_path: Any) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes("\N{BOM}erster\nschlüsselà\n".encode())  # the last byte of à is a space in Latin-1
+    client = client_of(FakeEngine(), api_keys=ApiKeys.from_file(path))
+    for key in ("erster", "schlüsselà", " schlüsselà "):
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200, key
+    for key in ("schlüssel", "schlüsselà".encode().decode("latin-1")):
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 401, key
+
+
 def test_a_huge_body_gets_413_and_is_not_kept() -> None:
-    import http.client
     from urllib.parse import urlsplit
 
     with server_on_thread(FakeEngine(), max_body_bytes=10_000) as address:
@@ -303,7 +313,12 @@ def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://example.org"
     answer = client.post(TEXT, json={"prompt": "a"}, headers={"origin": "https://example.org"})
     assert answer.headers["access-control-allow-origin"] == "https://example.org"
-    assert client.options(TEXT, headers={**preflight, "origin": "https://other.org"}).status_code == 400
+    assert answer.headers["x-request-id"]
+    answer = client.options(TEXT, headers={**preflight, "origin": "https://other.org", "x-request-id": "my-id"})
+    assert answer.status_code == 400 and answer.headers["x-request-id"] == "my-id"
+    assert "Disallowed CORS origin" in answer.json()["error"]["message"]
+    assert answer.headers["vary"].startswith("Origin")
+    assert "access-control-allow-origin" not in answer.headers
 
 
 def test_parameters_that_exclude_all_tokens_are_an_error_of_the_request() -> None:
@@ -386,6 +401,33 @@ def test_a_huge_head_is_refused_and_the_server_goes_on() -> None:
                 while b'"finish_reason"' not in answer:
                     answer += connection.recv(65536)
                 assert answer.startswith(b"HTTP/1.1 200 "), number
+
+
+def test_a_request_that_is_not_parsed_gets_an_error_of_the_usual_form() -> None:
+    head, rest = b"GET /health HTTP/1.1\r\nX-Request-Id: my-id\r\nHost: a\r\n", b"X: "
+    huge = head + rest + b"a" * (2**17 + 1 - len(head + rest))
+    before = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Request-Id: earlier\r\n\r\n"
+    with server_on_thread(FakeEngine()) as address:
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        for sent, status, request_id in (
+            (b"\x00 nonsense\r\n\r\n", 400, None),
+            (head + b"no header\r\n\r\n", 400, "my-id"),
+            (huge, 431, "my-id"),
+        ):
+            with socket.create_connection(place, timeout=240) as connection:
+                connection.sendall(before)
+                response = http.client.HTTPResponse(connection)
+                response.begin()
+                assert response.status == 200 and response.read()
+                connection.sendall(sent)
+                response = http.client.HTTPResponse(connection)
+                response.begin()
+                assert response.status == status
+                error = json.loads(response.read())["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                found = response.headers["x-request-id"]
+                assert found == request_id if request_id else found not in (None, "earlier")
+                assert connection.recv(1) == b""
 
 
 def test_a_request_that_asks_for_another_protocol_keeps_its_body() -> None:

@@ -154,6 +154,10 @@ def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path
         connection.request("POST", TEXT, b"\x1f\x8b", headers)
         assert connection.getresponse().status == 415  # by the router, which forwards bodies without their encoding
         connection.close()
+        redirect = server.open("POST", f"{TEXT}/", {"prompt": "a"})
+        assert (redirect.status, redirect.headers["location"]) == (307, f"http://127.0.0.1:{server.port}{TEXT}")
+        status, text = server.request("PROPFIND", TEXT)
+        assert status == 405 and json.loads(text)["error"]["code"] == "method_not_allowed"
         for turn in range(1, 6):
             for letter in "ab":
                 body = {"messages": [{"role": "user", "content": letter * 200}] * turn, "max_tokens": 1}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +20,7 @@ from windlass.serving.chat_endpoint import create_chat_completion
 from windlass.serving.completions_endpoint import create_completion
 from windlass.serving.embeddings_endpoint import create_embeddings
 from windlass.serving.request_gate import RequestGate
+from windlass.serving.request_id import request_id_of
 from windlass.serving.responses_endpoint import create_response
 from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ServerSettings
@@ -32,6 +35,7 @@ from windlass.serving.status_endpoints import (
 )
 from windlass.serving.tokenizer_endpoints import detokenize, tokenize
 
+_CORS_HEADERS = ("Authorization", "Content-Type", "X-Request-Id")
 _STATUS_ROUTES: tuple[tuple[str, Callable[[Request], Awaitable[Response]]], ...] = (
     ("/", show_page),
     ("/health", show_health),
@@ -61,7 +65,7 @@ def build_http_app(context: ServerContext) -> Starlette:
             *cors_middleware(context.settings),
             Middleware(RequestGate, settings=context.settings, counter=context.requests, metrics=context.metrics.http),
         ],
-        exception_handlers={HTTPException: _answer_http_error, ApiError: _answer_known_error},
+        exception_handlers=error_handlers(),
     )
     app.state.context = context
     return app
@@ -73,12 +77,42 @@ def cors_middleware(settings: ServerSettings) -> list[Middleware]:
         return []
     return [
         Middleware(
-            CORSMiddleware,
+            _PreflightAnswers,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=_CORS_HEADERS,
         )
     ]
+
+
+class _PreflightAnswers(CORSMiddleware):
+    """Starlette's middleware, whose answers to preflights have the form of all others.
+
+    Preflights do not reach the gate, because browsers send them without a key.
+    """
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the answer to a preflight."""
+        response = super().preflight_response(request_headers)
+        if response.status_code != 200:
+            reason = bytes(response.body).decode()
+            refused = ApiError(
+                response.status_code,
+                f"{reason}; allow the page's origin with --allowed-origin, and send only GET and POST with the headers "
+                f"{', '.join(_CORS_HEADERS)}",
+                code="cors_refused",
+            ).response()
+            refused.headers.update(
+                {name: value for name, value in response.headers.items() if name not in refused.headers}
+            )
+            response = refused
+        response.headers["x-request-id"] = request_id_of(request_headers.get("x-request-id", ""))
+        return response
+
+
+def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    """Return the handlers of expected errors, by class, for an application of Starlette."""
+    return {HTTPException: _answer_http_error, ApiError: _answer_known_error}
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

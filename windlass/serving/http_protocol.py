@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from windlass.serving.api_errors import ApiError
+from windlass.serving.request_id import request_id_of
 
 HEAD_SECONDS = 30.0
 """Seconds that a client has for the head of a request. Its connection is closed after at most twice as many."""
@@ -18,6 +19,7 @@ MAX_HEAD_BYTES = 2**17
 """Maximum bytes of the head of a request. uvicorn bounds them only with its other parser."""
 
 _TOO_LARGE = ApiError(431, f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes; send fewer headers")
+_NOT_HTTP = ApiError(400, "the request is not valid HTTP/1.1; check what sends it", code="invalid_http")
 
 
 class _UpgradeIgnoringParser:
@@ -66,7 +68,8 @@ class _UpgradeIgnoringParser:
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which also closes connections that never finish the head of a request, or send a huge one.
+    """uvicorn's protocol, which also closes connections that never finish the head of a request, or send a huge one,
+    and whose errors have the form of all others.
 
     uvicorn itself closes idle connections, but a byte now and then keeps a connection open, and a client could take
     all file descriptors of the process with such connections.
@@ -92,6 +95,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         """Note the end of a request's body, unless its head is parsed again."""
         if not self.asks_for_upgrade():
             super().on_message_complete()
+            self.headers = []  # an error from here on belongs to the next request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to watch the connection."""
@@ -107,12 +111,22 @@ class TimedHttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            body = json.dumps(_TOO_LARGE.body()).encode()
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-                b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            self.transport.close()
+            self._refuse(_TOO_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser does not understand, and close the connection."""
+        self._refuse(_NOT_HTTP)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that does not reach the application, and close the connection."""
+        sent = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
+        response = error.response()
+        response.headers["x-request-id"] = request_id_of(sent.decode("latin-1"))
+        response.headers["connection"] = "close"
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+        lines += [b"%b: %b" % header for header in (*self.server_state.default_headers, *response.raw_headers)]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
+        self.transport.close()
 
     def _is_idle(self) -> bool:
         """Return True if no request is being answered."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import uuid
-
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.base.log import logger
 from windlass.serving.api_errors import ApiError, api_error_of
 from windlass.serving.request_counter import RequestCounter
+from windlass.serving.request_id import request_id_of
 from windlass.serving.server_metrics import HttpMetrics
 from windlass.serving.server_settings import ServerSettings
 
@@ -24,8 +22,6 @@ API_PATHS = frozenset(
         *("/tokenize", "/detokenize"),
     }
 )
-
-_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class RequestGate:
@@ -44,9 +40,7 @@ class RequestGate:
             return
         headers = Headers(scope=scope)
         path = scope["path"]
-        request_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+        request_id = request_id_of(headers.get("x-request-id", ""))
         scope.setdefault("state", {}).update(request_id=request_id, counter=self._counter)
         status = 0
 
@@ -86,5 +80,6 @@ class RequestGate:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise ApiError(401, "the request has no API key; send it as `Authorization: Bearer KEY`", code="no_api_key")
-        if not keys.accept(key.strip()):
+        # the bytes that were sent: Starlette decodes headers as Latin-1
+        if not keys.accept(key.encode("latin-1").strip()):
             raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import hmac
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class ApiKeys:
         if data is None:
             raise ConfigError(f"--api-key-file {path} is larger than {_MAX_KEY_FILE_BYTES:,} bytes")
         try:
-            lines = [line.strip() for line in data.decode().splitlines()]
+            lines = [line.strip() for line in data.removeprefix(codecs.BOM_UTF8).decode().splitlines()]
         except UnicodeDecodeError as error:
             raise ConfigError(f"--api-key-file {path} is not UTF-8 at byte {error.start}") from error
         keys = [line for line in lines if line and not line.startswith("#")]
@@ -48,9 +49,13 @@ class ApiKeys:
             raise ConfigError(f"--api-key-file {path} has no key; write one on each line")
         return cls(keys)
 
-    def accept(self, key: str) -> bool:
-        """Return True if the server accepts the key. The time of the comparison does not depend on the key."""
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    def accept(self, key: bytes) -> bool:
+        """Return True if the server accepts the key. The time of the comparison does not depend on the key.
+
+        Args:
+            key: bytes that the client sent, which are compared with the keys in UTF-8.
+        """
+        digest = hashlib.sha256(key).digest()
         found = False
         for expected in self._digests:
             found |= hmac.compare_digest(digest, expected)

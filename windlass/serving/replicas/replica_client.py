@@ -65,7 +65,7 @@ async def request_replica(
 
     Args:
         target: path and query.
-        headers: names in lower case; those of the connection and the length are added.
+        headers: names in lower case; those of the connection and the length are added, and a host if there is none.
 
     Raises:
         ReplicaConnectionError: there is no connection, or no answer.
@@ -75,8 +75,8 @@ async def request_replica(
     except OSError as error:
         raise ReplicaConnectionError(str(error)) from error
     try:
-        lines = [f"{method} {target} HTTP/1.1", "host: replica", "connection: close", f"content-length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        own = {"host": "replica", **headers, "connection": "close", "content-length": str(len(body))}
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in own.items())]
         try:
             writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
             await writer.drain()

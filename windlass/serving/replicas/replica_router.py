@@ -21,7 +21,7 @@ from windlass.base.bounded_json import JsonError, parse_json
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.event_stream import EventStream, until_disconnect
-from windlass.serving.http_app import cors_middleware
+from windlass.serving.http_app import cors_middleware, error_handlers
 from windlass.serving.replicas.merged_metrics import merge_expositions
 from windlass.serving.replicas.prefix_index import BLOCK_CHARACTERS, block_hashes, choose_replica, routing_text
 from windlass.serving.replicas.replica_client import ReplicaConnectionError, ReplicaResponse, request_replica
@@ -34,8 +34,8 @@ from windlass.serving.server_metrics import CONTENT_TYPE, HttpMetrics
 from windlass.serving.server_settings import ServerSettings
 from windlass.serving.status_endpoints import show_page, show_version
 
-_FORWARDED_HEADERS = ("content-type", "accept", "origin")
-_RETURNED_HEADERS = ("content-type", "retry-after", "cache-control", "x-accel-buffering", "allow")
+_FORWARDED_HEADERS = ("host", "content-type", "accept", "origin")
+_RETURNED_HEADERS = ("content-type", "retry-after", "cache-control", "x-accel-buffering", "allow", "location")
 _STATUS_SECONDS = 2.0
 _PARSE_IN_THREAD_BYTES = 2**18
 
@@ -228,12 +228,6 @@ def build_router_app(router: ReplicaRouter) -> Starlette:
     async def show_metrics(request: Request) -> Response:
         return Response(await router.collect_metrics(), media_type=CONTENT_TYPE)
 
-    async def forward(request: Request) -> Response:
-        try:
-            return await router.forward(request)
-        except ApiError as error:
-            return error.response()
-
     status = (
         ("/", show_page),
         ("/version", show_version),
@@ -244,12 +238,13 @@ def build_router_app(router: ReplicaRouter) -> Starlette:
     return Starlette(
         routes=[
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in status),
-            Route("/{path:path}", forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
+            Route("/{path:path}", router.forward, methods=["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
         ],
         middleware=[
             *cors_middleware(router.settings),
             Middleware(RequestGate, settings=router.settings, counter=router.counter, metrics=router.metrics),
         ],
+        exception_handlers=error_handlers(),
     )
 
 
