@@ -430,6 +430,38 @@ def test_a_request_that_is_not_parsed_gets_an_error_of_the_usual_form() -> None:
                 assert connection.recv(1) == b""
 
 
+def test_a_body_that_is_not_read_is_not_taken_for_a_head() -> None:
+    """The answer to a request without a key comes before its body has arrived."""
+    body = b"a" * 2**18
+    with server_on_thread(FakeEngine(), api_keys=ApiKeys(["key"])) as address:
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        with socket.create_connection(place, timeout=240) as connection:
+            connection.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            for request, status in ((b"", 401), (body + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", 200)):
+                connection.sendall(request)
+                response = http.client.HTTPResponse(connection)
+                response.begin()
+                assert response.status == status and response.read()
+
+
+@pytest.mark.parametrize("rest", [b"GET / HTTP/1.1\r\nX: " + b"a" * 2**20, b"\x00 nonsense\r\n\r\n"])
+def test_a_bad_request_behind_an_answer_in_progress_closes_the_connection(rest: bytes) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": True}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    engine = FakeEngine(step_seconds=0.02)
+    with server_on_thread(engine) as address:
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=240) as connection:
+            connection.sendall(head.encode() + body)
+            answer = connection.recv(2**16)
+            with contextlib.suppress(OSError):
+                connection.sendall(rest)
+            with contextlib.suppress(ConnectionResetError):
+                while piece := connection.recv(2**16):
+                    answer += piece
+        assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1") == 1
+    assert engine.tokens["generated"] < 500 and not engine.running
+
+
 def test_a_request_that_asks_for_another_protocol_keeps_its_body() -> None:
     """Java's HttpClient asks for HTTP/2 in each first request, and sends the body with it."""
     body = b'{"prompt": "ab", "max_tokens": 1}'

@@ -77,6 +77,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     _last_cycle: Any = None
     _head_bytes = 0
+    _in_body = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,12 +90,14 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start to answer a request, unless its head is parsed again."""
         if not self.asks_for_upgrade():
+            self._in_body = True
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Note the end of a request's body, unless its head is parsed again."""
         if not self.asks_for_upgrade():
             super().on_message_complete()
+            self._in_body = False
             self.headers = []  # an error from here on belongs to the next request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -104,9 +107,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse a piece of a request."""
-        before = self.cycle
+        cycle, in_body = self.cycle, self._in_body
         super().data_received(data)
-        if self.cycle is not before or not self._is_idle():
+        if in_body or self._in_body or self.cycle is not cycle:  # the data has more than a part of one head
             self._head_bytes = 0
             return
         self._head_bytes += len(data)
@@ -118,7 +121,13 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._refuse(_NOT_HTTP)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request that does not reach the application, and close the connection."""
+        """Answer a request that does not reach the application, and close the connection.
+
+        In the middle of the answer to an earlier request, the connection is only closed.
+        """
+        if self.pipeline or (not self._is_idle() and self.cycle.response_started):
+            self.transport.close()
+            return
         sent = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
         response = error.response()
         response.headers["x-request-id"] = request_id_of(sent.decode("latin-1"))

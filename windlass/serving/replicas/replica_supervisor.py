@@ -159,7 +159,7 @@ class ReplicaSupervisor:
             self.restarts += 1
             try:
                 await self._start_once()
-            except Exception as error:  # an error that ended this task would leave the replica out without a word
+            except Exception as error:  # an error that ended this task would leave the replica out silently
                 # ReplicaStartError has the error of the process; OSError: the machine has no room for a process
                 cause = None if isinstance(error, ReplicaStartError | OSError) else error
                 logger.error("replica %d could not be started again: %s", self.index, error, exc_info=cause)
