@@ -1,15 +1,20 @@
-"""Tests of the start and restart of a replica whose process answers with something else than expected."""
+"""Tests of the start and restart of replicas under conditions that are not expected."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.serving.harness import settings_with
+from windlass.base.errors import ConfigError
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.replicas.replica_process import ReplicaTask
+from windlass.serving.replicas.replica_router import ReplicaRouter
 from windlass.serving.replicas.replica_supervisor import ReplicaStartError, ReplicaSupervisor, RestartPolicy
 
 
@@ -74,3 +79,37 @@ def test_an_unexpected_error_of_a_restart_counts_as_a_failed_start(
     replica = asyncio.run(run())
     assert replica.has_given_up and ended == [0] and not replica.is_ready
     assert replica.restarts == 5 and caplog.text.count("ZeroDivisionError: a bug of the router") == 5
+
+
+def test_a_replica_whose_log_nobody_reads_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    program = tmp_path / "program"
+    line = "a" * 1000
+    script = (
+        f"yes {line} | head -c 3000000 >&2; echo '{{\"ready\": true}}'; exec sleep 600"  # more than asyncio reads ahead
+    )
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("sys.stderr", Closed())
+
+    async def run() -> None:
+        replica = supervisor_of(tmp_path, [])
+        await asyncio.wait_for(replica.start(), 30)
+        await replica.stop()
+
+    asyncio.run(run())
+
+
+def test_a_long_directory_of_temporary_files_is_an_error_with_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ("a" * 100)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter one"):
+        ReplicaRouter(EngineSource("fake"), settings_with(), 2, {}, lambda: None)
+    assert not list(directory.iterdir())

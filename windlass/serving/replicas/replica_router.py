@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from windlass.base.bounded_json import JsonError, parse_json
+from windlass.base.errors import ConfigError
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.event_stream import EventStream, until_disconnect
@@ -37,6 +38,7 @@ from windlass.serving.status_endpoints import show_page, show_version
 _FORWARDED_HEADERS = ("host", "content-type", "accept", "origin")
 _RETURNED_HEADERS = ("content-type", "retry-after", "cache-control", "x-accel-buffering", "allow", "location")
 _STATUS_SECONDS = 2.0
+_MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux has 107
 _PARSE_IN_THREAD_BYTES = 2**18
 
 
@@ -48,6 +50,9 @@ class ReplicaRouter:
         count: number of replicas.
         environment: environment variables of the replicas' processes.
         on_ready: called once all replicas serve.
+
+    Raises:
+        ConfigError: the path of the directory of temporary files is too long for sockets.
     """
 
     def __init__(
@@ -64,6 +69,12 @@ class ReplicaRouter:
         self.metrics = HttpMetrics(self.registry, "router")
         # sockets in a directory that other users cannot enter
         self._directory = tempfile.TemporaryDirectory(prefix="windlass-")
+        if len(os.fsencode(self._socket_path(count))) > _MAX_SOCKET_PATH_BYTES:
+            self._directory.cleanup()
+            raise ConfigError(
+                f"the directory of temporary files is {tempfile.gettempdir()!r}, which is too long for the paths of "
+                "Unix sockets; set TMPDIR to a shorter one"
+            )
         self._on_ready = on_ready
         self._ended = asyncio.Event()
         self.replicas = [
@@ -71,6 +82,9 @@ class ReplicaRouter:
             for index in range(count)
         ]
         self._add_gauges()
+
+    def _socket_path(self, index: int) -> str:
+        return os.path.join(self._directory.name, f"{index}.sock")
 
     def _task(self, source: EngineSource, index: int) -> ReplicaTask:
         settings = self.settings
@@ -85,7 +99,7 @@ class ReplicaRouter:
             "chat_template": settings.chat_template,
             "engine_index": index,
         }
-        return ReplicaTask(source, inner, os.path.join(self._directory.name, f"{index}.sock"))
+        return ReplicaTask(source, inner, self._socket_path(index))
 
     def _add_gauges(self) -> None:
         ready = Gauge("windlass:replica_ready", "1 if the replica serves.", ("engine",), registry=self.registry)

@@ -169,8 +169,14 @@ class ReplicaSupervisor:
     async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while piece := await process.stderr.read(2**16):
-            for line in piece.decode("utf-8", "replace").splitlines():
-                print(f"[replica {self.index}] {escape_unprintable(line)}", file=sys.stderr, flush=True)
+            lines = [
+                f"[replica {self.index}] {escape_unprintable(line)}\n"
+                for line in piece.decode("utf-8", "replace").splitlines()
+            ]
+            # a standard error that its reader has closed; the process would wait forever in front of a full pipe
+            with contextlib.suppress(OSError):
+                sys.stderr.write("".join(lines))
+                sys.stderr.flush()
 
     def kill(self) -> None:
         """End the process at once."""
@@ -183,6 +189,7 @@ class ReplicaSupervisor:
         """End the process, at first by SIGTERM."""
         if self._watching is not None:
             self._watching.cancel()
+            await asyncio.wait({self._watching})  # it may be starting another process
         process = self._process
         if process is None:
             return
