@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
-from windlass.cli.chat import Conversation, _read_line, talk
+from windlass.cli.chat import Conversation, _accept_any_bytes, _read_line, talk
 from windlass.cli.main import main
 from windlass.cli.serve import _read_template
 from windlass.inference.sampling_params import SamplingParams
@@ -150,6 +150,15 @@ def test_instructions_that_are_no_text_are_refused_at_once(capsys: pytest.Captur
     assert "--system is 'a\\udcff', which is not valid UTF-8" in capsys.readouterr().err
 
 
+def test_a_template_that_is_not_jinja_is_an_error_with_its_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "template"
+    path.write_text("{{ messages }}\n{% generation %}{% endgeneration %}{% for one in messages %}\n{% endif %}")
+    assert call("serve", str(model), "--chat-template", str(path)) == 1
+    assert f"--chat-template {path} is not Jinja at line 3: " in capsys.readouterr().err
+
+
 def test_a_byte_order_mark_is_not_a_part_of_a_template(tmp_path: Path) -> None:
     path = tmp_path / "template"
     path.write_bytes("\N{BOM}{{ messages }}".encode())
@@ -216,7 +225,9 @@ def test_a_template_that_refuses_the_messages_is_an_error_of_that_message() -> N
     assert [message["content"] for message in conversation.messages] == ["Be brief.", "good", "yes"]
 
 
-def test_typed_bytes_that_are_no_text_become_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), "utf-8", "surrogateescape")
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's choices, by locale
+def test_typed_bytes_that_are_no_text_become_replacements(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), "utf-8", errors)
     monkeypatch.setattr("sys.stdin", typed)
+    _accept_any_bytes()
     assert _read_line() == "a\N{REPLACEMENT CHARACTER}b"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -60,6 +61,7 @@ def chat(
             engine = runner.run(EngineSource(directory, options).load())
         try:
             conversation = Conversation(engine, params, system)
+            _accept_any_bytes()
             talk(conversation, runner, console, _read_line)
         finally:
             runner.run(engine.shutdown(drain=False))
@@ -183,12 +185,17 @@ def _check_text(system: str | None) -> None:
         raise ConfigError(f"--system is {system!r}, which is not valid UTF-8; write text") from error
 
 
+def _accept_any_bytes() -> None:
+    """Let bytes of the standard input that are not text become replacement characters."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+
+
 def _read_line() -> str | None:
     """Return the next line of the user; None at the end of input. Ctrl-C empties the line."""
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
-            return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            return input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return None
         except KeyboardInterrupt:

@@ -246,15 +246,22 @@ def _read_keys(path: Path | None) -> ApiKeys | None:
 
 
 def _read_template(path: Path) -> str:
+    from jinja2 import TemplateSyntaxError
+
     from windlass.base.bounded_input import read_bounded
+    from windlass.inference.chat_template import parse_template
 
     data = read_bounded(path, _MAX_TEMPLATE_BYTES)
     if data is None:
         raise ConfigError(f"--chat-template {path} is larger than {_MAX_TEMPLATE_BYTES:,} bytes")
     try:
-        return data.removeprefix(codecs.BOM_UTF8).decode()
+        template = data.removeprefix(codecs.BOM_UTF8).decode()
+        parse_template(template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template {path} is not Jinja at line {error.lineno}: {error.message}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template {path} is not UTF-8 at byte {error.start}") from error
+    return template
 
 
 def _is_loopback(host: str) -> bool:

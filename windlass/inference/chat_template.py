@@ -45,17 +45,27 @@ def with_content_form(
     ]
 
 
-@functools.lru_cache(maxsize=16)
-def reads_parts(template: str) -> bool:
-    """Return True if a template takes the content of messages for a list of parts, and has no case for a text."""
+def parse_template(template: str) -> Any:
+    """Return the syntax tree of a template.
+
+    Raises:
+        TemplateSyntaxError: the template is not Jinja.
+    """
     import jinja2
-    from jinja2 import nodes
 
     # a tag of transformers' own, which changes no text
     plain = re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 if true \2%}{%\1 endif \2%}", template)
+    return jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+
+
+@functools.lru_cache(maxsize=16)
+def reads_parts(template: str) -> bool:
+    """Return True if a template takes the content of messages for a list of parts, and has no case for a text."""
+    from jinja2 import TemplateError, nodes
+
     try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except jinja2.TemplateError:
+        tree = parse_template(template)
+    except TemplateError:
         return False  # the error belongs to the call that renders it
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
