@@ -10,7 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import windlass
 from tests.dist.equivalence_runs import specimen, start
 from tests.dist.harness import run_ranks
 from tests.dist.test_one_bit_adam import (
@@ -31,6 +33,7 @@ from tests.dist.test_one_bit_adam import (
     snapshot,
     train,
 )
+from tests.models import ROWS
 from tests.oracle import relative_error
 from windlass.optim.zero_one_adam import StepKind, kind_of_step, steps_since_sync
 
@@ -70,7 +73,8 @@ class ZeroOneSimulation(Simulation):
         zeros = [{name: torch.zeros_like(value) for name, value in self.x.items()} for _ in range(2 * case.ranks)]
         self.change, self.summed = zeros[: case.ranks], zeros[case.ranks :]
         self.own = [dict(self.m) for _ in range(case.ranks)]
-        self.seen, self.rates = case.begin, 0.0
+        self.seen, self.rates, self.decayed = case.begin, 0.0, 0.0
+        self.group = dict(case.params)
         self.of_rank = [dict(self.replicas) for _ in range(case.ranks)]
 
     def run(self, first: int, last: int) -> None:
@@ -81,18 +85,19 @@ class ZeroOneSimulation(Simulation):
                     for name, parameter in self.named:
                         parameter.copy_(self.of_rank[rank][name].view(parameter.shape))
                 gradients.append(self._local(step, rank))
-            kind = kind_of_step(step + 1, GROUP)
+            kind = kind_of_step(step + 1, self.group)
             self.seen += kind is StepKind.VARIANCE
             if kind in (StepKind.LOCAL, StepKind.SYNC):
-                if step == GROUP["var_freeze_step"]:
+                if step == self.group["var_freeze_step"]:
                     for error in (*self.worker, self.server):
                         for value in error.values():
                             value.zero_()
-                self.rates += LR / self.case.corrected(BETA1, step + 1)
+                self.rates = self.rates * (1 - LR * DECAY) + LR / self.case.corrected(BETA1, step + 1)
+                self.decayed = 1 - (1 - self.decayed) * (1 - LR * DECAY)
             for name in self.x:
                 self._take(kind, name, step + 1, [one[name] for one in gradients])
             if kind is StepKind.SYNC:
-                self.rates = 0.0
+                self.rates = self.decayed = 0.0
 
     def _take(self, kind: StepKind, name: str, step: int, gradients: list[torch.Tensor]) -> None:
         case, ranks = self.case, self.case.ranks
@@ -112,7 +117,7 @@ class ZeroOneSimulation(Simulation):
                 self.summed[rank][name] = self.summed[rank][name] + part
             if kind is StepKind.LOCAL:
                 return
-            steps = steps_since_sync(step, GROUP)
+            steps = steps_since_sync(step, self.group)
             received = self._two_phases(name, [one[name] / steps for one in self.summed])
             for one in self.summed:
                 one[name] = torch.zeros_like(received)
@@ -132,22 +137,21 @@ class ZeroOneSimulation(Simulation):
         root, case = self._root(name), self.case
         for rank, part in enumerate(parts):
             self.own[rank][name] = self.own[rank][name] * BETA1 + part
-            rate, change = LR / case.corrected(BETA1, step), self.change[rank][name]
-            local = self.x[name] - case.bounded(change, case.corrected(BETA1, step) * (self.rates - rate))
-            move = self.own[rank][name] / root * rate
+            move = self.own[rank][name] / root * (LR / case.corrected(BETA1, step))
             move[self.v[name] == 0] = 0
-            self.change[rank][name] = change + (move + LR * DECAY * local)
+            self.change[rank][name] = self.change[rank][name] * (1 - LR * DECAY) + move
+        decay = self.decayed * self.x[name]
         if kind is StepKind.SYNC:
             mean = self._two_phases(name, [one[name] * root for one in self.change])
             move = mean / root
             move[self.v[name] == 0] = 0
-            self.x[name] = self.x[name] - case.bounded(move, case.corrected(BETA1, step) * self.rates)
-            self.m[name] = mean / self.rates
+            self.x[name] = self.x[name] - (decay + case.bounded(move, case.corrected(BETA1, step) * self.rates))
+            self.m[name], decay = mean / self.rates, torch.zeros_like(mean)
             for rank in range(len(parts)):
                 self.change[rank][name] = torch.zeros_like(mean)
                 self.own[rank][name] = self.m[name]
         for rank in range(len(parts)):
-            moved = case.bounded(self.change[rank][name], case.corrected(BETA1, step) * self.rates)
+            moved = decay + case.bounded(self.change[rank][name], case.corrected(BETA1, step) * self.rates)
             self.of_rank[rank][name] = (self.x[name] - moved).to(self.case.dtype)
 
     def _two_phases(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -226,6 +230,49 @@ def test_every_kind_of_step_equals_its_simulation(ranks: int, tmp_path: Path) ->
         if case.stage == 0 and ranks > 1:
             one, other = (found["replicas"] for found in results[:2])
             assert any(not torch.equal(value, other[name]) for name, value in one.items()), "no step was local"
+
+
+class FrozenAdamW(ZeroOneSimulation):
+    """AdamW with decoupled decay and, after `var_freeze_step`, a constant variance."""
+
+    def _gather(self, kind: StepKind, name: str, step: int, parts: list[torch.Tensor]) -> None:
+        self.m[name] = self.m[name] * BETA1 + parts[0]
+        self._move(name, step)
+        self._copy(name)
+
+
+def test_without_errors_and_local_steps_it_is_adamw_with_a_constant_variance(tmp_path: Path) -> None:
+    """One rank sends nothing, so every step after the freeze is AdamW's, and the decay is no part of the momentum."""
+    case = replace(CASE, ranks=1, steps=20, params=(*CASE.params, ("local_step_clipper", 1)))
+    found = run_ranks(run_cases, 1, [case], str(tmp_path))[0][0]
+    simulation = FrozenAdamW(case, found["frozen"])
+    simulation.run(case.begin, case.steps)
+    shaped = {name: value.view(simulation.shapes[name]) for name, value in simulation.x.items()}
+    error, where = relative_error(found["params"], shaped)
+    assert error <= 1e-5, f"{where} is off by {error:.2e}"
+
+
+def weights_without_variance(case: Case) -> list[torch.Tensor]:
+    """Train one of two outputs, and return this rank's weights of the other one after each step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2, bias=False)
+    engine, *_ = windlass.initialize(model=model, config=case.config())
+    found = []
+    for step in range(case.steps):
+        inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        engine.backward(engine(inputs)[:, 0].square().mean())
+        engine.step()
+        found.append(model.weight.detach()[1].clone())
+    engine.destroy()
+    return found
+
+
+def test_elements_without_variance_decay_in_every_step() -> None:
+    case = replace(CASE, steps=12, params=(*CASE.params, ("local_step_clipper", 4)))
+    for found in run_ranks(weights_without_variance, 2, case, timeout=120.0):
+        for step, value in enumerate(found[1:], 1):
+            wanted = found[0] * (1 - LR * DECAY) ** step
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=0.0, msg=lambda text, at=step: f"{at}: {text}")
 
 
 def test_at_first_it_is_adam_bit_for_bit(tmp_path: Path) -> None:

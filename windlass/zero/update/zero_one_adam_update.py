@@ -9,6 +9,10 @@ times the root of the variance, through the compressed all-reduce: their mean mo
 the learning rates it is the new common momentum. `max_update` bounds the moves of parameters and master weights, by the
 sum of the learning rates since the last synchronization; a change that is sent keeps what is beyond the bound.
 
+Weight decay of local steps is not a part of the changes, since it would become a part of the momentum. Every step
+shrinks the local weight `x` by the same factor on all ranks. With the master weight `w`, `x = (1 - d) w - c`, where
+`d` is `summed_decay` and the change `c` shrinks too. So a rank knows the decay of all ranks without a message.
+
 At stages 1 and 2 no rank has the whole variance, so the parameters stand still between synchronizations while each rank
 sums its gradients (`summed`). A synchronization sends the owners their mean, and an owner takes one step with it for
 each summed step.
@@ -32,7 +36,7 @@ from windlass.zero.update.elementwise_update import ElementwiseUpdate, Parameter
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 from windlass.zero.update.update_chunk import UpdateChunk
 
-LOCAL_MOMENTUM, RATES = "local_momentum", "summed_rates"
+LOCAL_MOMENTUM, RATES, DECAY = "local_momentum", "summed_rates", "summed_decay"
 _GATHERED = (StepKind.LOCAL, StepKind.SYNC)
 
 
@@ -40,7 +44,8 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     """Update of `ZeroOneAdam`; see [Note: 0/1 schedule] and [Note: local steps].
 
     States beside those of `OneBitAdam`: for each rank at stage 0 `local_change` and `local_momentum`, else `summed`;
-    and at stage 0 `summed_rates`, the sum of the learning rates since the last synchronization.
+    and at stage 0 `summed_rates` and `summed_decay`, the sum of the learning rates and the part of the master weights
+    that decayed since the last synchronization.
     """
 
     _lacks_changes = False
@@ -161,32 +166,34 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         self, segment: ParameterSegment, gradient: torch.Tensor, options: Options, *, syncs: bool
     ) -> None:
         """Add this rank's change, and in a synchronization replace `gradient` by what is sent of it."""
-        given, master = options[id(segment.parameter)], self._master(segment)
-        state, beta1, lr = self._opened(segment, master), given["betas"][0], float(given["lr"])
+        given, state = options[id(segment.parameter)], self._opened(segment, self._master(segment))
         change, momentum = self._own(LOCAL_CHANGE, segment), self._own(LOCAL_MOMENTUM, segment)
-        if not float(state.setdefault(RATES, torch.zeros(()))):
+        rates, decayed = (state.setdefault(key, torch.zeros(())) for key in (RATES, DECAY))
+        if not float(rates):
             momentum.copy_(state["exp_avg"])
-        momentum.mul_(beta1).add_(gradient)
+        momentum.mul_(given["betas"][0]).add_(gradient)
         state["step"] += 1
-        rate = self._rate(segment, options)
+        rate, decay = self._rate(segment, options), float(given["lr"]) * given["weight_decay"]
         root = self._denominator(segment, change, options)
-        local = master.to(change.dtype) - self._bounded(segment, change, options)
-        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0).mul_(rate)
-        change.add_(move.add_(local, alpha=lr * given["weight_decay"]))
-        state[RATES] += rate
+        move = (momentum / root).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
+        change.mul_(1 - decay).add_(move, alpha=rate)
+        rates.mul_(1 - decay).add_(rate)  # the weights of the momenta in the change
+        decayed.mul_(1 - decay).add_(decay)
         if syncs:
             torch.mul(change, root, out=gradient)
             change.zero_()
 
     def _take_common_step(self, segment: ParameterSegment, mean: torch.Tensor, options: Options) -> None:
-        """Move the master weights by the mean of all ranks' changes, and set the common momentum."""
+        """Move the master weights by the mean of all ranks' changes and their decay, and set the common momentum."""
         state, master = self._inner.state[segment.tensor], self._master(segment)
         rates = float(state[RATES])
         move = (mean / self._denominator(segment, mean, options)).masked_fill_(state["exp_avg_sq"] == 0, 0.0)
-        master.sub_(self._bounded(segment, move, options))
+        decay = master.to(move.dtype) * float(state[DECAY])
+        master.sub_(decay.add_(self._bounded(segment, move, options)))
         if rates:  # if all learning rates were 0, momenta cannot be computed from the changes
             state["exp_avg"].copy_(mean / rates)
         state[RATES].zero_()
+        state[DECAY].zero_()
 
     def _bounded(self, segment: ParameterSegment, change: torch.Tensor, options: Options) -> torch.Tensor:
         """Return a change since the last synchronization within the bound of its steps; see [Note: bounded steps].
@@ -200,10 +207,12 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         return change.clamp(-bound, bound)
 
     def _local_change(self, segment: ParameterSegment, options: Options) -> torch.Tensor:
-        change = super()._local_change(segment, options)
-        if id(segment.parameter) not in options or segment.tensor not in self._inner.state:
+        change, state = super()._local_change(segment, options), self._inner.state.get(segment.tensor, {})
+        if self._lacks_changes or id(segment.parameter) not in options or DECAY not in state:
             return change
-        return self._bounded(segment, change, options)
+        master, decayed = self._master(segment), float(state[DECAY])
+        bounded = self._bounded(segment, change, options)
+        return bounded + master.to(change.dtype) * decayed if decayed else bounded
 
     def forget_unsent(self) -> None:
         """See `Update.forget_unsent`."""
@@ -221,6 +230,7 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
         for state in self._inner.state.values():
             if RATES in state:
                 state[RATES].zero_()
+                state[DECAY].zero_()
 
     @torch.no_grad()
     def publish(self, units: list[Unit]) -> None:
