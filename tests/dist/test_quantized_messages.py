@@ -218,3 +218,46 @@ def test_error_feedback_of_gradients_is_saved(tmp_path: Path) -> None:
     for (here, states), (there, _) in zip(straight, resumed, strict=True):
         assert states and here.keys() == there.keys()
         assert all(torch.equal(value, there[name]) for name, value in here.items())
+
+
+class HalfUsed(torch.nn.Module):
+    """Model whose second block is used only if `both` is True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.both = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](inputs)
+        return self.blocks[1](hidden) if self.both else hidden
+
+
+def load_what_was_saved(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Save errors of LoCo before a block is used. Return them, and those that equal and fewer units load."""
+    found = []
+    for threshold in (0, 0, 1000):
+        config = Case(all_of("gradients", zeropp_loco_param={}, stage3_param_persistence_threshold=threshold)).config
+        engine, *_ = windlass.initialize(model=HalfUsed(), config=config)
+        if found:
+            engine.load_checkpoint(folder)
+        for _ in range(2 if not found else 0):
+            engine.backward(engine(torch.randn(4, 8)).square().mean())
+            engine.step()
+        if not found:
+            engine.save_checkpoint(folder)
+        found.append({f"{one.name}/{one.key}": one.values.clone() for one in error_feedback_states(engine._sharded)})
+        engine.module.both = True
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+        engine.destroy()
+    return found
+
+
+def test_errors_are_loaded_by_units_without_a_reduction_and_by_other_units(tmp_path: Path) -> None:
+    for saved, *loaded in run_ranks(load_what_was_saved, 2, str(tmp_path)):
+        assert any(value.any() for name, value in saved.items() if name.endswith("/loco_error"))
+        for found in loaded:
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(value, saved[name]) for name, value in found.items())

@@ -42,12 +42,18 @@ class LaneErrors:
     Attributes:
         flat: `[numel]` in float32, the error of each element of the buffer: a rank sends each element of the other
             shards once, in the first hop or in the second one. None before the first reduction.
-        reductions: `[1]` int64, the number of reductions of this lane.
+        reductions: `[parts]` int64, the number of reductions of each part. The lane is one part until `divide`.
     """
 
     def __init__(self) -> None:
         self.flat: torch.Tensor | None = None
         self.reductions = torch.zeros(1, dtype=torch.int64)
+        self._parts: list[slice] = [slice(None)]
+
+    def divide(self, parts: list[slice]) -> None:
+        """Count the reductions of some parts separately, because a checkpoint may hold other numbers for each."""
+        if self._parts != parts:
+            self._parts, self.reductions = parts, self.reductions[:1].repeat(len(parts))
 
     def open(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return `flat`, which is zeros at first."""
@@ -56,10 +62,11 @@ class LaneErrors:
         return self.flat
 
     def begin(self, options: LocoOptions, numel: int, device: torch.device) -> torch.Tensor:
-        """Count a reduction, and return `flat`, set to zero after each `reset_t` reductions."""
-        flat, reductions = self.open(numel, device), int(self.reductions)
-        if reductions and reductions % options.reset_t == 0:
-            flat.zero_()
+        """Count a reduction, and return `flat`, whose parts are set to zero after each `reset_t` reductions."""
+        flat = self.open(numel, device)
+        for part, reductions in zip(self._parts, self.reductions.tolist(), strict=True):
+            if reductions and reductions % options.reset_t == 0:
+                flat[part].zero_()
         self.reductions += 1
         return flat
 

@@ -1,8 +1,8 @@
 """Error feedback of quantized reductions (LoCo) as per-rank states, so that checkpoints hold it.
 
 See [Note: per-rank states] and [Note: quantized messages]. A checkpoint holds the errors of each parameter, and the
-number of reductions of its unit, which decides when errors return to zero. On another number of ranks each rank gets an
-equal share of the sum of the saved errors.
+number of its reductions, which decides when they return to zero. The numbers of a unit differ if the saved run had
+other units. On another number of ranks each rank gets an equal share of the sum of the saved errors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ ERROR, REDUCTIONS = "loco_error", "loco_reductions"
 
 
 def error_feedback_states(model: ShardedModel) -> Iterator[RankState]:
-    """Yield the states of all units that have been reduced."""
-    for unit, errors in _lanes(model):
-        if errors.flat is None:
-            continue
-        yield RankNumber(unit, 0, REDUCTIONS, errors.reductions, largest_of_ranks)
+    """Yield the states of all units, zeros for those that were not reduced yet. None before the first reduction.
+
+    A load needs the states of all parameters, since it does not know the units of the saved run.
+    """
+    lanes = list(_lanes(model))
+    if all(errors.flat is None for _, errors in lanes):
+        return
+    for unit, errors in lanes:
+        flat = errors.open(unit.layout.padded, unit.full.device)
         for index in range(len(unit.parameters)):
             if unit.layout.numels[index]:
-                yield RankState(unit, index, ERROR, unit.parameter_view(errors.flat, index).view(-1), share_of_sum)
+                yield RankNumber(unit, index, REDUCTIONS, errors.reductions[index : index + 1], largest_of_ranks)
+                yield RankState(unit, index, ERROR, unit.parameter_view(flat, index).view(-1), share_of_sum)
 
 
 def open_error_feedback(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
@@ -47,4 +52,7 @@ def _lanes(model: ShardedModel) -> Iterator[tuple[Unit, LaneErrors]]:
         number = model.reducer.number_of(slot.unit)
         errors = slot.unit.transport.error_feedback(number) if number is not None else None
         if errors is not None:
+            layout = slot.unit.layout
+            stops = [*layout.offsets[1:], layout.padded]
+            errors.divide([slice(start, stop) for start, stop in zip(layout.offsets, stops, strict=True)])
             yield slot.unit, errors
