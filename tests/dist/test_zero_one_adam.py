@@ -242,7 +242,7 @@ class FrozenAdamW(ZeroOneSimulation):
 
 
 def test_without_errors_and_local_steps_it_is_adamw_with_a_constant_variance(tmp_path: Path) -> None:
-    """One rank sends nothing, so every step after the freeze is AdamW's, and the decay is no part of the momentum."""
+    """One rank sends nothing, so every step after the freeze is AdamW's, and the momentum contains no decay."""
     case = replace(CASE, ranks=1, steps=20, params=(*CASE.params, ("local_step_clipper", 1)))
     found = run_ranks(run_cases, 1, [case], str(tmp_path))[0][0]
     simulation = FrozenAdamW(case, found["frozen"])

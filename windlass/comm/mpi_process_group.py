@@ -345,12 +345,8 @@ class MpiProcessGroup(_TorchProcessGroup):
         return MpiWork(self._mpi, self._describe(name), [request], outputs, finish, keeps, self._timeout)
 
     def _joined(self, name: str, works: list[MpiWork]) -> MpiWork:
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
         outputs = [tensor for work in works for tensor in work.outputs]
-        return MpiWork(self._mpi, self._describe(name), [], outputs, finish, works, self._timeout)
+        return MpiWork(self._mpi, self._describe(name), [], outputs, None, (), self._timeout, works)
 
     def _describe(self, name: str) -> str:
         return f"{name} of rank {self.rank()} in a group of {self.size()}"

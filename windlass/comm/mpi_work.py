@@ -45,6 +45,7 @@ class MpiWork(dist.Work):
         finish: called once, when all requests have completed.
         keeps: objects whose memory MPI reads or writes meanwhile.
         timeout: longest wait for the other ranks.
+        parts: works that are parts of this one, which completes when all of them have.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class MpiWork(dist.Work):
         finish: Callable[[], None] | None,
         keeps: Sequence[Any],
         timeout: timedelta,
+        parts: Sequence[MpiWork] = (),
     ) -> None:
         super().__init__()
         self._mpi, self._what, self._requests, self.outputs = mpi, what, list(requests), list(outputs)
-        self._finish, self._keeps, self._timeout = finish, list(keeps), timeout
+        self._finish, self._keeps, self._timeout, self._parts = finish, list(keeps), timeout, list(parts)
         self._lock = threading.RLock()  # the thread of a future and the caller's may poll at once
         self._done, self._source = False, -1
         self._error: CommunicationError | None = None
@@ -148,6 +150,12 @@ class MpiWork(dist.Work):
         return future
 
     def _test(self) -> bool:
+        try:
+            if not all(part.is_completed() for part in self._parts):
+                return False
+        except CommunicationError as error:
+            self._error = error
+            raise
         with MPI_LOCK:
             statuses = [self._mpi.Status() for _ in self._requests]
             try:

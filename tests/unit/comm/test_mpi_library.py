@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from windlass.base.errors import CommunicationError
 from windlass.cli.main import app
 from windlass.comm.mpi_backend import _check_job
 from windlass.comm.mpi_library import load_mpi
+from windlass.comm.mpi_process_group import MpiProcessGroup
+from windlass.comm.mpi_work import MpiWork
 from windlass.observe.environment.backend_support import support_by_device
 
 
@@ -64,6 +68,52 @@ def test_ranks_of_two_jobs_at_one_rendezvous_are_refused() -> None:
     _check_job(jobs[0], store, 1)
     with pytest.raises(CommunicationError, match="rank 2 .* belongs to another MPI job"):
         _check_job(jobs[1], store, 2)
+
+
+def test_several_operations_at_once_are_polled_without_a_wait() -> None:
+    """Their common work completes when the last of them has; a poll before that returns at once."""
+    requests: list[SimpleNamespace] = []
+
+    def start(*_: object) -> SimpleNamespace:
+        requests.append(SimpleNamespace(done=False))
+        return requests[-1]
+
+    def test_all(given: list[SimpleNamespace], _: object = None) -> bool:
+        return all(request.done for request in given)
+
+    mpi = MagicMock(Exception=OSError, Request=SimpleNamespace(Testall=test_all))
+    communicator = SimpleNamespace(
+        Get_rank=lambda: 0, Get_size=lambda: 2, Get_attr=lambda _: 100, Iallreduce=start, Iallgather=start
+    )
+    group = MpiProcessGroup(mpi, communicator, False, timedelta(seconds=0.2))
+    works = [
+        group.allreduce_coalesced([torch.ones(2), torch.ones(3)]),
+        group.all_gather_single_coalesced([torch.zeros(2), torch.zeros(4)], [torch.ones(1), torch.ones(2)]),
+    ]
+    for number, work in enumerate(works):
+        first, second = requests[2 * number : 2 * number + 2]
+        first.done = True
+        assert not work.is_completed() and not work.is_success()
+        second.done = True
+        assert work.is_completed() and work.is_success() and len(work.result()) == 2
+
+
+def test_an_error_of_one_of_several_operations_is_that_of_their_work() -> None:
+    class MpiError(Exception):
+        def Get_error_code(self) -> int:
+            return 1
+
+    def fail(*_: object) -> bool:
+        raise MpiError
+
+    mpi = MagicMock(Exception=MpiError, SUCCESS=0, Request=SimpleNamespace(Testall=fail))
+    mpi.Get_error_string = lambda code: "a rank is gone"
+    part = MpiWork(mpi, "all_reduce", [MagicMock()], [], None, (), timedelta(seconds=1))
+    work = MpiWork(mpi, "all_reduce_coalesced", [], [], None, (), timedelta(seconds=1), [part])
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match="a rank is gone"):
+            work.is_completed()
+    assert not work.is_success() and work.exception() is part.exception() is not None
 
 
 def test_the_support_table_depends_on_the_machine() -> None:
