@@ -264,6 +264,12 @@ def premultiply() -> None:
         local = torch.full((3,), 2.0, dtype=dtype)
         comm.all_reduce(local, comm.premul_sum(rank + 1.0))
         assert local.tolist() == [float(size * (size + 1))] * 3
+        for dims in range(3):  # the native reduction and the composed one
+            of_tensor = comm.premul_sum(torch.full((1,) * dims, rank + 1.0, dtype=torch.float64))
+            local, part = torch.full((3,), 2.0, dtype=dtype), torch.zeros((), dtype=dtype)
+            comm.all_reduce(local, of_tensor)
+            comm.reduce_scatter(part, list(torch.full((size,), 2.0, dtype=dtype)), of_tensor)
+            assert local.tolist() == [float(size * (size + 1))] * 3 and part.item() == size * (size + 1), (dtype, dims)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.SUM), comm.ReduceOp.SUM, comm.ReduceOp.PROD):
         local = torch.tensor([2.0])
         comm.all_reduce(local, op)
@@ -277,6 +283,14 @@ def premultiply() -> None:
 
 def test_premul_sum_and_torch_operators() -> None:
     run_ranks(premultiply, 3)
+
+
+def test_a_factor_for_each_element_is_refused() -> None:
+    from windlass.base.errors import CommunicationError
+    from windlass.compat import collectives as comm
+
+    with pytest.raises(CommunicationError, match=r"PREMUL_SUM is a tensor of shape \[2, 3\].*reduce it with"):
+        comm.premul_sum(torch.ones(2, 3))
 
 
 # -------------------------------------------------------------------------------------------------------------- moves

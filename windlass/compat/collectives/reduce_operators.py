@@ -51,14 +51,28 @@ _ORDER_OPS = frozenset({ReduceOp.MIN, ReduceOp.MAX}) | PAIR_OPS
 
 @dataclass(frozen=True)
 class ReduceOperator:
-    """Operator with its factor (a number or a tensor), which only `PREMUL_SUM` has."""
+    """Operator with its factor (a number or a tensor without dimensions), which only `PREMUL_SUM` has."""
 
     kind: ReduceOp
     factor: Any = None
 
 
-def premul_sum(factor: float | torch.Tensor) -> ReduceOperator:
-    """Return the operator that sums each rank's elements multiplied by that rank's `factor`."""
+def premul_sum(factor: float | torch.Tensor | None) -> ReduceOperator:
+    """Return the operator that sums each rank's elements multiplied by that rank's `factor`.
+
+    Args:
+        factor: a number, or a tensor of one element; None if it is not known, which reductions refuse.
+
+    Raises:
+        CommunicationError: `factor` is a tensor of more elements.
+    """
+    if isinstance(factor, torch.Tensor):
+        if factor.numel() != 1:
+            raise CommunicationError(
+                f"the factor of ReduceOp.PREMUL_SUM is a tensor of shape {list(factor.shape)}, and one number "
+                "multiplies all elements of a rank; multiply the tensor itself and reduce it with ReduceOp.SUM"
+            )
+        factor = factor.reshape(())  # a factor with dimensions would change the shape and dtype of the product
     return ReduceOperator(ReduceOp.PREMUL_SUM, factor)
 
 
@@ -74,8 +88,9 @@ def to_reduce_operator(op: Any) -> ReduceOperator:
         return ReduceOperator(op)
     kind = op if isinstance(op, dist.ReduceOp.RedOpType) else getattr(op, "op", None)
     if isinstance(kind, dist.ReduceOp.RedOpType) and kind.name in ReduceOp.__members__:
-        premul = kind.name == "PREMUL_SUM"  # torch exposes the factor from 2.13 on
-        return ReduceOperator(ReduceOp[kind.name], getattr(op, "factor", None) if premul else None)
+        if kind.name == "PREMUL_SUM":
+            return premul_sum(getattr(op, "factor", None))  # torch exposes the factor from 2.13 on
+        return ReduceOperator(ReduceOp[kind.name])
     names = ", ".join(member.name for member in ReduceOp if member is not ReduceOp.UNUSED)
     raise CommunicationError(f"op = {op!r} is not a reduction operator; write ReduceOp.SUM or another of {names}")
 
