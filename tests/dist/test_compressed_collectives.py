@@ -216,6 +216,20 @@ def test_collectives_equal_their_explicit_computation(ranks: int, transport: str
     assert run_ranks(all_cases, ranks, transport, transport=transport, timeout=120.0) == [expected] * ranks
 
 
+def integer_sums() -> None:
+    calls, ranks = collectives("gloo", get_codec("identity")), dist.get_world_size()
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        own = torch.arange(1, 5).to(dtype)
+        wanted = (own.long() * ranks * 0.5).to(dtype)
+        same(calls.reduce_scatter(own, factor=0.5), split(wanted, ranks)[dist.get_rank()], dtype)
+        same(calls.all_reduce(own.clone(), factor=0.5), wanted, dtype)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_factor_keeps_an_integer_dtype_on_any_number_of_ranks(ranks: int) -> None:
+    run_ranks(integer_sums, ranks, transport="gloo")
+
+
 # ------------------------------------------------------------------- identity beside plain collectives
 
 

@@ -90,7 +90,7 @@ class CompressedCollectives:
         """
         self._check_rows(tensor)
         if self.size == 1:
-            return _scaled(tensor, factor)
+            return _scaled(tensor, factor).to(tensor.dtype)  # an integer times the factor is a float
         parts = list(tensor.split(self._lengths(tensor, sizes)))
         total = self._sum_of_parts(parts, "reduce_scatter", factor)
         return total.to(tensor.dtype).view(parts[self._index].shape)
@@ -109,7 +109,7 @@ class CompressedCollectives:
         """
         self._check_dtype(tensor)
         if self.size == 1:
-            return tensor if factor == 1.0 else tensor.mul_(factor)
+            return tensor if factor == 1.0 else tensor.copy_(tensor * factor)
         flat = tensor.contiguous().view(-1)
         parts = list(flat.split(self._lengths(flat, None)))
         total = self._sum_of_parts(parts, "all_reduce", factor)
