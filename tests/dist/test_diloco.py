@@ -267,6 +267,24 @@ def test_a_run_resumed_between_outer_steps_is_exact(case: Case, tmp_path: Path) 
             assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
 
 
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        (OVERLAPPED, with_params(CASE, inner_steps=1, codec="sign")),  # it sends a message before the load
+        (CASE, with_params(OVERLAPPED, codec="identity")),
+    ],
+    ids=["overlapped", "plain"],
+)
+def test_a_load_takes_overlap_and_codec_of_the_checkpoint(case: Case, other: Case, tmp_path: Path) -> None:
+    """Hyper-parameters of a load are the saved ones, so nothing in flight is lost."""
+    straight = run_ranks(save, 2, case, str(tmp_path), 6)
+    resumed = run_ranks(resume, 2, other, str(tmp_path), 6)
+    for here, there in zip(straight, resumed, strict=True):
+        for what in ("params", "errors"):
+            assert here[what].keys() == there[what].keys()
+            assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
+
+
 def after_adamw(case: Case, folder: str, at: int) -> list[dict[str, torch.Tensor]]:
     """Return parameters and errors of a run, and of one that continues a checkpoint of AdamW after `at` steps."""
     found = []

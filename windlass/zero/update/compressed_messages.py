@@ -78,6 +78,13 @@ class CompressedMessages:
             self._lists = CompressedLists(channel, self._codec, self.traffic)
         return self._lists
 
+    def use_codec(self, codec: str) -> None:
+        """Encode later messages with this codec. Collective if it is another one and there was an exchange."""
+        if codec != self._codec:
+            self._codec = codec
+            if self._lists is not None:
+                self._lists = CompressedLists(self._lists.channel, codec, self.traffic)
+
     def start_average(self, messages: Sequence[UnitMessage], errors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Start to replace this rank's own fragments of each message by their mean over ranks. Collective.
 

@@ -68,10 +68,17 @@ class CompressedPhase:
         """The data-parallel ranks."""
         return self._messages.group
 
-    def add_key(self, key: str) -> None:
-        """Add a per-rank state. It is saved from `begin` on."""
-        self._keys = (*self._keys, key)
+    def use_codec(self, codec: str) -> None:
+        """Encode later messages with this codec. Collective if it is another one and there was an exchange."""
+        self._messages.use_codec(codec)
+
+    def set_key(self, key: str, *, kept: bool) -> None:
+        """Keep a per-rank state, or drop it. It is saved from `begin` on."""
+        if kept == (key in self._keys):
+            return
+        self._keys = (*self._keys, key) if kept else tuple(one for one in self._keys if one != key)
         self._held = self._keys if self._held else ()
+        self._states.pop(key, None)
 
     def begin(self) -> None:
         """Begin to save all per-rank states in checkpoints."""

@@ -45,8 +45,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
         self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
-        if self._overlap:
-            self._phase.add_key(IN_FLIGHT)
+        self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
 
     @property
     def _overlap(self) -> int:
@@ -88,6 +87,9 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective in steps with outer steps."""
+        # a load may have brought other values than those of the construction
+        self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
+        self._phase.use_codec(self.codec_of(self.optimizer))
         self._phase.begin()  # in averaged steps too: they use the states of local ones
         run = self._run_compressed if self.takes_local_gradients else self._run_reduced
         return self._counted(run(used, divisor, self._phase.options()))
@@ -175,8 +177,6 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """Create the states of a fragment. Moments begin with those of a checkpoint of AdamW, if one was loaded."""
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
         state[OUTER] = torch.zeros_like(self._master(segment), dtype=segment.chunk.state_dtype)
-        if self._overlap:
-            state[SENT] = torch.zeros((), dtype=torch.float32)
         for common, own in (("exp_avg", MOMENT), ("exp_avg_sq", VARIANCE)):
             if common in state:
                 self._own(own, segment).copy_(state.pop(common))
@@ -236,6 +236,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def open_rank_states(self, saved: Collection[str]) -> frozenset[str]:
         """See `Update.open_rank_states`."""
         self.finish_transfers()  # collective: every rank loads, so all ranks call it
+        self._phase.set_key(IN_FLIGHT, kept=IN_FLIGHT in saved)  # the saved overlap_steps is loaded after the states
         return super().open_rank_states(saved)
 
     def _changed(self, unit: Unit, flat: torch.Tensor, options: Options) -> UnitMessage:
@@ -252,7 +253,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
                 change = self._own(LOCAL_CHANGE, segment)
                 self._view(flat, segment).copy_(change)
                 if self._overlap:
-                    state[SENT].fill_(1.0)
+                    state.setdefault(SENT, torch.zeros((), dtype=torch.float32)).fill_(1.0)
                 else:
                     change.zero_()
         return UnitMessage(unit, flat, chosen)
