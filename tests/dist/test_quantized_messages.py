@@ -261,3 +261,37 @@ def test_errors_are_loaded_by_units_without_a_reduction_and_by_other_units(tmp_p
         for found in loaded:
             assert found.keys() == saved.keys()
             assert all(torch.equal(value, saved[name]) for name, value in found.items())
+
+
+def errors_at_loss_scales(folder: str) -> list[tuple[float, torch.Tensor]]:
+    """Return the loss scale and the errors after a step, after an overflow, and after a load at a static scale."""
+    config = Case(all_of("gradients", zeropp_loco_param={}), accumulation=1).config
+    scaling = {"initial_scale_power": 6, "hysteresis": 1}
+    found: list[tuple[float, torch.Tensor]] = []
+
+    def note(engine: Any) -> None:
+        states = [state for state in error_feedback_states(engine._sharded) if state.key == "loco_error"]
+        found.append((engine.loss_scale(), torch.cat([state.values for state in states])))
+
+    engine, *_ = windlass.initialize(model=HalfUsed(), config={**config, "fp16": {"enabled": True, **scaling}})
+    engine.module.both = True
+    for factor in (1.0, float("inf")):  # a message that is not finite leaves the errors as they are
+        engine.backward(engine(torch.randn(4, 8).half()).float().square().mean() * factor)
+        engine.step()
+        note(engine)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    config["fp16"] = {"enabled": True, "loss_scale": 256.0}
+    engine, *_ = windlass.initialize(model=HalfUsed(), config=config)
+    engine.load_checkpoint(folder)
+    note(engine)
+    engine.destroy()
+    return found
+
+
+def test_errors_follow_the_loss_scale(tmp_path: Path) -> None:
+    """Stored errors are in units of the scaled gradients to which they are added."""
+    for found in run_ranks(errors_at_loss_scales, 2, str(tmp_path)):
+        assert [scale for scale, _ in found] == [64.0, 32.0, 256.0] and found[0][1].any()
+        for scale, errors in found:
+            torch.testing.assert_close(errors / scale, found[0][1] / 64.0, rtol=0.0, atol=0.0)

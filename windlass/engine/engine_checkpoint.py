@@ -50,6 +50,7 @@ from windlass.engine.checkpoint_validation import (
     check_saved_position,
     check_scalar_states,
 )
+from windlass.engine.error_feedback_states import rescale_error_feedback
 from windlass.engine.extra_state import collect_plain_extra_states, set_extra_states
 from windlass.engine.frozen_parameters import (
     check_frozen_parameters,
@@ -381,6 +382,8 @@ def load_engine(
             loaded_state.plain["engine"], loaded_state.plain.get("layout", {}).get("accumulation")
         )
         engine.scaler.load_state_dict(loaded_state.plain["loss_scale"])
+    if groups_too:
+        rescale_error_feedback(model, engine.scaler.scale / loaded_state.plain["loss_scale"]["scale"])
     if (
         options.load_lr_scheduler_states
         and engine.lr_scheduler is not None

@@ -2,7 +2,8 @@
 
 See [Note: per-rank states] and [Note: quantized messages]. A checkpoint holds the errors of each parameter, and the
 number of its reductions, which decides when they return to zero. The numbers of a unit differ if the saved run had
-other units. On another number of ranks each rank gets an equal share of the sum of the saved errors.
+other units. On another number of ranks each rank gets an equal share of the sum of the saved errors. Errors are in
+units of the scaled gradients.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def open_error_feedback(model: ShardedModel, saved: Collection[str]) -> frozense
         if found:
             errors.open(unit.layout.padded, unit.full.device)
     return frozenset() if lanes else found
+
+
+def rescale_error_feedback(model: ShardedModel, factor: float) -> None:
+    """Multiply all errors by `factor`, the quotient of the new loss scale and that of the errors."""
+    for _, errors in _lanes(model):
+        if errors.flat is not None:
+            errors.flat.mul_(factor)
 
 
 def _lanes(model: ShardedModel) -> Iterator[tuple[Unit, LaneErrors]]:

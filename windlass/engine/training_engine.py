@@ -24,6 +24,7 @@ from windlass.engine.checkpoint_methods import CheckpointMethods
 from windlass.engine.data_loaders import build_data_loader
 from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.engine_reporter import EngineReporter
+from windlass.engine.error_feedback_states import rescale_error_feedback
 from windlass.engine.failed_call_barrier import FailedCallBarrier
 from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.model_refresh import (
@@ -395,6 +396,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._scaler.update(not outcome.applied, where)
         if self._scaler.scale != scale:
             self._sharded.rescale_unstepped(self._scaler.scale / scale)
+            rescale_error_feedback(self._sharded, self._scaler.scale / scale)
         self._optimizer.loss_scale = self._scaler.scale
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)
