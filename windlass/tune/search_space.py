@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +13,7 @@ from typing import Any
 
 from windlass.base.errors import ConfigError
 from windlass.config import load_config
+from windlass.config.axis_sizes import data_loading_size_of
 from windlass.config.batch_sizes import ACCUMULATION, KEYS, MICRO, TRAIN
 from windlass.config.config_loading import validate_config
 from windlass.config.config_overrides import override_keys, value_at_path
@@ -46,6 +50,9 @@ _LARGE_BY_DEFAULT = (STATES_RATIO, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE
 ORDERED_KEYS = (MICRO, TRAIN, STATES_RATIO)
 """Keys whose neighbouring values have similar costs."""
 _MAX_CANDIDATES = 20_000
+_MEMORY_KEYS = (*KEYS, STAGE, CHECKPOINTING, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE)
+"""Keys of which it is known in which direction they save device memory; batches per step save none."""
+_LONGEST_NAME = 200  # a file system allows 255 bytes, and files add their extension
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,8 @@ class Candidate:
     """One configuration of the space.
 
     Attributes:
-        values: Value by key, for the searched keys that have an effect in this configuration and the three batch sizes.
+        values: Value by key, for the searched keys that have an effect in this configuration, and for the batch sizes
+            that follow from them.
     """
 
     values: tuple[tuple[str, Any], ...]
@@ -85,13 +93,19 @@ class Candidate:
         """Name in the style of DeepSpeed's tuner: `z2_mbs4_gas8`."""
         parts = []
         for key, value in self.values:
-            if key in (TRAIN, STATES_PATH, PARAMETERS_PATH) or value is False or value == "none":
+            if key in (STATES_PATH, PARAMETERS_PATH) or value is False or value == "none":
+                continue
+            if key == TRAIN and MICRO in self.overrides:  # micro-batch and accumulation steps say it
                 continue
             short = _SHORT_NAMES.get(key) or _word_of(key, is_switch=value is True)
             parts.append(short if value is True else f"{short}{_short(value)}")
         if self.get(OVERLAP) is False:
             parts.append("nooverlap")
-        return "_".join(parts)
+        name = "_".join(parts) or "plain"
+        if len(name) > _LONGEST_NAME:
+            digest = hashlib.sha256(repr(self.values).encode()).hexdigest()[:16]
+            name = f"{name[: _LONGEST_NAME - 17]}_{digest}"
+        return name
 
 
 def _word_of(key: str, *, is_switch: bool) -> str:
@@ -158,22 +172,39 @@ class SearchSpace:
     nvme_path: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    _data_ranks_by_values: dict[tuple[Any, ...], int] = field(default_factory=dict, init=False, repr=False)
 
     def complete(self, choice: Mapping[str, Any]) -> Candidate | None:
         """Return the candidate with these values, without keys that have no effect; None if no run can have them."""
         values = {key: value for key, value in choice.items() if _matters(key, choice, self.base, self.world_size)}
-        micro = values.get(MICRO)
-        if micro is not None:
-            train = values.get(TRAIN, self.train) or micro * self.accumulation * self.data_ranks
-            if train % (micro * self.data_ranks):
+        micro = values.get(MICRO, value_at_path(self.base, MICRO))
+        if micro is not None and (MICRO in values or TRAIN in values):
+            data_ranks = self._data_ranks_with(values)
+            train = values.get(TRAIN, self.train) or micro * self.accumulation * data_ranks
+            if train % (micro * data_ranks):
                 return None
-            values |= {TRAIN: train, MICRO: micro, ACCUMULATION: train // (micro * self.data_ranks)}
+            values |= {TRAIN: train, ACCUMULATION: train // (micro * data_ranks)}
         for tier, path in ((STATES_TIER, STATES_PATH), (PARAMETERS_TIER, PARAMETERS_PATH)):
             if values.get(tier) == "nvme":
                 values[path] = value_at_path(self.base, path) or self.nvme_path
         order = [STAGE, MICRO, ACCUMULATION, TRAIN, CHECKPOINTING, STATES_TIER, STATES_RATIO, PARAMETERS_TIER]
         place = {key: number for number, key in enumerate(order)}
         return Candidate(tuple(sorted(values.items(), key=lambda item: (place.get(item[0], len(order)), item[0]))))
+
+    def _data_ranks_with(self, values: Mapping[str, Any]) -> int:
+        """Return the number of data-loading ranks, which depends on the sizes of axes among the values."""
+        others = {key: value for key, value in values.items() if key not in _SHORT_NAMES}
+        if not others:
+            return self.data_ranks
+        known = tuple(others.items())
+        if known not in self._data_ranks_by_values:
+            found = self.data_ranks
+            # `is_valid` refuses sizes that do not divide the ranks.
+            with contextlib.suppress(ConfigError):
+                config = validate_config(override_keys(self.base, others)).config
+                found = data_loading_size_of(config, self.world_size, "--nproc")
+            self._data_ranks_by_values[known] = found
+        return self._data_ranks_by_values[known]
 
     def candidates(self) -> list[Candidate]:
         """Return all candidates that a run can have.
@@ -205,9 +236,15 @@ class SearchSpace:
         if candidate.name in self.refused:
             return False
         checked = validate_config(override_keys(self.base, candidate.overrides))
-        reasons = [*checked.problems, *(r for r in checked.config.refusals() if r.value != "auto")]
+        refusals = (refusal for refusal in checked.config.refusals() if refusal.value != "auto")
+        reasons = [str(reason) for reason in (*checked.problems, *refusals)]
+        if not reasons:
+            try:
+                checked.config.resolve_batch(self.world_size, "--nproc")
+            except ConfigError as error:
+                reasons.append(str(error).splitlines()[0])
         if reasons:
-            self.refused[candidate.name] = str(reasons[0])
+            self.refused[candidate.name] = reasons[0]
         return not reasons
 
     def config_of(self, candidate: Candidate) -> dict[str, Any]:
@@ -234,6 +271,31 @@ class SearchSpace:
                 if changed is not None and changed != candidate:
                     found[changed] = None
         return list(found)
+
+    def needs_no_less_memory(self, candidate: Candidate, other: Candidate) -> bool:
+        """Return True if `candidate` needs at least the memory of `other`: no key of it saves more, and all keys whose
+        effect is not known have the same values.
+
+        Tiers and the share of offloaded states have to be the same: offloading saves memory of the device and takes
+        memory of the host, and either may be what `other` did not have.
+        """
+        keys = (one.key for one in self.dimensions if one.key not in _MEMORY_KEYS)
+        if any(candidate.get(key) != other.get(key) for key in keys):
+            return False
+        return all(mine <= its for mine, its in zip(self._savings(candidate), self._savings(other), strict=True))
+
+    def _savings(self, candidate: Candidate) -> tuple[float, ...]:
+        """Return one number for each key of known effect; a larger one saves memory."""
+
+        def value(key: str, default: float) -> float:
+            found = candidate.get(key, value_at_path(self.base, key))
+            return default if found is None else float(found)
+
+        stage = value(STAGE, 0)
+        # Below stage 3 nothing is resharded, as with a distance that has no end.
+        reuse, prefetch = (value(REUSE, 1e9), value(PREFETCH, 5e7)) if stage == 3 else (math.inf, math.inf)
+        larger_needs_more = value(MICRO, 1), reuse, prefetch, value(REDUCE_BUCKET, 5e8), value(GATHER_BUCKET, 5e8)
+        return stage, value(CHECKPOINTING, False), *(-one for one in larger_needs_more)
 
     def start(self) -> Candidate | None:
         """Return the candidate with the user's values, and with the middle choice of stages and batches that are not
@@ -263,6 +325,9 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
     """
     base, stated = _take_lists({key: value for key, value in raw.items() if key != "autotuning"})
     stated |= limits.choices
+    _require_choices(stated)
+    if TRAIN in stated and value_at_path(base, TRAIN) not in stated[TRAIN]:
+        base = override_keys(base, {TRAIN: stated[TRAIN][0]})
     config = load_config(base)
     autos = {key for key in config.auto_keys if key in (*_SHORT_NAMES, TRAIN)}
     autos |= {MICRO} if autos & set(KEYS) else set()
@@ -275,6 +340,8 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
         base = override_keys(base, {TRAIN: None, MICRO: 1, ACCUMULATION: config.gradient_accumulation_steps or 1})
     elif autos & set(KEYS):
         base = override_keys(base, {key: None for key in KEYS if key in config.auto_keys})
+    if not is_free and {TRAIN, MICRO} & stated.keys() and value_at_path(base, MICRO) and value_at_path(base, TRAIN):
+        base = override_keys(base, {ACCUMULATION: None})  # accumulation steps follow from the other two
     batch = load_config(base).resolve_batch(world_size, "--nproc")
     data_ranks = batch.train // (batch.micro * batch.accumulation)
     searched = autos or (set() if stated else _usual_keys(limits, world_size))
@@ -295,7 +362,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
             choices[MICRO] = _micro_batches(choices.get(TRAIN, (batch.train,)), data_ranks, limits)
     order = (STAGE, MICRO, TRAIN, CHECKPOINTING, STATES_TIER, PARAMETERS_TIER, STATES_RATIO, REUSE)
     keys = [key for key in order if key in choices] + [key for key in choices if key not in order]
-    dimensions = tuple(Dimension(key, choices[key]) for key in keys if key != ACCUMULATION)
+    dimensions = tuple(Dimension(key, choices[key]) for key in keys)
     if not any(len(dimension.choices) > 1 for dimension in dimensions):
         raise ConfigError(
             'nothing is to be searched: write "auto" at the keys that may change, or a list of values, or use --search '
@@ -313,6 +380,29 @@ def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[An
         if isinstance(value, list) and value:
             stated[key] = tuple(value)
     return override_keys(raw, {key: values[0] for key, values in stated.items()}), stated
+
+
+def _require_choices(stated: Mapping[str, tuple[Any, ...]]) -> None:
+    """Check the stated choices whose values the search itself reads; others are checked with their configuration.
+
+    Raises:
+        ConfigError: a choice cannot be searched.
+    """
+    if ACCUMULATION in stated:
+        raise ConfigError(
+            f"{ACCUMULATION} cannot be searched ({_listed(stated[ACCUMULATION])}): accumulation steps follow from the "
+            f"global batch and the micro-batch; search {MICRO} or {TRAIN} instead"
+        )
+    for key, values in stated.items():
+        for value in values:
+            if isinstance(value, (list, dict)) or (value is None and key in _SHORT_NAMES):
+                raise ConfigError(f"{key}: {value!r} is not a choice; write single values, such as {key}=1,2")
+            if key in KEYS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{key}: {value!r} is not a batch size; write whole numbers >= 1")
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _usual_keys(limits: SearchLimits, world_size: int) -> set[str]:
@@ -404,16 +494,3 @@ def _matters(key: str, choice: Mapping[str, Any], base: Mapping[str, Any], world
     if key in (REDUCE_BUCKET, GATHER_BUCKET):
         return world_size > 1
     return True
-
-
-def needs_no_less_memory(candidate: Candidate, other: Candidate) -> bool:
-    """Return True if `candidate` needs at least the device memory of `other`: no key of it saves more."""
-
-    def saving(one: Candidate) -> tuple[float, ...]:
-        stage, tiers = one.get(STAGE, 0), ("none", "cpu", "nvme")
-        states, parameters = (tiers.index(one.get(key, "none")) for key in (STATES_TIER, PARAMETERS_TIER))
-        ratio = one.get(STATES_RATIO, 1.0) if states else 0.0
-        reuse = one.get(REUSE, 0) if stage == 3 else float("inf")
-        return -one.get(MICRO, 1), stage, one.get(CHECKPOINTING, False), states, parameters, ratio, -reuse
-
-    return all(mine <= its for mine, its in zip(saving(candidate), saving(other), strict=True))

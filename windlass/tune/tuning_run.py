@@ -28,7 +28,6 @@ from windlass.tune.search_space import (
     SearchLimits,
     SearchSpace,
     build_space,
-    needs_no_less_memory,
 )
 from windlass.tune.step_ranking import StepRanking
 from windlass.tune.trial_choice import SearchFacts, TrialChoice
@@ -322,7 +321,7 @@ class TuningRun:
             clearly = record.status is TrialStatus.MEMORY
             if record.status is TrialStatus.OVER and (limit := self._limit()) is not None:
                 clearly = (_need(record) or 0) > _OVER * limit
-            if clearly and needs_no_less_memory(candidate, record.candidate):
+            if clearly and self.space.needs_no_less_memory(candidate, record.candidate):
                 return record
         return None
 
@@ -348,11 +347,15 @@ class TuningRun:
         return self._limit() is not None and self.forecast is not None and self.forecast.device == "cpu"
 
     def _prepare(self, candidate: Candidate, *, ends_early: bool = True) -> _PreparedTrial | TrialRecord:
-        """Write the files of a trial, and return its call; or return the record of an earlier search."""
+        """Write the files of a trial, and return its call; or return the record of an earlier search.
+
+        A candidate that this search has measured is always run: the files in its folder are then this search's own.
+        """
         settings, folder = self.settings, self.files.folder_of(candidate)
         result = folder / "result.json"
         config = self.space.config_of(candidate)
-        if settings.keeps_results and (earlier := self._earlier(candidate, config, folder)) is not None:
+        is_new = candidate not in self.state.records
+        if settings.keeps_results and is_new and (earlier := self._earlier(candidate, config, folder)) is not None:
             return earlier
         result.unlink(missing_ok=True)
         best = self.state.best()
@@ -405,6 +408,8 @@ class TuningRun:
                 return None
         earlier, measured = found
         if earlier != config or not isinstance(measured, dict) or not measured.keys() >= _RESULT_KEYS:
+            return None
+        if measured["world_size"] != self.world_size:
             return None
         return self._judge(TrialRecord(candidate, TrialStatus.MEASURED, measured))
 

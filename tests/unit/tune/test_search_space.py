@@ -13,13 +13,14 @@ from windlass.config.config_overrides import override_keys, value_at_path
 from windlass.tune.search_space import (
     CHECKPOINTING,
     PARAMETERS_TIER,
+    REDUCE_BUCKET,
     REUSE,
     STAGE,
     STATES_RATIO,
     STATES_TIER,
+    Candidate,
     SearchLimits,
     build_space,
-    needs_no_less_memory,
 )
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -130,7 +131,10 @@ def test_what_needs_no_less_memory() -> None:
     space = build_space(config(zero_optimization={"stage": [0, 3]}), 2, SearchLimits(choices={MICRO: (2, 4)}))
     by_name = {candidate.name: candidate for candidate in space.candidates()}
     pairs = {
-        (a, b) for a, first in by_name.items() for b, other in by_name.items() if needs_no_less_memory(first, other)
+        (a, b)
+        for a, first in by_name.items()
+        for b, other in by_name.items()
+        if space.needs_no_less_memory(first, other)
     }
     names = ("z0_mbs4_gas2", "z0_mbs2_gas4", "z3_mbs4_gas2", "z3_mbs2_gas4")
     assert pairs == {(name, name) for name in names} | {
@@ -141,8 +145,79 @@ def test_what_needs_no_less_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "values", "expected"),
+    [
+        ("bf16.enabled", (False, True), set()),
+        ("data_types.grad_accum_dtype", ("fp32", "bf16"), set()),
+        (STATES_TIER, ("none", "cpu"), set()),
+        (REDUCE_BUCKET, (1000, 2000), {(2000, 1000)}),
+        (REUSE, (0, 1000), {(1000, 0)}),
+        (CHECKPOINTING, (False, True), {(False, True)}),
+    ],
+)
+def test_one_value_needs_no_less_memory_than_another_only_if_its_effect_is_known(
+    key: str, values: tuple[Any, ...], expected: set[tuple[Any, Any]]
+) -> None:
+    space = build_space(config(zero_optimization={"stage": 3}), 2, SearchLimits(choices={key: values}))
+    found = space.candidates()
+    assert {one.get(key) for one in found} == set(values)
+    assert {
+        (one.get(key), other.get(key))
+        for one in found
+        for other in found
+        if one != other and space.needs_no_less_memory(one, other)
+    } == expected
+
+
+def test_a_reuse_distance_of_the_configuration_counts_against_stages_without_one() -> None:
+    raw = config(zero_optimization={"stage": [2, 3], "stage3_max_reuse_distance": 0})
+    second, third = build_space(raw, 2, SearchLimits()).candidates()
+    space = build_space(raw, 2, SearchLimits())
+    assert space.needs_no_less_memory(second, third) and not space.needs_no_less_memory(third, second)
+
+
+@pytest.mark.parametrize(
+    ("raw", "choices", "expected"),
+    [
+        (config(gradient_accumulation_steps=2), {TRAIN: (8, 16)}, [(8, 4, 1), (16, 4, 2)]),
+        ({"optimizer": OPTIMIZER}, {TRAIN: (8, 16)}, [(8, 4, 1), (16, 8, 1)]),
+        (config(train_micro_batch_size_per_gpu=[2, 4], gradient_accumulation_steps=2), {}, [(16, 2, 4), (16, 4, 2)]),
+        (config(train_batch_size=[8, 12, 16]), {}, [(8, 4, 1), (16, 4, 2)]),
+    ],
+)
+def test_searched_batch_sizes_fit_together(
+    raw: dict[str, Any], choices: dict[str, Any], expected: list[tuple[int, int, int]]
+) -> None:
+    space = build_space(raw, 2, SearchLimits(choices=choices))
+    found = space.candidates()
+    sizes = [load_config(space.config_of(one)).resolve_batch(2, "") for one in found]
+    assert [(one.train, one.micro, one.accumulation) for one in sizes] == expected
+    assert len({one.name for one in found}) == len(found)
+
+
+def test_ranks_of_a_searched_axis_load_the_same_samples() -> None:
+    raw = config(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
+    space = build_space(raw, 2, SearchLimits(choices={"tensor_parallel.autotp_size": (1, 2), MICRO: (8, 16)}))
+    found = space.candidates()
+    assert {(one.get("tensor_parallel.autotp_size"), one.get(MICRO), one.get(ACCUMULATION)) for one in found} == {
+        (1, 8, 1),
+        (2, 8, 2),
+        (2, 16, 1),
+    }
+    for one in found:
+        assert load_config(space.config_of(one)).resolve_batch(2, "").train == 16
+
+
+@pytest.mark.parametrize(
     ("raw", "limits", "message"),
     [
+        (config(), {"choices": {ACCUMULATION: (1, 2)}}, "gradient_accumulation_steps cannot be searched .1, 2.*search"),
+        (config(gradient_accumulation_steps=[1, 2]), {}, "gradient_accumulation_steps cannot be searched"),
+        (config(), {"choices": {MICRO: (0, 1)}}, "train_micro_batch_size_per_gpu: 0 is not a batch size"),
+        (config(), {"choices": {MICRO: (1, "x")}}, "train_micro_batch_size_per_gpu: 'x' is not a batch size"),
+        (config(train_batch_size=[16, 1.5]), {}, "train_batch_size: 1.5 is not a batch size"),
+        (config(), {"choices": {STAGE: (1, None)}}, "zero_optimization.stage: None is not a choice"),
+        (config(zero_optimization={"stage": [1, [2]]}), {}, r"zero_optimization.stage: \[2\] is not a choice"),
         (config(zero_optimization={"stage": [2]}), {}, "nothing is to be searched"),
         (
             config(train_micro_batch_size_per_gpu="auto"),
@@ -172,3 +247,11 @@ def test_candidates_that_differ_have_different_names() -> None:
     for switch in choices:
         if switch.endswith("enabled"):
             assert {candidate.get(switch) for candidate in found} == {False, True}, "one was refused for another"
+
+
+def test_every_candidate_has_a_name_that_a_folder_can_have() -> None:
+    space = build_space(config(), 1, SearchLimits(choices={"bf16.enabled": (False, True)}))
+    assert all(one.name for one in space.candidates())
+    long = {f"k{number}.{'x' * 40}": (1, 2) for number in range(6)}
+    names = {Candidate(tuple((key, values[bit]) for key, values in long.items())).name for bit in (0, 1)}
+    assert len(names) == 2 and all(len(name) <= 200 for name in names)

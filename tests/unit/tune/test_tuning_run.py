@@ -108,6 +108,25 @@ def test_a_resumed_search_runs_trials_again_whose_files_are_damaged(tmp_path: Pa
     assert sorted(record.step_s for record in again.records) == pytest.approx([0.02, 0.04, 0.06])
 
 
+@pytest.mark.parametrize("keeps_results", [False, True])
+def test_the_best_are_measured_again_also_where_earlier_results_count(tmp_path: Path, keeps_results: bool) -> None:
+    body = "open(os.path.join(os.path.dirname(job['result']), 'runs'), 'a').write('x')\nmeasured(0.1)"
+    raw = {**RAW, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    outcome = tuning(tmp_path, body, raw=raw, repeats=1, trials=20, keeps_results=keeps_results).run()
+    assert [record.repeats for record in outcome.records] == [2, 2, 2]
+    for record in outcome.records:
+        assert (tmp_path / "results" / record.candidate.name / "runs").read_text() == "xx"
+
+
+def test_results_of_another_number_of_ranks_do_not_count(tmp_path: Path) -> None:
+    raw = {**RAW, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    tuning(tmp_path, "measured(0.1)", raw=raw).run()
+    for path in (tmp_path / "results").glob("*/result.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "world_size": 2}))
+    again = tuning(tmp_path, "measured(0.2)", raw=raw, keeps_results=True).run()
+    assert [record.step_s for record in again.records] == [0.2, 0.2, 0.2]
+
+
 def test_no_best_of_an_earlier_search_stays_behind(tmp_path: Path) -> None:
     tuning(tmp_path, "measured(0.1)").run()
     best = tmp_path / "results" / "ds_config_optimal.json"
