@@ -27,7 +27,6 @@ from rig.tuned_program import MODELS
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_engines import preload_engine_modules
 from windlass.cli.benches.bench_results import write_result
-from windlass.plan.planned_layout import Target
 from windlass.tune.memory_forecast import BatchShape, CandidatePlanner, facts_of
 from windlass.tune.search_space import SearchLimits
 from windlass.tune.step_ranking import StepRanking
@@ -214,7 +213,7 @@ def _predict(name: str, steps: int) -> dict[str, dict[str, Any]]:
     make, length = MODELS[name]
     with torch.device("meta"):
         model = make()
-    planner = CandidatePlanner(model, CONFIG, _RANKS, Target("cpu"))
+    planner = CandidatePlanner(model, CONFIG, _RANKS, "cpu")
     batch = BatchShape(1, (torch.zeros((1, length), dtype=torch.int64),), {})
     with tempfile.TemporaryDirectory() as place:
         run = _tuning(name, Path(place), _settings(Path(place), steps))

@@ -35,7 +35,7 @@ class Autotuning(ConfigSection):
     exps_dir: str = honoured("autotuning_exps", min_length=1)
     """Folder of the orders of trials."""
     overwrite: bool = honoured(True)
-    """false: results of an earlier search in results_dir count, if their configuration is the same."""
+    """false: results of an earlier search in results_dir count, if configuration and number of ranks are the same."""
     start_profile_step: Count = honoured(3)
     """First step of a trial that is timed, counted from 1; the first step of a process is never timed."""
     end_profile_step: Count = honoured(5)

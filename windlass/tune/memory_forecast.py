@@ -111,7 +111,7 @@ def start_forecast(
         if any(hasattr(p, "ds_numel") and p.ds_numel != p.numel() for p in model.parameters()):
             facts.problem = "the model is built sharded, so rank 0 does not have its shapes"
         else:
-            planner = CandidatePlanner(_copy_on_meta(model), raw, world_size, Target(facts.device))
+            planner = CandidatePlanner(_copy_on_meta(model), raw, world_size, facts.device)
 
     def predict(micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = BatchShape(micro, args, kwargs)
@@ -182,35 +182,41 @@ class CandidatePlanner:
     Args:
         model: The model on the meta device.
         raw: The program's configuration.
+        device: `cpu` or `cuda`.
     """
 
-    def __init__(self, model: nn.Module, raw: dict[str, Any], world_size: int, target: Target) -> None:
-        self._model, self._raw, self._world, self._target = model, raw, world_size, target
+    def __init__(self, model: nn.Module, raw: dict[str, Any], world_size: int, device: str) -> None:
+        self._model, self._raw, self._world, self._device = model, raw, world_size, device
         self._traces: dict[tuple[Any, ...], ActivationTrace] = {}
         self._peaks: dict[str, tuple[int, int]] = {}
 
     def peaks(self, overrides: dict[str, Any], batch: BatchShape) -> tuple[int, int]:
         """Return the predicted peaks of device and host memory of a rank, in bytes."""
         raw = override_keys(self._raw, {**overrides, **_WITHOUT_EFFECT})
+        config = load_config(raw)
+        target = Target(self._device, config.comm.transport)
+        if not _reduces_in_chunks(config, target, self._world):
+            raw = override_keys(raw, {_REDUCE_BUCKET: None})
         known = json.dumps(raw, sort_keys=True, default=str)
         if known not in self._peaks:
-            config = load_config(raw)
             if can_checkpoint(self._model):
                 (enable_checkpointing if config.activation_checkpointing.enabled else disable_checkpointing)(
                     self._model
                 )
-            layout = plan_layout(self._model, config, self._world, self._target)
+            layout = plan_layout(self._model, config, self._world, target)
             micro = micro_batch_of(config, self._world)
-            trace = self._trace(config, layout, micro, batch)
+            trace = self._trace(config, layout, micro, batch, target)
             plan = MemoryPlanner(layout.model, config, layout, trace).plan(self._world, micro, batch.tokens)
             self._peaks[known] = plan.peak(DEVICE, _MOMENTS), plan.peak(HOST, _MOMENTS)
         return self._peaks[known]
 
-    def _trace(self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape) -> ActivationTrace:
+    def _trace(
+        self, config: Config, layout: PlannedLayout, micro: int, batch: BatchShape, target: Target
+    ) -> ActivationTrace:
         """Return the trace of a micro-batch, extended from those of one and two samples."""
         dtypes = (layout.settings.param_dtype, config.torch_autocast.enabled, config.torch_autocast.dtype)
         kind = (config.activation_checkpointing.enabled, dtypes, len(layout.blocks))
-        run = RunShape(self._world, batch.tokens, self._target, make_batch=batch.make)
+        run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)
 
         def traced(samples: int) -> ActivationTrace:
             if (*kind, samples) not in self._traces:
@@ -221,14 +227,16 @@ class CandidatePlanner:
         return extend_trace(one, two, micro) if _are_alike(one, two) else traced(micro)
 
 
-_WITHOUT_EFFECT = dict.fromkeys(
-    (
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.allgather_bucket_size",
-        "zero_optimization.overlap_comm",
-    )
-)
+_REDUCE_BUCKET = "zero_optimization.reduce_bucket_size"
+_WITHOUT_EFFECT = dict.fromkeys(("zero_optimization.allgather_bucket_size", "zero_optimization.overlap_comm"))
 """Keys whose values the planner does not read."""
+
+
+def _reduces_in_chunks(config: Config, target: Target, world_size: int) -> bool:
+    """Return True if the planner reads `reduce_bucket_size`: ranks on a CPU that do not read each other's buffers."""
+    zero = config.zero_optimization
+    quantizes = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients
+    return not target.has_own_memory and world_size > 1 and (quantizes or not target.shares_memory(world_size))
 
 
 def _are_alike(one: ActivationTrace, two: ActivationTrace) -> bool:

@@ -6,16 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from tests.causal_models import model_of
-from windlass.config import load_config
+from windlass.config import Config, load_config
 from windlass.config.batch_sizes import MICRO
 from windlass.config.config_overrides import override_keys
 from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
+from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.memory_plan import HOST
+from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, plan_memory
-from windlass.tune.memory_forecast import ForecastOrder, ForecastResult, start_forecast
+from windlass.plan.planned_layout import PlannedLayout
+from windlass.tune import memory_forecast
+from windlass.tune.memory_forecast import BatchShape, CandidatePlanner, ForecastOrder, ForecastResult, start_forecast
 from windlass.tune.search_space import CHECKPOINTING, REDUCE_BUCKET, STAGE
 
 SIZES: dict[str, Any] = {
@@ -43,6 +49,33 @@ def test_the_forecast_equals_the_plan(tmp_path: Path) -> None:
         plan = plan_memory(model, config, RunShape(2, 16))
         planned = plan.peak(HOST, ("init", "load", "forward", "backward", "step"))
         assert abs(found.host_bytes[name] - planned) < 1e-2 * planned, "blocks of 64 bytes are not quite linear"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [(True, 1000)]),
+        ({"comm.transport": "gloo"}, [(False, 1000), (False, 2000)]),
+        ({"zero_optimization.zero_quantized_gradients": True}, [(False, 1000), (False, 2000)]),
+    ],
+)
+def test_chunks_of_a_reduction_are_planned_unless_ranks_share_memory(
+    changes: dict[str, Any], expected: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+
+    class Planner(MemoryPlanner):
+        def __init__(self, model: nn.Module, config: Config, layout: PlannedLayout, trace: ActivationTrace) -> None:
+            planned.append((layout.shares_memory, layout.settings.wire_options.reduce_chunk))
+            super().__init__(model, config, layout, trace)
+
+    monkeypatch.setattr(memory_forecast, "MemoryPlanner", Planner)
+    raw = override_keys(RAW, {STAGE: 3, **changes})
+    planner = CandidatePlanner(nn.Linear(8, 8, device="meta"), raw, 2, "cpu")
+    batch = BatchShape(2, (torch.zeros(2, 8),), {})
+    for bucket in (1000, 2000):
+        planner.peaks({REDUCE_BUCKET: bucket}, batch)
+    assert planned == expected
 
 
 def test_a_model_that_cannot_be_traced_gives_facts_and_a_reason(tmp_path: Path) -> None:
