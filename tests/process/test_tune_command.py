@@ -50,6 +50,20 @@ def test_a_choice_is_a_single_value(value: str, tmp_path: Path) -> None:
         tune([str(tmp_path / "train.py")], config="{}", search=[f"zero_optimization={value}"])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"search": ["zero_optimization.stage=1", "zero_optimization.stage=2"]}, "stage is given twice; write it once"),
+        ({"sampler": "optuna", "exhaustive": True}, "--sampler optuna .* leave it or --exhaustive out"),
+        ({"sampler": "optuna", "ray": "auto"}, "--sampler optuna .* leave it or --ray out"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigError, match=message):
+        tune([str(tmp_path / "train.py")], config="{}", **options)
+
+
 @pytest.mark.slow
 def test_a_script_is_tuned_unchanged(tmp_path: Path) -> None:
     done = start(

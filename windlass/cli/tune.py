@@ -85,6 +85,9 @@ def tune(
         raise ConfigError(f"--metric {metric!r} is unknown; write throughput, latency, forward or step")
     if sampler not in ("walk", "optuna"):
         raise ConfigError(f"--sampler {sampler!r} is unknown; write walk or optuna")
+    if sampler == "optuna" and (exhaustive or ray is not None):
+        other = "--exhaustive" if exhaustive else "--ray"
+        raise ConfigError(f"--sampler optuna proposes one trial after another; leave it or {other} out")
     if sampler == "optuna":
         import_optuna()  # raises before the first trial
     path = config if config is not None else find_config(program)
@@ -129,6 +132,10 @@ def _pairs(given: list[str] | None, option: str) -> list[tuple[str, str]]:
         key, equals, value = text.partition("=")
         if not (key and equals and value):
             raise ConfigError(f"{option} {text!r} is not KEY=VALUE; write for example zero_optimization.stage=1,2")
+        if any(key == earlier for earlier, _ in pairs):
+            raise ConfigError(
+                f"{option} {text!r}: {key} is given twice; write it once, and choices as {key}=VALUE,VALUE"
+            )
         pairs.append((key, value))
     return pairs
 

@@ -9,7 +9,7 @@ trials but does not change the result, and a stopped search returns its best con
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,25 +107,26 @@ def memory_order(candidate: Candidate) -> tuple[Any, ...]:
 def try_in_order(
     ranked: list[Candidate],
     state: SearchState,
-    measure: Measure,
+    measure_all: Callable[[Sequence[Candidate]], None],
     *,
+    width: int = 1,
     early_stopping: int | None,
     seed: int | None = None,
 ) -> None:
     """Try candidates in order, as DeepSpeed's `gridsearch`; with a seed in a random one, as its `random`.
 
     Args:
+        measure_all: Runs or discards candidates; their records are in the state when it returns.
+        width: Number of trials that run at the same time.
         early_stopping: Number of trials without a gain that end the search; None: all are tried.
     """
-    for candidate in _ordered(ranked, seed):
-        if state.is_spent() or (early_stopping and state.tried_since_best() >= early_stopping):
-            return
-        if candidate not in state.records:
-            measure(candidate)
-
-
-def _ordered(ranked: list[Candidate], seed: int | None) -> Iterator[Candidate]:
-    found = list(ranked)
+    ordered = list(ranked)
     if seed is not None:
-        random.Random(seed).shuffle(found)
-    yield from found
+        random.Random(seed).shuffle(ordered)
+    waiting = [candidate for candidate in ordered if candidate not in state.records]
+    while waiting and not state.is_spent():
+        if early_stopping and state.tried_since_best() >= early_stopping:
+            return
+        count = min(width, state.budget - state.runs)
+        measure_all(waiting[:count])
+        del waiting[:count]

@@ -231,20 +231,22 @@ class TuningRun:
                 self._require_a_chance()
         ranked, settings, state = self._ranked(), self.settings, self.state
         patience = settings.early_stopping
+        measure_all, width = self._measure_each, 1
         if self.parallel is not None:
-            choice, width = self._make_choice(ranked), self.parallel.hosts
-            search_by_model(choice, state, self.measure_all, width=width, early_stopping=patience)
+            measure_all, width = self.measure_all, self.parallel.hosts
+        if settings.tuner in ("gridsearch", "random"):
+            seed = 0 if settings.tuner == "random" else None
+            try_in_order(ranked, state, measure_all, width=width, early_stopping=patience, seed=seed)
+        elif self.parallel is not None:
+            search_by_model(self._make_choice(ranked), state, measure_all, width=width, early_stopping=patience)
         elif settings.tuner == "model_based":
             self._choice = self._make_choice(ranked)
             for candidate in ranked:
                 if candidate not in state.records and (record := self._discarded(candidate)) is not None:
                     self._keep(self._with_estimates(record))
             self._follow_model(self._choice, _SEARCHED)
-        elif settings.tuner == "optuna":
-            sample_with_optuna(self.space, ranked, state, self.measure, early_stopping=patience)
         else:
-            seed = 0 if settings.tuner == "random" else None
-            try_in_order(ranked, state, self.measure, early_stopping=patience, seed=seed)
+            sample_with_optuna(self.space, ranked, state, self.measure, early_stopping=patience)
 
     def _follow_model(self, choice: TrialChoice, part: float) -> None:
         """Let the model choose trials, in a part of the time."""

@@ -213,7 +213,11 @@ def test_orders_of_deepspeeds_tuners(candidates: list[Candidate]) -> None:
             )
             return state.records.setdefault(candidate, record)
 
-        try_in_order(candidates, state, measure, early_stopping=early_stopping, seed=seed)
+        def measure_each(some: Sequence[Candidate]) -> None:
+            for candidate in some:
+                measure(candidate)
+
+        try_in_order(candidates, state, measure_each, early_stopping=early_stopping, seed=seed)
         return list(state.records)
 
     assert order(None, None, {}) == candidates[:20]

@@ -237,6 +237,14 @@ def test_trials_run_at_the_same_time_on_the_hosts_of_ray(tmp_path: Path) -> None
     assert all(record.status is TrialStatus.MEASURED for record in outcome.records)
 
 
+def test_a_cluster_also_tries_every_configuration(tmp_path: Path) -> None:
+    run = tuning(tmp_path, "measured(0.1 * (1 + stage))", tuner="gridsearch", trials=10**9)
+    ray = RayModule(hosts=4)
+    run.parallel = RayTrials("auto", 1, load=lambda: ray)
+    outcome = run.run()
+    assert max(ray.concurrent) == 4 and len(outcome.records) == outcome.candidates == 15
+
+
 def test_a_trial_at_its_time_limit_is_not_out_of_memory(tmp_path: Path) -> None:
     """The launcher reports how its rank was ended, as if the kernel might have done it."""
     report = "windlass run: rank 0 was ended by SIGKILL (by a user, a scheduler, or the kernel for lack of memory)"
