@@ -127,7 +127,7 @@ def tune(
 
 
 def _pairs(given: list[str] | None, option: str) -> list[tuple[str, str]]:
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for text in given or []:
         key, equals, value = text.partition("=")
         if not (key and equals and value):
