@@ -12,7 +12,9 @@ import torch
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import EngineOverloadedError, RequestError
+from windlass.inference import llm_engine
 from windlass.inference.async_engine import AsyncLLMEngine, EngineStoppedError
+from windlass.inference.sampler import sample
 from windlass.inference.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -276,6 +278,42 @@ def test_an_error_of_masks_or_text_ends_its_request_alone(part: str) -> None:
         assert "ValueError: no text for" in outputs[1].error
         assert engine.is_healthy and engine.stats().kv_cache_usage == 0
         await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("several", [1, 3], ids=["one answer", "three answers"])
+def test_a_draw_that_fails_ends_the_requests_of_its_step(several: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting requests continue. If every draw fails, the engine stops."""
+    failures = 0
+
+    def failing(logits: torch.Tensor, samplers: Any) -> Any:
+        nonlocal failures
+        if any(made.prompt == [5, 6, 7] for made in samplers):
+            failures += 1
+            raise IndexError("index 0 is out of bounds")
+        return sample(logits, samplers)
+
+    async def main() -> None:
+        model, engine = make_engine(max_sequences=1 + several)
+        monkeypatch.setattr(llm_engine, "sample", failing)
+        await engine.start()
+        drawn = SamplingParams(n=several, max_tokens=12, ignore_eos=True)
+        requests = [([5, 6, 7], drawn), ([3, 4], GREEDY), ([8, 9, 10], GREEDY)]
+        names = [await engine.add(prompt, params) for prompt, params in requests]
+        failed, *good = [[output async for output in engine.outputs(name)][-1] for name in names]
+        assert failures == 1
+        assert [answer.finish_reason for answer in failed.outputs] == ["error"] * several
+        assert "IndexError: index 0" in failed.error and not failed.is_request_error
+        assert good[-1].outputs[0].finish_reason == "length"
+        assert_greedy(model, [output for output in good if output.error is None])
+        assert engine.is_healthy and engine.stats().kv_cache_usage == 0 and engine.stats().num_running == 0
+        for _ in range(2):
+            assert [output async for output in engine.stream([5, 6, 7], GREEDY)][-1].error is not None
+        with pytest.raises(EngineStoppedError):
+            async for _ in engine.stream([5, 6, 7], GREEDY):
+                pass
+        assert isinstance(engine.error, IndexError)
 
     asyncio.run(main())
 

@@ -178,6 +178,17 @@ def test_one_row_at_a_time_draws_what_all_rows_together_do(
             assert starts[token] - last <= number <= ends[token] + last
 
 
+@pytest.mark.parametrize("size", [1500, 4000, 40_000])
+def test_a_nucleus_of_nearly_all_tokens_may_exceed_their_rounded_sum(size: int) -> None:
+    """The sum of all weights in another order can be less than the wanted part of their sum."""
+    for seed in range(100):
+        logits = logits_of(seed, size)
+        weights = (logits - logits.max()).exp().numpy()
+        kept = _nucleus(weights, None, 1 - 1e-8)
+        assert weights[kept].sum(dtype=float) >= weights.sum(dtype=float) * (1 - 1e-5)
+        assert 0 <= draw_one(logits, SamplingParams(top_p=1 - 1e-8), 0.5) < size
+
+
 @pytest.mark.parametrize("top_p", [0.001, 0.5, 0.95, 0.9999])
 @pytest.mark.parametrize("spread", [0.0, 0.001, 1.0, 3.0, 8.0])
 def test_a_nucleus_by_selection_is_that_by_sorting_everything(spread: float, top_p: float) -> None:

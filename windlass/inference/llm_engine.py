@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +296,9 @@ class LLMEngine:
     def recover(self, error: Exception) -> list[RequestOutput]:
         """End the request whose forward made `step` raise `error`, and return its output; the others continue.
 
-        [Note: failed steps] The requests of a failed step run alone, one after the other. The tokens
-        of a failed step are computed again. A request that fails alone ends with the finish reason `error`.
+        [Note: failed steps] The requests of a step whose forward failed run alone, one after the other. The tokens
+        of the step are computed again. A request that fails alone ends with the finish reason `error`, and so do all
+        requests of a step whose tokens could not be drawn, which cannot be repeated (`_end_requests`).
 
         Raises:
             Exception: `error` itself, if no request is at fault: it does not come from a step, several ranks have taken
@@ -412,17 +414,23 @@ class LLMEngine:
 
     def _finish_step(self) -> None:
         step = self._started[0]
+        take: Callable[[], None]
         if step.pending is not None:
-            tokens = step.pending.wait()
-            self._started.popleft()
-            self._take_tokens(step.plan.chosen, tokens)
+            take = partial(self._take_tokens, step.plan.chosen, step.pending.wait())
         else:
             before = self._clock()
             logits = self.runner.run(step.plan.batch) if self._pipelined is None else self._pipelined.finish()
             self._stats.forward_seconds += self._clock() - before
-            self._started.popleft()
-            self._take_logits(step.plan.chosen, step.plan.rows, logits)
-        self._failures = 0
+            take = partial(self._take_logits, step.plan.chosen, step.plan.rows, logits)
+        self._started.popleft()
+        for sequence, _ in step.plan.chosen:
+            sequence.in_flight -= 1
+        try:
+            take()
+        except Exception as error:
+            self._end_requests(step.plan.chosen, error)
+        else:
+            self._failures = 0
         for sequence, _ in step.plan.chosen:
             self._planner.alone.pop(sequence.request.request_id, None)
         self._propose_drafts()
@@ -452,8 +460,6 @@ class LLMEngine:
     ) -> None:
         """Advance the sequences of a step by their computed tokens, and sample a token where logits were computed."""
         pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
-        for sequence, _ in chosen:
-            sequence.in_flight -= 1
         for (sequence, count), rows in zip(chosen, rows_of, strict=True):
             if sequence.output.finished():
                 self._table.free(sequence)
@@ -473,7 +479,6 @@ class LLMEngine:
     def _take_tokens(self, chosen: Sequence[tuple[GenerationSequence, int]], tokens: Sequence[SampledToken]) -> None:
         """Advance the sequences of a decode step by the tokens that the device has drawn."""
         for (sequence, _), token in zip(chosen, tokens, strict=True):
-            sequence.in_flight -= 1
             if sequence.output.finished():
                 self._table.free(sequence)
                 continue
@@ -482,6 +487,26 @@ class LLMEngine:
                 self._answers.end(sequence.request, "error", token.error)
             elif not self._answers.append(sequence, token):
                 self._table.register_blocks(sequence)
+
+    def _end_requests(self, chosen: Sequence[tuple[GenerationSequence, int]], error: Exception) -> None:
+        """End the requests of a step whose tokens could not be drawn. It cannot be repeated, because some sequences have
+        taken their random numbers and tokens.
+
+        Raises:
+            Exception: `error` itself, if the draw has failed three times in a row.
+        """
+        self._failures += 1
+        if self._failures > _MAX_FAILURES:
+            raise error
+        requests = {sequence.request.request_id: sequence.request for sequence, _ in chosen}
+        logger.error("%d requests end by an error of the draw of their tokens", len(requests), exc_info=error)
+        cause = ModelError(f"no token could be drawn: {type(error).__name__}: {one_line(str(error))}")
+        for sequence, _ in chosen:
+            if sequence.output.finished():
+                self._table.free(sequence)  # it was cancelled while the step was in flight
+        for request in requests.values():
+            if not request.finished:
+                self._answers.end(request, "error", cause)
 
     def _draw(self, pending: list[tuple[GenerationSequence, list[int], int]], logits: torch.Tensor) -> None:
         """Draw tokens depth by depth: the second row of a sequence counts if its first draft was accepted, etc."""
@@ -524,8 +549,8 @@ class LLMEngine:
         self._stats.prompt_tokens += len(request.prompt_ids)
         others = [self._factory.make_sequence(request, index) for index in range(1, request.params.num_candidates)]
         if others:
-            self._table.add_candidates(sequence, others)
             request.sequences += others
+            self._table.add_candidates(sequence, others)
         return [sequence, *others]
 
     def _forget(self, request: GenerationRequest) -> None:

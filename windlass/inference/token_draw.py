@@ -138,13 +138,14 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
             continue
         above += heavy_mass
         rest = rest[rest <= upper]
-        middle = rest[rest >= lower]
+        middle, light = rest[rest >= lower], rest[rest < lower]
         middle_mass = float(middle.sum())
-        if above + middle_mass >= mass or lower == 0:
+        # by rounding, all weights together can be less than a mass that is nearly their sum
+        if above + middle_mass >= mass or lower == 0 or not len(light):
             rest = middle
         else:
             above += middle_mass
-            rest = rest[rest < lower]
+            rest = light
         if len(rest) == before:
             break  # all are equal
     ordered = np.sort(rest)[::-1]
