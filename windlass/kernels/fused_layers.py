@@ -107,6 +107,7 @@ def apply_rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *,
         raise ModelError(
             f"the input of the rotation has strides {x.stride()}; its last two dimensions must be contiguous"
         )
+    cosines, sines = cosines.contiguous(), sines.contiguous()  # named, since an address keeps no copy alive
     chosen.module.rotary(
         chosen.number,
         tensor_address("input of the rotation", x[0]) if tokens else 0,
@@ -116,8 +117,8 @@ def apply_rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *,
         heads,
         head_dim,
         rotary_dim,
-        tensor_address("tensor of cosines", cosines.contiguous()),
-        tensor_address("tensor of sines", sines.contiguous()),
+        tensor_address("tensor of cosines", cosines),
+        tensor_address("tensor of sines", sines),
         torch.get_num_threads(),
     )
 

@@ -66,6 +66,17 @@ def test_rotary_equals_the_complex_product(
     assert torch.equal(joined[:, heads * head_dim :], before[:, heads * head_dim :])
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_rotary_takes_angles_that_are_not_contiguous(path: str) -> None:
+    angles, x = random(64, 32, seed=1), random(64, 4, 64)
+    cosines, sines = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    expected = x.clone()
+    apply_rotary(expected, cosines, sines, path=path)
+    joined = torch.cat([cosines, sines], 1)
+    apply_rotary(x, joined[:, :64], joined[:, 64:], path=path)
+    assert torch.equal(x, expected)
+
+
 @given(
     path=paths,
     dtype=dtypes,
