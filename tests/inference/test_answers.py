@@ -284,6 +284,17 @@ def test_other_containers_are_refused(name: str, value: Any) -> None:
     assert raised.value.parameter == name
 
 
+@pytest.mark.parametrize("value", [None, True, 1.5, "3"])
+@pytest.mark.parametrize("name", ["n", "top_k", "min_tokens", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_values_that_are_no_integers_are_refused(name: str, value: Any) -> None:
+    given = {"stop_token_ids": [3, value], "allowed_token_ids": [value], "logit_bias": {value: 1.0}}.get(name, value)
+    with pytest.raises(RequestError, match=rf"{name} is .*; write an integer") as raised:
+        SamplingParams(**{name: given})
+    assert raised.value.parameter == name
+    with pytest.raises(RequestError, match=r"beam_width is .*; write an integer"):
+        BeamSearchParams(value, 3)
+
+
 @pytest.mark.parametrize("temperature", [1e-46, 1e-6, 1e-4])
 def test_temperatures_near_zero_take_the_likeliest_token(temperature: float) -> None:
     with serve(llama()) as llm:

@@ -190,13 +190,18 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         _check_integer("n", self.n, 1, MAX_CANDIDATES)
-        _check_integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
         _check_integer("top_k", self.top_k, -1, None)
-        _check_integer("seed", self.seed, None, None)
-        _check_integer("max_tokens", self.max_tokens, 1, None)
         _check_integer("min_tokens", self.min_tokens, 0, None)
-        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        optional = [
+            ("best_of", self.n, MAX_CANDIDATES),
+            ("seed", None, None),
+            ("max_tokens", 1, None),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ]
+        for name, lowest, highest in optional:
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), lowest, highest)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); write a smaller number",
@@ -268,8 +273,6 @@ def _check_texts(name: str, texts: Sequence[Any], most: int) -> None:
 
 
 def _check_integer(name: str, value: Any, lowest: int | None, highest: int | None) -> None:
-    if value is None:
-        return
     integer = isinstance(value, int) and not isinstance(value, bool)
     if not integer or (lowest is not None and value < lowest) or (highest is not None and value > highest):
         bounds = "" if lowest is None else f" of at least {lowest}"
