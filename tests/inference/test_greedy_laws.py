@@ -18,6 +18,7 @@ from windlass.inference.llm import LLM
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import ServiceLevel
 
 OWN_CACHE = {"bloom", "mpt", "falcon", "gptj", "gpt_neo", "qwen3_next"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -245,6 +246,20 @@ def test_options_change_no_token(changes: dict[str, Any]) -> None:
     assert stats.num_preemptions > 0
     assert stats.kv_cache_usage == 0
     assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("option", [None, "max_gap_ms", "swap_bytes", "swap_directory"])
+def test_options_that_need_the_time_of_steps_work_without_a_check(option: str | None, tmp_path: Any, caplog: Any) -> None:
+    given = {"max_gap_ms": {"max_gap_ms": 50.0}, "swap_bytes": {"swap_bytes": 4096}}
+    given["swap_directory"] = {"swap_directory": tmp_path}
+    options = {} if option is None else given[option]
+    with LLM(build_longer("llama"), max_tokens_per_step=32, max_sequences=8, check_at_load=False, **options) as llm:
+        assert (llm.engine.cost.step_seconds(1, 0) > 0) == (option is not None)
+        with caplog.at_level("WARNING"):
+            for name in "ab":
+                llm.engine.add_request(name, [3, 4], GREEDY, level=ServiceLevel(1.0, 5.0))
+        warnings = [record for record in caplog.records if "service levels" in record.getMessage()]
+        assert len(warnings) == (option is None)
 
 
 def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:

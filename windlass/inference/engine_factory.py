@@ -160,7 +160,7 @@ def _build(
         logger.info("the KV cache holds %d tokens, so requests may have as many, not %d", capacity, longest)
         longest = capacity
     cost = None
-    if options.check_at_load:
+    if options.measures_steps:
         tokens = options.max_tokens_per_step
         cost = measure_step_cost(
             runner, find_device(module), tokens, longest, is_sharded=ranks is not None, streamed=streamed

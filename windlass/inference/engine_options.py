@@ -96,7 +96,9 @@ class EngineOptions:
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
         weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more,
             a quarter of the weights, but at most the largest product and 64 MiB.
-        check_at_load: compare some greedy tokens with those of the plain model.
+        check_at_load: compare some greedy tokens with those of the plain model, and measure the time of steps. False: the
+            time is measured only if `max_gap_ms`, `swap_bytes` or `swap_directory` needs it, and service levels of
+            requests bound no step without it.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
         pp: ranks along the pipeline axis, each of which holds some layers.
@@ -186,6 +188,11 @@ class EngineOptions:
                 f"activations is {self.activations!r} with weights_tier {tier!r}; streamed weights take 'float' and "
                 "'auto'"
             )
+
+    @property
+    def measures_steps(self) -> bool:
+        """True if the time of steps is measured at load, because it is checked then or an option needs it."""
+        return self.check_at_load or self.max_gap_ms is not None or self.swap_bytes > 0 or bool(self.swap_directory)
 
     @property
     def streams_weights(self) -> bool:

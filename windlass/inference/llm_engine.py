@@ -83,6 +83,7 @@ class LLMEngine:
         self._looks_ahead = self._pipelined is None and runner.is_asynchronous and self._proposer is None
         self._depth = 1 if self._pipelined is None else self._pipelined.depth
         self._clock = clock
+        self._warns_of_levels = cost is None
         cost = cost or StepCost()
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
         self._factory = RequestFactory(options, tokenizer, self.eos_ids, runner.vocab_size, max_model_len)
@@ -148,6 +149,12 @@ class LLMEngine:
         if limit is not None and len(self._table.waiting) >= limit:
             raise EngineOverloadedError(f"{limit} requests are waiting, which is the limit; try again later")
         params, text, ids, max_tokens = self._factory.read_prompt(prompt, params)
+        if level is not None and self._warns_of_levels:
+            self._warns_of_levels = False
+            logger.warning(
+                "requests have service levels, which bound no step, because check_at_load=False left the time of steps "
+                "unmeasured; set check_at_load=True or max_gap_ms"
+            )
         salt = b""
         if lora_name is not None:
             adapters = self._adapters()
