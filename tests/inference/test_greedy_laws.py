@@ -262,6 +262,24 @@ def test_options_that_need_the_time_of_steps_work_without_a_check(option: str | 
         assert len(warnings) == (option is None)
 
 
+def test_answers_that_share_blocks_are_preempted_for_a_higher_priority() -> None:
+    """No single answer frees the prompt that all of them share."""
+    model = build_longer("llama")
+    low = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=14, ignore_eos=True)
+    prompts = [[3 + place * step % 37 for place in range(size)] for size, step in ((64, 7), (90, 11))]
+    with LLM(model, max_tokens_per_step=64, max_sequences=4, kv_cache_tokens=128, check_at_load=False) as llm:
+        llm.engine.add_request("low", prompts[0], low, priority=1)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.add_request("high", prompts[1], GREEDY.replace(max_tokens=4))
+        outputs = []
+        while llm.engine.has_requests():
+            outputs += llm.engine.step()
+    assert [output.request_id for output in outputs] == ["high", "low"]
+    assert outputs[1].metrics.num_preemptions >= 3
+    assert_greedy(model, outputs[:1])
+
+
 def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
     """A cost model in which computing again is slow lets blocks be moved."""
     from windlass.inference.step_cost import StepCost

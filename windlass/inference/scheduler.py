@@ -50,7 +50,8 @@ class SequenceSnapshot:
         num_drafts: drafts among them, which may be dropped.
         num_computed: tokens with keys and values in the cache; of a waiting sequence, those that it finds there.
         num_blocks: blocks that it holds; of a waiting sequence, cached blocks that others hold already.
-        num_freed: blocks that become free if it is preempted, i.e. those that no other sequence holds.
+        num_freed: blocks that become free if it is preempted after all running sequences behind it in the order of
+            `seniority`, i.e. those that no sequence before it holds.
         copies_block: its last block is shared and has to be copied before the next token.
         priority: lower values run first.
         level: service level, if one is declared.
@@ -178,7 +179,7 @@ class _Planner:
         self.plan = StepPlan()
         self._elsewhere, self._share = elsewhere, share
         self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
-        self._running = sorted(running, key=_seniority)
+        self._running = sorted(running, key=seniority)
         self._token_seconds = self._predict_token_seconds()
         self._waiting = sorted(waiting, key=self._urgency)
         self._admitted: set[int] = set()
@@ -221,12 +222,10 @@ class _Planner:
             if self._share is not None and len(self._running) >= self._share:
                 break  # other steps take the rest
             needed = -(-sequence.num_known // self._limits.block_size) - sequence.num_blocks
-            while self._running and (self._lacks_blocks(needed) or places < sequence.num_candidates):
-                junior = self._running[-1]
-                if junior.priority <= sequence.priority or junior.sequence_id in self._admitted:
-                    break
-                self._preempt(junior)
-                places += junior.num_candidates
+            if fits(sequence):
+                for junior in self._find_juniors(sequence, needed, places):
+                    self._preempt(junior)
+                    places += junior.num_candidates
             if places < sequence.num_candidates and (self._running or self._elsewhere):
                 break
             if self._lacks_blocks(needed) or not fits(sequence):
@@ -239,10 +238,27 @@ class _Planner:
             self.plan.admitted.append(sequence.sequence_id)
             self._running.append(sequence)
 
-    def _lacks_blocks(self, needed: int) -> bool:
+    def _find_juniors(self, sequence: SequenceSnapshot, needed: int, places: int) -> list[SequenceSnapshot]:
+        """Return the last running sequences that are preempted so that a waiting one of higher priority can run: as few
+        as possible, and none if all together would free too little.
+        """
+        left, juniors, freed = list(self._running), list[SequenceSnapshot](), 0
+        while self._lacks_blocks(needed, len(juniors), freed) or (
+            places < sequence.num_candidates and (left or self._elsewhere)
+        ):
+            junior = left.pop() if left else None
+            if junior is None or junior.priority <= sequence.priority or junior.sequence_id in self._admitted:
+                # sequences that other steps compute may free the rest: the caller plans again among all of them
+                return juniors if self._share is not None and self._elsewhere else []
+            juniors.append(junior)
+            freed += junior.num_freed
+            places += junior.num_candidates
+        return juniors
+
+    def _lacks_blocks(self, needed: int, preempted: int = 0, freed: int = 0) -> bool:
         # a block for each running sequence, so that admission does not cause a preemption in the next step
-        reserve = min(len(self._running) + self._elsewhere, max(self._limits.num_blocks - needed, 0))
-        return needed + reserve > self._free
+        others = len(self._running) - preempted + self._elsewhere
+        return needed + min(others, max(self._limits.num_blocks - needed, 0)) > self._free + freed
 
     def whole_prompt_fits(self, sequence: SequenceSnapshot) -> bool:
         """Return True if all tokens of the prompt fit in the step, or if it is the first one, which may exceed it."""
@@ -390,5 +406,6 @@ def _max_min_shares(wanted: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def _seniority(sequence: SequenceSnapshot) -> tuple[int, float, int]:
+def seniority(sequence: SequenceSnapshot) -> tuple[int, float, int]:
+    """Return the sort key of running sequences, of which the last ones are preempted first."""
     return sequence.priority, sequence.arrival, sequence.sequence_id

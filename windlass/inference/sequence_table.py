@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from windlass.inference.block_manager import BlockManager
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationSequence
 from windlass.inference.outputs import EngineStats
 from windlass.inference.preempted_blocks import PreemptedBlocks
-from windlass.inference.scheduler import SequenceSnapshot
+from windlass.inference.scheduler import SequenceSnapshot, seniority
 from windlass.inference.step_batch import ModelRunner
 from windlass.inference.step_cost import StepCost
 
@@ -140,14 +142,29 @@ class SequenceTable:
                 self.blocks.register(sequence.blocks[place], keys[place])
             sequence.num_registered = full
 
-    def snapshot_running(self, sequence: GenerationSequence, *, counts_freed: bool) -> SequenceSnapshot:
-        references = self.blocks.references
+    def snapshot_running(
+        self, sequences: Sequence[GenerationSequence], *, counts_freed: bool
+    ) -> list[SequenceSnapshot]:
+        snapshots = [self._snapshot_one(sequence) for sequence in sequences]
+        if not counts_freed:
+            return snapshots
+        # sequences are preempted from the last one on, so the first holder of a block is the one that frees it
+        holders: Counter[int] = Counter()
+        counted = []
+        for snapshot in sorted(snapshots, key=seniority, reverse=True):
+            blocks = self.running[snapshot.sequence_id].blocks
+            holders.update(blocks)
+            freed = sum(holders[block] == self.blocks.references(block) for block in blocks)
+            counted.append(replace(snapshot, num_freed=freed))
+        return counted
+
+    def _snapshot_one(self, sequence: GenerationSequence) -> SequenceSnapshot:
         last = sequence.num_computed // self.blocks.block_size
         return sequence.snapshot(
             num_computed=sequence.num_computed,
             num_blocks=len(sequence.blocks),
-            num_freed=sum(references(block) == 1 for block in sequence.blocks) if counts_freed else 0,
-            copies_block=last < len(sequence.blocks) and references(sequence.blocks[last]) > 1,
+            num_freed=0,
+            copies_block=last < len(sequence.blocks) and self.blocks.references(sequence.blocks[last]) > 1,
             now_candidates=count_candidates(sequence),
         )
 

@@ -169,7 +169,7 @@ class StepPlanner:
             idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
         places = sum(count_candidates(sequence) for sequence in self._table.running.values())
         return schedule(
-            [self._table.snapshot_running(sequence, counts_freed=counts) for sequence in idle],
+            self._table.snapshot_running(idle, counts_freed=counts),
             [self._table.snapshot_waiting(sequence) for sequence in waiting],
             self._table.blocks.num_free,
             self.limits,

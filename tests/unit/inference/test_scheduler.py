@@ -97,6 +97,41 @@ def test_every_plan_can_be_carried_out(
         assert all(s.sequence_id in plan.num_tokens for s in decodes)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(running_states, st.integers(-2, 3)), min_size=1, max_size=8),
+    st.lists(waiting_states, min_size=1, max_size=4),
+    st.integers(0, 20),
+    st.integers(1, 8),
+    st.sampled_from(POLICIES),
+)
+def test_only_a_request_that_then_runs_preempts_others(
+    states: list[tuple[SequenceSnapshot, int]], waiting: list[SequenceSnapshot], spare: int, places: int, policy: str
+) -> None:
+    running = [
+        replace(s, sequence_id=i, arrival=float(i), priority=priority, num_known=s.num_known - s.num_drafts, num_drafts=0)
+        for i, (s, priority) in enumerate(states)
+    ]
+    running = [replace(s, num_freed=s.num_blocks // (1 + s.sequence_id % 3)) for s in running]  # others are shared
+    waiting = [replace(s, sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
+    free = len(running) + spare  # decodes need no preemption
+    total = free + sum(s.num_blocks for s in running)
+    limits = SchedulerLimits(policy, 256, max(places, len(running)), BLOCK, total)  # type: ignore[arg-type]
+    plan = schedule(running, waiting, free, limits, COST, 51.0)
+    if plan.preempted:
+        highest = min(s.priority for s in waiting if s.sequence_id in plan.admitted)
+        assert all(s.priority > highest for s in running if s.sequence_id in plan.preempted)
+
+
+def test_a_request_that_could_not_run_preempts_none() -> None:
+    limits = SchedulerLimits("splitfuse", num_blocks=100, block_size=BLOCK)
+    senior = SequenceSnapshot(1, 0.0, 1440, 1439, 90, 90, has_answered=True)
+    low = SequenceSnapshot(2, 0.5, 80, 79, 5, 5, has_answered=True, priority=5)
+    large = SequenceSnapshot(3, 1.0, 320, 0, 0)  # needs 20 blocks, and 10 can be free
+    plan = schedule([senior, low], [large], 5, limits, COST, 2.0)
+    assert plan == StepPlan({1: 1, 2: 1}, [], [])
+
+
 class Simulation:
     """Simulation of a load: an engine's block accounting, and a clock driven by the cost model."""
 
