@@ -173,6 +173,20 @@ def test_prompts_without_tokens_and_without_room_are_errors() -> None:
         engine.generate(ids, attention_mask=mask, max_length=7)
 
 
+@pytest.mark.parametrize("limit", [{"max_model_len": 16}, {"kv_cache_tokens": 16}])
+def test_an_answer_that_exceeds_the_window_is_refused(limit: dict[str, int]) -> None:
+    engine = windlass.init_inference(small_model(), **{**SMALL, **limit})
+    ids = torch.full((1, 10), 4)
+    for length in ({"max_new_tokens": 7}, {"max_length": 17}):
+        (name, value), *_ = length.items()
+        with pytest.raises(RequestError, match=f"{name} is {value}, and a prompt has 10 tokens; the engine takes 16"):
+            engine.generate(ids, **length)
+    assert engine.generate(ids, max_new_tokens=6).shape == (1, 16)
+    assert engine.generate(ids).shape == (1, 16)  # without a length, transformers cuts the answer too
+    with pytest.raises(RequestError, match="takes 16 together"):
+        engine.generate(torch.full((1, 16), 4))
+
+
 # DeepSpeed's keys
 
 

@@ -41,18 +41,18 @@ def generate_by_engine(
         right. None: a setting has no equal in the engine, e.g. beams, a streamer or a logits processor.
 
     Raises:
-        RequestError: a prompt is empty, or there is no room for an answer.
+        RequestError: a prompt is empty, or there is no room for an answer of the length that the settings give.
         ModelError: the logits of the model are not finite.
     """
     config = _generation_config(module, settings)
     if config is None or input_ids is None or input_ids.dim() != 2:
         return None
-    params = _make_params(config, input_ids.shape[1])
     mask = _infer_mask(input_ids, config) if attention_mask is None else attention_mask
     prompts = [ids[row.bool()].tolist() for ids, row in zip(input_ids.cpu(), mask.cpu(), strict=True)]
     longest = max((len(prompt) for prompt in prompts), default=0)
     if any(not prompt for prompt in prompts):
         raise RequestError("a row of input_ids has no token whose attention_mask is 1; give at least one")
+    params = _make_params(config, input_ids.shape[1], longest, llm.max_model_len)
     logger.debug("generate %d answers to %d prompts of up to %d tokens", params.n, len(prompts), longest)
     seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
     each = [params if params.is_greedy else params.replace(seed=seed) for seed in seeds]
@@ -86,17 +86,30 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
     return None if changed - _TRANSLATED - harmless else config
 
 
-def _make_params(config: Any, width: int) -> SamplingParams:
-    """Return the sampling parameters of generation settings, for prompts of `width` tokens."""
+def _make_params(config: Any, width: int, longest: int, window: int) -> SamplingParams:
+    """Return the sampling parameters of generation settings.
+
+    Args:
+        width: tokens of a row of the input, padding included.
+        longest: tokens of the longest prompt.
+        window: tokens that the engine takes, prompt and answer together.
+    """
     new = config.max_new_tokens
     if new is None and config.max_length == type(config)().max_length:
-        new = _DEFAULT_NEW_TOKENS
+        new = max(min(_DEFAULT_NEW_TOKENS, window - longest), 1)  # cut at the window, as in transformers
     elif new is None:
         new = config.max_length - width
         if new < 1:
             raise RequestError(
                 f"max_length leaves no room for answers after {width} tokens of input_ids; give max_new_tokens"
             )
+    if longest < window < longest + new:
+        given = "max_length" if config.max_new_tokens is None else "max_new_tokens"
+        raise RequestError(
+            f"{given} is {getattr(config, given)}, and a prompt has {longest} tokens; the engine takes {window} "
+            f"together (max_model_len, at most kv_cache_tokens). Lower {given}, or raise the engine's limit",
+            parameter=given,
+        )
     least = config.min_new_tokens
     if least is None:
         least = max((config.min_length or 0) - width, 0)
