@@ -231,6 +231,15 @@ def test_beams_have_the_scores_of_transformers(penalty: float) -> None:
         assert llm.stats().kv_cache_usage == 0
 
 
+def test_a_search_of_more_beams_than_may_wait_finds_the_same() -> None:
+    params, found = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True), []
+    for limit in (None, 1):
+        with serve(llama(), max_queued=limit) as llm:
+            (output,) = llm.beam_search([[3, 4, 5]], params)
+        found.append([beam.tokens for beam in output.sequences])
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
 def test_a_prompt_without_room_for_a_beam_is_refused() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=5)
     with serve(llama(), max_model_len=16) as llm:

@@ -93,9 +93,11 @@ def _next_logprobs(
     ids = [f"beam-{number}" for number in range(len(prompts))]
     found: dict[str, TokenLogprobs] = {}
     try:
-        for request_id, tokens in zip(ids, prompts, strict=True):
-            engine.add_request(request_id, tokens, sampling)
+        queued = 0
         while len(found) < len(prompts):
+            while queued < len(prompts) and not engine.is_full:
+                engine.add_request(ids[queued], prompts[queued], sampling)
+                queued += 1
             for output in engine.step():
                 if output.error is not None:
                     raise ModelError(f"the beam search cannot go on: {output.error}")

@@ -145,8 +145,8 @@ class LLMEngine:
             raise RequestError(f"priority is {priority!r}; write an integer", parameter="priority")
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is running already; use another id", parameter="request_id")
-        limit = self.options.max_queued
-        if limit is not None and len(self._table.waiting) >= limit:
+        if self.is_full:
+            limit = self.options.max_queued
             raise EngineOverloadedError(f"{limit} requests are waiting, which is the limit; try again later")
         params, text, ids, max_tokens = self._factory.read_prompt(prompt, params)
         if level is not None and self._warns_of_levels:
@@ -193,6 +193,12 @@ class LLMEngine:
         self._forget(request)
         self._answers.changed.pop(request_id, None)
         return request.to_output()
+
+    @property
+    def is_full(self) -> bool:
+        """True if `max_queued` requests are waiting, so that a new one is refused."""
+        limit = self.options.max_queued
+        return limit is not None and len(self._table.waiting) >= limit
 
     def has_requests(self) -> bool:
         """Return True if a request is unfinished, or has outputs that `step` has not returned."""
