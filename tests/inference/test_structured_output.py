@@ -15,6 +15,7 @@ from windlass.base.errors import RequestError
 from windlass.inference.async_engine import AsyncLLMEngine
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
+from windlass.inference.structured_output import StructuredOutputCompiler
 
 SCHEMA = {
     "type": "object",
@@ -98,6 +99,16 @@ def test_any_object_is_json() -> None:
     texts = [output.outputs[0].text for output in outputs if output.outputs[0].finish_reason == "stop"]
     assert texts
     assert all(isinstance(json.loads(text), dict) for text in texts)
+
+
+@pytest.mark.parametrize("schema", [{}, "{}"])
+def test_an_empty_schema_allows_any_value(schema: Any) -> None:
+    tokenizer = byte_level_tokenizer()
+    compiler = StructuredOutputCompiler(tokenizer, len(tokenizer))
+    starts = tokenizer.convert_tokens_to_ids(["{", "[", "1"])
+    params = [StructuredOutputsParams(json=schema), StructuredOutputsParams(json_object=True)]
+    allowed = [compiler.compile(one).allowed()[starts].tolist() for one in params]
+    assert allowed == [[True, True, True], [True, False, False]]
 
 
 GBNF = """

@@ -117,7 +117,9 @@ class OutputConstraint:
 def _make_grammar(llguidance: Any, params: StructuredOutputsParams) -> str:
     library = llguidance.LLMatcher
     if params.json_object or params.json is not None:
-        schema = json.loads(params.json) if isinstance(params.json, str) else params.json or {"type": "object"}
+        schema: Any = {"type": "object"} if params.json is None else params.json
+        if isinstance(schema, str):
+            schema = json.loads(schema)
         if params.disable_additional_properties:
             schema = _closed(schema)
         options: dict[str, Any] = {}
