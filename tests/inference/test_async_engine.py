@@ -358,7 +358,19 @@ def test_an_engine_whose_forward_always_fails_stops() -> None:
         assert found == ["error", "error", "stopped"]
         assert not engine.is_healthy
         assert isinstance(engine.error, MemoryError)
+        assert engine._thread is not None
+        engine._thread.join(30)
+        with pytest.raises(RequestError, match="engine is closed"):
+            engine._engine.add_request("x", [3], GREEDY)
         with pytest.raises(EngineStoppedError):
             await engine.add([3], GREEDY)
 
     asyncio.run(main())
+
+
+def test_an_engine_that_was_not_started_is_closed() -> None:
+    model, engine = make_engine()
+    attention = build("llama", max_position_embeddings=96).config._attn_implementation
+    assert model.config._attn_implementation != attention
+    asyncio.run(engine.shutdown())
+    assert model.config._attn_implementation == attention

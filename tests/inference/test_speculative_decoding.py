@@ -13,7 +13,7 @@ import torch
 
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, StorageError
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 
@@ -140,9 +140,20 @@ def test_an_error_of_the_draft_model_stops_drafts_alone(
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
-    other = model_of(vocab_size=43)
+    model, other = model_of(), model_of(vocab_size=43)
+    attention = model.config._attn_implementation
     with pytest.raises(ModelError, match="vocabulary of 43 tokens and the model one of 41"):
-        LLM(model_of(), check_at_load=False, speculative={"method": "draft", "model": other})
+        LLM(model, check_at_load=False, speculative={"method": "draft", "model": other})
+    assert model.config._attn_implementation == other.config._attn_implementation == attention
+
+
+def test_a_directory_for_blocks_that_cannot_be_used_leaves_the_models_as_they_were(tmp_path: Path) -> None:
+    model, draft = model_of(), model_of()
+    attention = model.config._attn_implementation
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="swap_directory"):
+        LLM(model, speculative={"method": "draft", "model": draft}, swap_directory=tmp_path / "file")
+    assert model.config._attn_implementation == draft.config._attn_implementation == attention
 
 
 def test_a_draft_model_from_a_directory_runs_recorded_steps(tmp_path: Path) -> None:

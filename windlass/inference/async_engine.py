@@ -135,8 +135,9 @@ class AsyncLLMEngine:
         self._stopping, self._drains = True, drain
         self._calls.put(None)
         thread = self._thread
-        if thread is not None:
-            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        # without a thread, nothing else uses the engine
+        end = self._engine.close if thread is None else thread.join
+        await asyncio.get_running_loop().run_in_executor(None, end)
 
     async def add(
         self,
@@ -328,6 +329,15 @@ class AsyncLLMEngine:
             self._send(subscriber, stopped)
         self._subscribers.clear()
         self._run_calls(wait=False)  # calls queued after the last step
+        if self.error is not None:
+            self._close_after_error()
+
+    def _close_after_error(self) -> None:
+        """Free the memory of the engine, once all readers have the error that stopped it."""
+        try:
+            self._engine.close()
+        except Exception:  # the first error is the one that matters, and it was logged and delivered
+            logger.exception("the engine that has stopped by an error could not free all memory")
 
     def _run_step(self) -> None:
         """Run a step, and deliver the outputs of the step before when its forward begins.

@@ -146,13 +146,29 @@ def _build(
         )
     longest = options.max_model_len or window
     runner = make_runner(module, options, window, owned=owns, ranks=ranks, streamed=streamed)
+    try:
+        return _assemble(module, runner, options, tokenizer, longest, ranks, streamed)
+    except BaseException:
+        runner.close()  # a live module is left as it was
+        raise
+
+
+def _assemble(
+    module: nn.Module,
+    runner: ModelRunner,
+    options: EngineOptions,
+    tokenizer: Any,
+    longest: int,
+    ranks: RankChannel | None,
+    streamed: StreamedModules | None,
+) -> LLMEngine | RankWorker:
+    """Build the engine of a runner, or this rank's part of it, for sequences of up to `longest` tokens."""
     if ranks is None or ranks.pipeline is None:
         assert isinstance(runner, (PagedModelRunner, OwnCacheModelRunner))
-        runner.lora = _load_adapters(module, runner, options)
+        runner.lora = _load_adapters(module, options)
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:
         if options.max_model_len is not None:
-            runner.close()
             raise ConfigError(
                 f"the KV cache holds {capacity} tokens, fewer than max_model_len ({longest}); raise kv_cache_tokens or "
                 "lower max_model_len"
@@ -172,15 +188,21 @@ def _build(
             return RankWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
         runner = ShardedRunner(runner, ranks)
     logger.info("%s: %s", type(module).__name__, runner.description)
-    return LLMEngine(
-        runner,
-        options,
-        tokenizer=tokenizer,
-        eos_ids=find_eos_ids(module, tokenizer),
-        max_model_len=longest,
-        cost=cost,
-        proposer=_make_proposer(options, runner.vocab_size),
-    )
+    proposer = _make_proposer(options, runner.vocab_size)
+    try:
+        return LLMEngine(
+            runner,
+            options,
+            tokenizer=tokenizer,
+            eos_ids=find_eos_ids(module, tokenizer),
+            max_model_len=longest,
+            cost=cost,
+            proposer=proposer,
+        )
+    except BaseException:
+        if proposer is not None:
+            proposer.close()
+        raise
 
 
 def _log_batch_advice(cost: StepCost, options: EngineOptions, streamed: StreamedModules) -> None:
@@ -204,14 +226,10 @@ def _log_batch_advice(cost: StepCost, options: EngineOptions, streamed: Streamed
         logger.info("max_tokens_per_step is %d; up to %d tokens take no more time", options.max_tokens_per_step, hidden)
 
 
-def _load_adapters(module: nn.Module, runner: ModelRunner, options: EngineOptions) -> LoraAdapters:
+def _load_adapters(module: nn.Module, options: EngineOptions) -> LoraAdapters:
     adapters = LoraAdapters(module)
-    try:
-        for name, directory in (options.lora or {}).items():
-            adapters.add(name, directory)
-    except Exception:
-        runner.close()
-        raise
+    for name, directory in (options.lora or {}).items():
+        adapters.add(name, directory)
     return adapters
 
 
@@ -227,6 +245,7 @@ def _make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | N
     module = draft if isinstance(draft, nn.Module) else load_model(draft)
     proposer = DraftModelProposer(module, options, owned=module is not draft)
     if proposer.vocab_size != vocab_size:
+        proposer.close()
         raise ModelError(
             f"the draft model has a vocabulary of {proposer.vocab_size} tokens and the model one of {vocab_size}; use "
             "a draft model of the same tokenizer"
