@@ -248,6 +248,26 @@ def test_options_change_no_token(changes: dict[str, Any]) -> None:
     assert_greedy(model, outputs)
 
 
+@pytest.mark.parametrize("error", [ConfigError, MemoryError])
+def test_a_cache_that_cannot_be_allocated_leaves_the_model_as_it_was(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error("no memory")
+
+    model = build_longer("llama")
+    attention = model.config._attn_implementation
+    monkeypatch.setattr(PagedModelRunner, "_cache_tensors", fail)
+    if error is ConfigError:
+        with pytest.raises(ConfigError, match="no memory"):
+            LLM(model, check_at_load=False)
+    else:  # the model's own cache is tried instead
+        with LLM(model, max_sequences=4, check_at_load=False) as llm:
+            assert isinstance(llm.engine.runner, OwnCacheModelRunner)
+            assert_greedy(model, llm.generate(make_prompts(4, VOCABULARY), GREEDY))
+    assert model.config._attn_implementation == attention
+
+
 @pytest.mark.parametrize("option", [None, "max_gap_ms", "swap_bytes", "swap_directory"])
 def test_options_that_need_the_time_of_steps_work_without_a_check(option: str | None, tmp_path: Any, caplog: Any) -> None:
     given = {"max_gap_ms": {"max_gap_ms": 50.0}, "swap_bytes": {"swap_bytes": 4096}}

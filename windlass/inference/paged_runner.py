@@ -86,11 +86,19 @@ class PagedModelRunner:
         self._restore_attention, self._take_positions = _install(model), give_positions(model)
         self._attention = _attention_of(model)
         self.device = find_device(model)
+        self.program: StepProgram | None = None
+        try:
+            self._allocate(num_blocks, has_scratch=has_scratch)
+        except BaseException:  # another runner may compute the model in place of this one
+            self._restore_model()
+            raise
+
+    def _allocate(self, num_blocks: Callable[[int], int], *, has_scratch: bool) -> None:
+        """Record the layers of the model, and allocate their caches."""
         probe = PagedAttention(self._make_cache)
         self.vocab_size = self._probe(probe)
         if not probe.shapes:
-            self._restore_model()
-            raise ModelError(f"{type(model).__name__} has no layer that computes attention through the registry")
+            raise ModelError(f"{type(self.model).__name__} has no layer that computes attention through the registry")
         self._backend = PagedAttention(self._make_cache)
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
         self.num_blocks = num_blocks(self.block_nbytes)
@@ -98,9 +106,8 @@ class PagedModelRunner:
         for layer, shape in probe.shapes.items():
             self._backend.caches[layer] = self._make_cache(layer, shape)
         on_cpu = self.device.type == "cpu"
-        self._population = CachePopulation(self._cache_tensors() if on_cpu else [], block_size)
-        self.description = f"paged KV cache of {self.num_blocks} blocks of {block_size} tokens"
-        self.program: StepProgram | None = None
+        self._population = CachePopulation(self._cache_tensors() if on_cpu else [], self.block_size)
+        self.description = f"paged KV cache of {self.num_blocks} blocks of {self.block_size} tokens"
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
@@ -250,12 +257,8 @@ class PagedModelRunner:
         ).to(self.device)
         backend.begin(batch)
         values = nullcontext() if self._packed is None else self._packed.without_values()
-        try:
-            with torch.inference_mode(), use_backend(backend), values:
-                return self._forward(batch.token_ids, batch.positions, batch.logit_rows).shape[-1]
-        except Exception:
-            self._restore_model()
-            raise
+        with torch.inference_mode(), use_backend(backend), values:
+            return self._forward(batch.token_ids, batch.positions, batch.logit_rows).shape[-1]
 
 
 def check_pageable(model: Any, max_model_len: int | None = None) -> None:
