@@ -269,7 +269,9 @@ def test_a_cache_that_cannot_be_allocated_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("option", [None, "max_gap_ms", "swap_bytes", "swap_directory"])
-def test_options_that_need_the_time_of_steps_work_without_a_check(option: str | None, tmp_path: Any, caplog: Any) -> None:
+def test_options_that_need_the_time_of_steps_work_without_a_check(
+    option: str | None, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     given = {"max_gap_ms": {"max_gap_ms": 50.0}, "swap_bytes": {"swap_bytes": 4096}}
     given["swap_directory"] = {"swap_directory": tmp_path}
     options = {} if option is None else given[option]

@@ -96,8 +96,8 @@ class EngineOptions:
         weights_directory: directory of that file; None: `windlass-weights` in the model's directory.
         weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more,
             a quarter of the weights, but at most the largest product and 64 MiB.
-        check_at_load: compare some greedy tokens with those of the plain model, and measure the time of steps. False: the
-            time is measured only if `max_gap_ms`, `swap_bytes` or `swap_directory` needs it, and service levels of
+        check_at_load: compare some greedy tokens with those of the plain model, and measure the time of steps. False:
+            the time is measured only if `max_gap_ms`, `swap_bytes` or `swap_directory` needs it, and service levels of
             requests bound no step without it.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.

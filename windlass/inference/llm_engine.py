@@ -502,8 +502,8 @@ class LLMEngine:
                 self._table.register_blocks(sequence)
 
     def _end_requests(self, chosen: Sequence[tuple[GenerationSequence, int]], error: Exception) -> None:
-        """End the requests of a step whose tokens could not be drawn. It cannot be repeated, because some sequences have
-        taken their random numbers and tokens.
+        """End the requests of a step whose tokens could not be drawn. It cannot be repeated, because some sequences
+        have taken their random numbers and tokens.
 
         Raises:
             Exception: `error` itself, if the draw has failed three times in a row.

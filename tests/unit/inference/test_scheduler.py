@@ -108,10 +108,8 @@ def test_every_plan_can_be_carried_out(
 def test_only_a_request_that_then_runs_preempts_others(
     states: list[tuple[SequenceSnapshot, int]], waiting: list[SequenceSnapshot], spare: int, places: int, policy: str
 ) -> None:
-    running = [
-        replace(s, sequence_id=i, arrival=float(i), priority=priority, num_known=s.num_known - s.num_drafts, num_drafts=0)
-        for i, (s, priority) in enumerate(states)
-    ]
+    running = [replace(s, sequence_id=i, arrival=float(i), priority=priority) for i, (s, priority) in enumerate(states)]
+    running = [replace(s, num_known=s.num_known - s.num_drafts, num_drafts=0) for s in running]
     running = [replace(s, num_freed=s.num_blocks // (1 + s.sequence_id % 3)) for s in running]  # others are shared
     waiting = [replace(s, sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
     free = len(running) + spare  # decodes need no preemption
