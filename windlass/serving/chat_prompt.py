@@ -140,7 +140,7 @@ def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
                 parameter=f"{place}.function.name",
             )
         parameters = function.get("parameters")
-        if parameters is None:
+        if parameters is None or parameters == {}:  # arguments are an object
             parameters = {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
             raise ApiError(
