@@ -19,9 +19,11 @@ from windlass.base.errors import CheckpointError, CommunicationError, ConfigErro
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
-from windlass.parameter_server.meeting import Meeting
+from windlass.parameter_server.meeting import Meeting, ServerAddress
 from windlass.parameter_server.messages import receive_gradient, receive_text
+from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.parameter_cut import PartitionedParameter, partition_parameters
+from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.server_shard import require_elementwise
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
@@ -276,6 +278,64 @@ def test_a_synchronous_update_without_enough_workers_is_refused() -> None:
     job.finish()
 
 
+def test_a_worker_that_was_lost_before_the_others_connected_is_missing() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
+    job.start_servers()
+    _, dies = job.worker(1)
+    dies._links[0].close()
+    while job.servers[0]._live:
+        time.sleep(0.01)
+    model, stays = job.worker(0)
+    train_once(model, stays, 0)
+    with pytest.raises(CommunicationError, match="cannot make update 1: 1 of the 2 workers that a synchr"):
+        stays.pull()
+    stays.close()
+    job.finish()
+
+
+def test_a_worker_that_never_connects_does_not_hold_up_a_pull_for_ever() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
+    job.start_servers()
+    model, stays = job.worker(0)
+    train_once(model, stays, 0)
+    job.servers[0]._count_absent(is_late=True)
+    with pytest.raises(CommunicationError, match="cannot make update 1: 1 of the 2 workers that a synchr"):
+        stays.pull()
+    job.meeting().leave(1, retires=False)
+    stays.close()
+    job.finish()
+
+
+def test_a_worker_that_closes_without_a_connection_retires() -> None:
+    """Its server is lost, so the one in its place does not read its BYE."""
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
+    job.start_servers()
+    _, worker = job.worker(1)
+    lose(job, 0)
+    worker.close()
+    worker.close()
+    other = ParameterServer(layout_of(mlp(), 1), 0, 2, ParameterServerSettings(), sgd, _Left({1}))  # type: ignore[arg-type]
+    assert job.meeting().has_left(1, retired=True)
+    other._clock.join(0, 0, -1)
+    assert other._clock.needed == 2
+    other._count_absent(is_late=False)
+    assert other._clock.needed == 1 and other._clock.absent == set()
+    job.finish()
+
+
+class _Left:
+    """Store in which these workers have retired."""
+
+    def __init__(self, retired: set[int]) -> None:
+        self.retired = retired
+
+    def register_server(self, server: int, replica: int) -> ServerAddress:
+        return ServerAddress(server, 1, "host", 1, replica)
+
+    def has_left(self, worker: int, *, retired: bool = False) -> bool:
+        return worker in self.retired
+
+
 def lose(job: Job, server: int) -> None:
     """End a server silently, as a kill does: its links close, and its threads find no worker."""
     lost = job.servers.pop(server)
@@ -476,6 +536,22 @@ def test_a_restored_server_takes_the_version_of_its_workers() -> None:
     assert clock.push(0, 5, 6) is PushResult.WAITS  # the same gradient again
     clock.join(1, 6, 0)  # worker 1 has received an update that worker 0 has not
     assert clock.push(0, 5, 6) is PushResult.DROPPED and clock.may_pull(0, 6)
+
+
+def test_a_worker_that_has_not_connected_yet_can_still_take_part() -> None:
+    clock = UpdateClock(ParameterServerSettings(), workers=3)
+    clock.join(0, 0, -1)
+    clock.join(1, 0, -1)
+    clock.leave(1, retires=True)
+    assert clock.stuck_because() == ""  # worker 2 starts slowly
+    clock.leave(2, retires=False)
+    assert clock.stuck_because().startswith("1 of the 2 workers")
+    clock.join(2, 0, -1)
+    assert clock.stuck_because() == ""
+    clock.steps.clear()
+    clock.take_over({1})
+    clock.join(2, 0, 0)
+    assert clock.absent == {0} and clock.stuck_because() == ""
 
 
 def test_workers_that_come_back_keep_their_steps() -> None:

@@ -79,7 +79,6 @@ class ParameterServer:
         self._pending: dict[int, ShardGradient] = {}
         self._live: dict[int, int] = {}  # ticket of the newest connection of each worker
         self._idle_since = time.monotonic()  # if there is none
-        self._reason = ""  # the reason why no further update is possible; empty if one is
         self._links: dict[int, PairLink] = {}
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
@@ -90,7 +89,7 @@ class ParameterServer:
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
         if self._here.generation > 1:
             self._awaited_replicas = 0
-            self._clock.retired = {one for one in range(workers) if meeting.has_left(one, retired=True)}
+            self._clock.take_over({one for one in range(workers) if meeting.has_left(one, retired=True)})
 
     @property
     def version(self) -> int:
@@ -113,6 +112,7 @@ class ParameterServer:
                     answered = ticket
                 if not self._had_worker and time.monotonic() - began > self._settings.connect_seconds:
                     self._refuse_to_wait()
+                self._count_absent(is_late=time.monotonic() - began > self._settings.connect_seconds)
                 time.sleep(_PAUSE)
         except BaseException:
             self.abandon()
@@ -351,25 +351,61 @@ class ParameterServer:
                 return  # it has connected again
             del self._live[worker]
             self._idle_since = time.monotonic()
-            self._clock.leave(worker, retires=retires)
-            if self._clock.is_complete:
-                self._update()
+            self._leave_clock(worker, retires=retires)
             self._meeting.leave(worker, retires=retires)
-            if self._live:  # without any worker the run ends
-                self._reason = self._clock.stuck_because()
-            self._changed.notify_all()
+
+    def _leave_clock(self, worker: int, *, retires: bool) -> None:
+        """Wait no longer for a worker, and make the update that waited for it alone. The caller holds the lock."""
+        self._clock.leave(worker, retires=retires)
+        if self._clock.is_complete:
+            self._update()
+        self._changed.notify_all()
+
+    def _count_absent(self, *, is_late: bool) -> None:
+        """Wait no longer for workers that left while they had no connection, or, if `is_late`, for any absent one.
+
+        No thread of this server notices the end of a worker that is not connected with it.
+        """
+        synchronous = self._settings.mode == "synchronous"
+        if self._settings.mode == "asynchronous":
+            return  # nothing waits
+        with self._changed:
+            absent = sorted(self._clock.absent)
+        # A server that was replaced may record workers as lost that have connected with this one, which would end a
+        # synchronous run; elsewhere it costs one wait.
+        left = {worker for worker in absent if self._meeting.has_left(worker, retired=synchronous)}
+        late = set(absent) - left if is_late else set()
+        with self._changed:
+            for worker in sorted((left | late) & self._clock.absent):
+                if self._ends or self._failure is not None:
+                    return
+                if worker in late:
+                    logger.warning(
+                        "%s: worker %d did not connect within %.0f s (connect_seconds): no pull waits for it",
+                        self._here,
+                        worker,
+                        self._settings.connect_seconds,
+                    )
+                try:
+                    self._leave_clock(worker, retires=synchronous and worker in left)
+                except LinkClosedError:
+                    if not self._ends:  # else a replica has taken the shard over, and `serve` returns
+                        raise
 
     def _answer_pull(self, link: PairLink, worker: int, wanted: int) -> None:
+        reason = ""
         with self._changed:
-            while not self._clock.may_pull(worker, wanted) and not self._reason and not self._ends:
+            # The reason is not kept: a worker that connects later may make updates possible again.
+            while not (possible := self._clock.may_pull(worker, wanted)) and not self._ends:
+                if reason := self._clock.stuck_because():
+                    break
                 self._changed.wait()
             self._require_place()
-            possible = self._clock.may_pull(worker, wanted)
             version, values = self._clock.version, self._shard.values()
         if possible:
             link.send([MessageKind.PARAMETERS, version], values)
         else:
-            send_problem(link, f"{self._here} cannot make update {version + 1}: {self._reason}; start the run again")
+            send_problem(link, f"{self._here} cannot make update {version + 1}: {reason}; start the run again")
 
     def _answer_push(self, link: PairLink, worker: int, pulled: int, number: int) -> None:
         layout, server = self._layout, self._server

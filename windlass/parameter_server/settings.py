@@ -30,8 +30,9 @@ class ParameterServerSettings:
             None: never.
         snapshot: folder in which each server stores its parameters and states; None: nowhere.
         snapshot_every: updates between two snapshots: the most that the loss of a server without replica costs.
-        connect_seconds: longest wait for the others at the start. A server also ends if it has had no worker for this
-            time because workers were killed before they could leave.
+        connect_seconds: longest wait for the others, at the start and after a server was replaced: then pulls no longer
+            wait for workers that did not connect. A server also ends if it has had no worker for this time because
+            workers were killed before they could leave.
         reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
 
     Raises:

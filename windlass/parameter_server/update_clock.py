@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,10 +25,11 @@ class UpdateClock:
 
     Attributes:
         version: number of updates so far.
-        steps: number of pushes of each live worker.
+        steps: number of pushes of each live worker, and of those that this process has yet to hear from.
         waiting: numbers of the pushes that are here for the next synchronous update, by worker.
         counted: number of each worker's last push that is in an update.
         retired: workers that have left by `close`: synchronous updates no longer need them.
+        absent: workers that have not connected with this process, and may yet do so.
     """
 
     settings: ParameterServerSettings
@@ -38,6 +39,10 @@ class UpdateClock:
     waiting: dict[int, int] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
     retired: set[int] = field(default_factory=set)
+    absent: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.absent = set(range(self.workers))
 
     @property
     def needed(self) -> int:
@@ -48,6 +53,16 @@ class UpdateClock:
     def is_complete(self) -> bool:
         """True if a synchronous update can be made now."""
         return self.settings.mode == "synchronous" and len(self.waiting) >= self.needed
+
+    def take_over(self, retired: Collection[int]) -> None:
+        """Continue in place of a process that was lost: its workers come back one after the other.
+
+        Args:
+            retired: the workers that have left by `close`.
+        """
+        self.retired = set(retired)
+        self.absent = (set(range(self.workers)) | self.steps.keys()) - self.retired
+        self.steps = {worker: step for worker, step in self.steps.items() if worker in self.absent}
 
     def join(self, worker: int, pulled: int, step: int) -> None:
         """Add a worker.
@@ -63,16 +78,18 @@ class UpdateClock:
         if self.settings.mode == "synchronous" and pulled > self.version:
             self.version = pulled
             self.waiting.clear()
+        self.absent.discard(worker)
         # a worker that comes late holds no other worker up
         self.steps[worker] = step if step >= 0 else min(self.steps.values(), default=0)
 
     def leave(self, worker: int, *, retires: bool) -> None:
-        """Remove a worker: the others no longer wait for its steps. A gradient that it has pushed still counts.
+        """Remove a worker: the others no longer wait for it. A gradient that it has pushed still counts.
 
         Args:
             retires: it has left by `close`; else it was lost, and a synchronous update still needs it.
         """
         self.steps.pop(worker, None)
+        self.absent.discard(worker)
         if retires:
             self.retired.add(worker)
 
@@ -121,7 +138,7 @@ class UpdateClock:
         """Return the reason for which no synchronous update can follow; empty if one can."""
         if self.settings.mode != "synchronous":
             return ""
-        able = len(self.waiting.keys() | self.steps.keys())
+        able = len(self.waiting.keys() | self.steps.keys() | self.absent)
         if able >= self.needed:
             return ""
         return f"{able} of the {self.needed} workers that a synchronous update needs remain"

@@ -131,7 +131,8 @@ class ParameterServerWorker:
 
     def close(self) -> None:
         """Leave the run. The servers end when all workers have left."""
-        self._meeting.post(f"left {self.index}")
+        # by this a server that does not read the BYE, as one that has yet to take over, learns that the worker retired
+        self._meeting.leave(self.index, retires=True)
         for link in self._links.values():
             try:
                 link.send([MessageKind.BYE])
