@@ -22,9 +22,9 @@ from windlass.parameter_server.job import role_of, start
 from windlass.parameter_server.meeting import Meeting, ServerAddress
 from windlass.parameter_server.messages import receive_gradient, receive_text
 from windlass.parameter_server.model_layout import layout_of
-from windlass.parameter_server.parameter_cut import PartitionedParameter, partition_parameters
+from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter, partition_parameters
 from windlass.parameter_server.server import ParameterServer
-from windlass.parameter_server.server_shard import require_elementwise
+from windlass.parameter_server.server_shard import ServerShard, require_elementwise
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 from windlass.parameter_server.worker import ParameterServerWorker, ServerLostError, StalePushError
@@ -562,6 +562,19 @@ def test_workers_that_come_back_keep_their_steps() -> None:
     assert not clock.may_pull(0, 0) and clock.may_pull(1, 0)
     clock.join(2, 0, -1)  # a new one
     assert clock.steps == {0: 10, 1: 3, 2: 3}
+
+
+def test_a_process_that_takes_over_waits_for_the_slowest_worker() -> None:
+    settings = ParameterServerSettings(mode="bounded", staleness=2)
+    shard = ServerShard([PartitionedParameter("a", 1)], [Fragment(0, 0, 1)], torch.zeros(1), sgd)
+    content = shard.content(UpdateClock(settings, workers=3, steps={0: 10, 1: 3, 2: 8, 5: 9}))
+    clock = UpdateClock(settings, workers=3)
+    shard.restore(content, clock)
+    clock.take_over({2})
+    clock.join(0, 0, 11)
+    assert clock.absent == {1, 5} and clock.steps == {0: 11, 1: 3, 5: 9} and not clock.may_pull(0, 0)
+    clock.leave(1, retires=False)  # it does not come back
+    assert clock.may_pull(0, 0)
 
 
 def test_a_push_that_is_in_an_update_counts_once() -> None:

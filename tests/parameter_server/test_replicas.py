@@ -15,7 +15,7 @@ from tests.parameter_server.jobs import Job
 from tests.parameter_server.test_parameter_server import STEPS, Bag, adamw, close, mlp, plain, sgd, train, train_once
 from windlass.base.errors import CommunicationError
 from windlass.parameter_server.meeting import ServerAddress, ShardRecord
-from windlass.parameter_server.messages import receive_content, receive_counted
+from windlass.parameter_server.messages import receive_by_worker, receive_content
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.settings import ParameterServerSettings
 
@@ -82,6 +82,24 @@ def test_a_push_whose_answer_was_lost_counts_once(mode: Any, monkeypatch: pytest
     assert worker.pull() == STEPS
     close(dict(model.named_parameters()), wanted)
     worker.close()
+    job.finish()
+
+
+def test_the_bound_holds_while_workers_come_back_to_a_replica() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", staleness=1), servers=1, workers=2)
+    job.start_processes(replicas=1)
+    (fast_model, fast), (slow_model, slow) = job.worker(0), job.worker(1)
+    train_once(slow_model, slow, 0)
+    for step in range(2):
+        train_once(fast_model, fast, step)
+    lose(job, 0)
+    train_once(fast_model, fast, 2)
+    clock = job.serving(0)._clock
+    assert clock.absent == {1} and not clock.may_pull(0, 0)  # the slow worker, at step 1, is not back
+    train_once(slow_model, slow, 1)
+    fast.pull()
+    assert clock.absent == set() and clock.steps == {0: 3, 1: 2}
+    fast.close(), slow.close()
     job.finish()
 
 
@@ -206,7 +224,7 @@ def test_sizes_of_a_content_are_checked(shape: str) -> None:
     with pytest.raises(CommunicationError, match="a content of -1 bytes"):
         receive_content(WrittenLink(), -1, 1, 10)  # type: ignore[arg-type]
     with pytest.raises(CommunicationError, match="1073741824 pushes of an update"):
-        receive_counted(WrittenLink(), 1 << 30)  # type: ignore[arg-type]
+        receive_by_worker(WrittenLink(), 1 << 30, "pushes")  # type: ignore[arg-type]
 
 
 def test_the_modules_of_a_replica_may_have_other_values() -> None:

@@ -40,7 +40,7 @@ class MessageKind(IntEnum):
     FOLLOW = 9  # replica, fingerprints of the model and the settings
     CONTENT = 10  # number of bytes of a text, number of tensors; then both
     UPDATE = (
-        11  # version before, number of pushes in it; then the mean gradient, and the worker and number of each push
+        11  # version before, number of pushes in it, of workers; then the mean gradient, each push and worker's steps
     )
     DONE = 12  # a replica has received the content, or made an update
 
@@ -101,25 +101,31 @@ def receive_content(link: PairLink, size: int, count: int, most: int) -> dict[st
     return decode_content(data, tensors)
 
 
-def send_update(link: PairLink, version: int, gradient: ShardGradient, counted: Mapping[int, int]) -> None:
+def send_update(
+    link: PairLink, version: int, gradient: ShardGradient, counted: Mapping[int, int], steps: Mapping[int, int]
+) -> None:
     """Send an update to a replica.
 
     Args:
         version: version before the update.
         counted: for each worker whose push is part of the update, the number of that push.
+        steps: for each worker, its number of pushes.
     """
-    pushes = torch.tensor(list(counted.items()), dtype=torch.int64).view(-1, 2)
-    _send_gradient(link, [MessageKind.UPDATE, version, len(counted)], gradient, pushes)
+    pairs = [torch.tensor(list(numbers.items()), dtype=torch.int64).view(-1, 2) for numbers in (counted, steps)]
+    _send_gradient(link, [MessageKind.UPDATE, version, len(counted), len(steps)], gradient, *pairs)
 
 
-def receive_counted(link: PairLink, count: int) -> dict[int, int]:
-    """Receive the pushes of an update, after its gradient.
+def receive_by_worker(link: PairLink, count: int, what: str) -> dict[int, int]:
+    """Receive a number of each of `count` workers, after the gradient of an update.
+
+    Args:
+        what: description of the numbers, for the error.
 
     Raises:
         CommunicationError: there are more of them than workers.
     """
-    if not 0 < count <= MOST_WORKERS:
-        raise refused(link, f"{count} pushes of an update", f"1 to {MOST_WORKERS}")
+    if not 0 <= count <= MOST_WORKERS:
+        raise refused(link, f"{count} {what} of an update", f"0 to {MOST_WORKERS}")
     return {worker: number for worker, number in link.receive(torch.empty(count, 2, dtype=torch.int64)).tolist()}
 
 

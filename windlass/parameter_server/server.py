@@ -174,7 +174,7 @@ class ParameterServer:
             assert path is not None
             shard.load(path, self._clock)
             if self._here.generation == 1:
-                self._clock.counted = {}  # the snapshot counted the workers of an earlier run
+                self._clock.counted, self._clock.steps = {}, {}  # those of the workers of an earlier run
             logger.info("%s continues from version %d of %s", self._here, self._clock.version, path)
         elif self._here.generation > 1:
             raise CommunicationError(
@@ -432,7 +432,7 @@ class ParameterServer:
         counted, lost = dict(self._clock.waiting), set()
         for replica, link in self._replicas.items():
             try:
-                send_update(link, self._clock.version, gradient, counted)
+                send_update(link, self._clock.version, gradient, counted, self._clock.steps)
             except LinkClosedError as error:
                 logger.warning("%s goes on without %s: %s", self._here, link.peer, error)
                 lost.add(replica)

@@ -123,6 +123,7 @@ class ServerShard:
         return {
             "version": clock.version,
             "counted": clock.counted,
+            "steps": clock.steps,
             "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
             "values": self.values(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
@@ -140,7 +141,8 @@ class ServerShard:
             parameter.copy_(part.view(parameter.shape))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(content["optimizer"])
-        clock.version, clock.counted = int(content["version"]), dict(content["counted"])
+        clock.version = int(content["version"])
+        clock.counted, clock.steps = dict(content["counted"]), dict(content["steps"])
 
     def save(self, path: Path, clock: UpdateClock) -> None:
         """Write parameters and states to `path`, by one rename, and return when they are on the disk."""

@@ -8,8 +8,8 @@ from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.parameter_server.meeting import Meeting, ServerAddress
 from windlass.parameter_server.messages import (
     MessageKind,
+    receive_by_worker,
     receive_content,
-    receive_counted,
     receive_gradient,
     receive_text,
     refused,
@@ -109,11 +109,12 @@ class ShardReplica:
 
     def _make_update(self, link: PairLink, shard: ServerShard) -> None:
         layout, server = self._layout, self._server
-        kind, version, count, *_ = link.receive_header()
+        kind, version, pushes, workers, *_ = link.receive_header()
         if kind != MessageKind.UPDATE or version != self._clock.version:
             raise refused(link, f"message {kind} at version {version}", f"an update of version {self._clock.version}")
         gradient = receive_gradient(link, layout.dense_sizes(server), layout.sparse_shapes(server), layout.dtype)
-        counted = receive_counted(link, count)
+        counted = receive_by_worker(link, pushes, "pushes")
+        self._clock.steps = receive_by_worker(link, workers, "steps")
         shard.update(gradient)
         self._clock.complete(counted)
         link.send([MessageKind.DONE])

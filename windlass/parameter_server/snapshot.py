@@ -13,7 +13,7 @@ from windlass.base.atomic_file import temporary_path_beside
 from windlass.base.errors import CheckpointError
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _DATA = "windlass_parameter_server"
 
 
