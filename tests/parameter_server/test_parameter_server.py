@@ -666,6 +666,25 @@ def test_a_failed_update_ends_the_server_and_names_the_cause() -> None:
         job.finish()
 
 
+def test_a_failed_update_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the connection does not repeat it: the shard may be half updated."""
+    tries = []
+
+    def fail(shard: ServerShard, gradient: Any) -> None:
+        tries.append(gradient)
+        raise RuntimeError("no such step")
+
+    monkeypatch.setattr(ServerShard, "update", fail)
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    with pytest.raises(CommunicationError, match="server 0 .* failed: RuntimeError: no such step"):
+        train_once(model, worker, 0)
+    with pytest.raises(RuntimeError, match="no such step"):
+        job.finish()
+    assert len(tries) == 1
+
+
 class NarrowTables(nn.Module):
     """Sparse gradients of rows of one element, and of an embedding bag."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import nn
 from tests.parameter_server.jobs import Job
 from tests.parameter_server.test_parameter_server import STEPS, Bag, adamw, close, mlp, plain, sgd, train, train_once
 from windlass.base.errors import CommunicationError
+from windlass.comm.pair_link import LinkClosedError
 from windlass.parameter_server.meeting import ServerAddress, ShardRecord
 from windlass.parameter_server.messages import receive_by_worker, receive_content
+from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.settings import ParameterServerSettings
 
@@ -177,6 +180,25 @@ def test_missing_replicas_are_named() -> None:
     job.start_process(0, 1, replicas=2)
     with pytest.raises(CommunicationError, match="1 of 2 replicas of server 0 .* did not connect within 0 s"):
         job.finish()
+
+
+@pytest.mark.parametrize(("awaited", "seconds"), [(1, 300.0), (0, 60.0)])
+def test_a_new_replica_that_stalls_blocks_the_workers_for_reconnect_seconds(awaited: int, seconds: float) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    layout, settings = layout_of(job.build_from(0), 1), job.settings
+    server = ParameterServer(layout, 0, 1, settings, sgd, job.meeting(), replicas=awaited)
+    waits = []
+
+    class Stalled:
+        peer, idle = "", timedelta(days=7)
+
+        def send(self, header: Any, *tensors: Any) -> None:
+            waits.append(self.idle.total_seconds())
+            raise LinkClosedError("it stalls")
+
+    with pytest.raises(LinkClosedError):
+        server._add_replica(Stalled(), 1, layout.fingerprint, settings.fingerprint)  # type: ignore[arg-type]
+    assert waits == [seconds]
 
 
 def test_only_a_complete_replica_takes_over() -> None:

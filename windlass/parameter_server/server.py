@@ -315,12 +315,16 @@ class ParameterServer:
             raise refused(link, f"replica {replica}", f"0 to {MOST_WORKERS - 1}")
         if not self._is_alike(link, link.peer, model, settings):
             return
-        link.idle = timedelta(seconds=self._settings.connect_seconds)
         with self._changed:
             self._require_place()
+            # A replica that does not answer blocks the workers for `reconnect_seconds` only. At the start they wait for
+            # all replicas in any case.
+            starts = len(self._replicas) < self._awaited_replicas
+            link.idle = timedelta(
+                seconds=self._settings.connect_seconds if starts else self._settings.reconnect_seconds
+            )
             send_content(link, self._shard.content(self._clock))
             self._await_done(link)
-            # a replica that does not answer blocks updates for this time only
             link.idle = timedelta(seconds=self._settings.reconnect_seconds)
             self._replicas[replica] = link
             self._note_replicas()
@@ -342,13 +346,14 @@ class ParameterServer:
             self._require_place()
 
     def _require_place(self) -> None:
-        if self._ends:
+        if self._ends or self._failure is not None:  # after a failure the shard may be half updated
             raise LinkClosedError(f"{self._here} no longer serves the shard")
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
-            if self._live.get(worker) != ticket or self._ends:
-                return  # it has connected again
+            # it has connected again, or no further update can be made
+            if self._live.get(worker) != ticket or self._ends or self._failure is not None:
+                return
             del self._live[worker]
             self._idle_since = time.monotonic()
             self._leave_clock(worker, retires=retires)
@@ -426,7 +431,16 @@ class ParameterServer:
         link.send([MessageKind.PUSHED, result.value, version])
 
     def _update(self) -> None:
-        """Make one update with the received gradients, on the replicas too. The caller holds the lock."""
+        """Make one update with the received gradients. The caller holds the lock, and does not repeat a failed one."""
+        try:
+            self._make_update()
+        except BaseException as error:
+            if not self._ends:  # else a replica has taken the shard over
+                self._failure = error
+            raise
+
+    def _make_update(self) -> None:
+        """Make one update, on the replicas too."""
         # In the order of workers, so that the sum does not depend on which one came first.
         gradient = mean_gradient([self._pending[number] for number in sorted(self._pending)])
         counted, lost = dict(self._clock.waiting), set()
