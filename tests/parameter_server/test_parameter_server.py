@@ -726,6 +726,33 @@ def test_sparse_adam_is_for_sparse_gradients() -> None:
         require_elementwise(torch.optim.SparseAdam(parameters), splits_parameters=True, dense="out.bias")
 
 
+def test_only_the_dtype_of_messages_has_to_be_equal() -> None:
+    """Narrower parameters are converted on their process; float64 ones change the size of each message."""
+    fingerprint = layout_of(mlp(), 1).fingerprint
+    assert layout_of(mlp().bfloat16(), 1).fingerprint == fingerprint != layout_of(mlp().double(), 1).fingerprint
+
+
+def test_a_push_after_one_that_failed_on_a_server_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=2, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    send = ParameterServerWorker._push_to
+
+    def fail(self: ParameterServerWorker, server: int) -> Any:
+        if server == 1:
+            raise CommunicationError("server 1 failed")
+        return send(self, server)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ParameterServerWorker, "_push_to", fail)
+        with pytest.raises(CommunicationError, match="server 1 failed"):
+            train_once(model, worker, 0)
+    train_once(model, worker, 1)
+    assert job.servers[0].version == 2 and job.servers[1].version == 1
+    worker.close()
+    job.finish()
+
+
 def test_other_settings_are_refused() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
     job.start_servers()

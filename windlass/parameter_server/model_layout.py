@@ -19,7 +19,8 @@ class ModelLayout:
     Attributes:
         tensors: the model's parameters.
         dtype: dtype of values and gradients in messages and on servers: float32, or float64 if a parameter is.
-        fingerprint: equal on all processes with the same model.
+        fingerprint: equal on all processes with the same model, whose parameters may have other dtypes if `dtype` is
+            the same.
     """
 
     parameters: tuple[PartitionedParameter, ...]
@@ -80,17 +81,16 @@ def layout_of(model: nn.Module, servers: int) -> ModelLayout:
         )
         for name, tensor in named
     )
-    wide = any(tensor.dtype is torch.float64 for _, tensor in named)
-    text = repr(
-        [
-            (name, tuple(tensor.shape), row.row, row.is_sparse)
-            for (name, tensor), row in zip(named, parameters, strict=True)
-        ]
-    )
+    dtype = torch.float64 if any(tensor.dtype is torch.float64 for _, tensor in named) else torch.float32
+    rows = [
+        (name, tuple(tensor.shape), row.row, row.is_sparse)
+        for (name, tensor), row in zip(named, parameters, strict=True)
+    ]
+    text = repr((str(dtype), rows))
     return ModelLayout(
         parameters,
         tuple(tensor for _, tensor in named),
         tuple(tuple(part) for part in partition_parameters(parameters, servers)),
-        torch.float64 if wide else torch.float32,
+        dtype,
         zlib.crc32(text.encode()),
     )

@@ -296,8 +296,8 @@ class ParameterServer:
         problem = ""
         if model != self._layout.fingerprint:
             problem = (
-                f"{caller} has another model than {self._here}: names or shapes of the parameters differ; build the "
-                "same model on all servers and workers"
+                f"{caller} has another model than {self._here}: names or shapes of the parameters differ, or some are "
+                "float64 on one side only; build the same model on all servers and workers"
             )
         elif settings != self._settings.fingerprint:
             problem = (

@@ -100,6 +100,9 @@ class ParameterServerWorker:
     def push(self) -> bool:
         """Send the gradients of the model's parameters to the servers, and clear them.
 
+        Each server decides for its shard alone: if one drops or refuses a gradient, or is lost, others may have used
+        their parts of it.
+
         Returns:
             False if the gradient was dropped because its synchronous update was made without it.
 
@@ -111,12 +114,13 @@ class ParameterServerWorker:
         self._check_gradients()
         gradients = [self._gradient_of(server) for server in self._servers]
         results = []
+        # Also if a server fails: another one that has this gradient would drop the next one under the same number.
+        self.pushes += 1
         for server in self._servers:
-            self._last[server] = (self._pulled[server], self.pushes + 1, gradients[server])
+            self._last[server] = (self._pulled[server], self.pushes, gradients[server])
             results.append(self._with_server(server, lambda server=server: self._push_to(server)))  # type: ignore[misc]
         for tensor in self._layout.tensors:
             tensor.grad = None
-        self.pushes += 1
         for server, (result, version) in enumerate(results):
             if result is PushResult.TOO_OLD:
                 pulled = self._pulled[server]
