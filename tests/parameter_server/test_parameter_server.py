@@ -24,7 +24,7 @@ from windlass.parameter_server.messages import receive_gradient, receive_text
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter, partition_parameters
 from windlass.parameter_server.server import ParameterServer
-from windlass.parameter_server.server_shard import ServerShard, require_elementwise
+from windlass.parameter_server.server_shard import ServerShard, check_versions, require_elementwise
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 from windlass.parameter_server.worker import ParameterServerWorker, ServerLostError, StalePushError
@@ -446,6 +446,8 @@ def test_a_server_that_is_not_replaced_is_named() -> None:
         match=r"worker 0 cannot reach server 1 \(process \d+ on .*\) since \d\d:\d\d:\d\d \(0 s\): the conn",
     ):
         worker.pull()
+    with pytest.raises(ServerLostError, match="cannot reach server 1 .*: it was lost in an earlier call"):
+        worker.pull()
     worker.close()
     job.finish()
 
@@ -649,6 +651,28 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
     job.start_servers()
     with pytest.raises(CheckpointError, match="server-0-of-1.safetensors is not a snapshot of a parameter server"):
         job.finish()
+
+
+def test_snapshots_of_a_new_run_have_to_belong_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_versions([-1, -1], tmp_path, 10)
+    check_versions([0, -1], tmp_path, 10)  # the first run ended at its start
+    check_versions([10, 20], tmp_path, 10)
+    assert not caplog.records
+    check_versions([10, 21], tmp_path, 10)
+    assert "of versions 10, 21, which differ by more than snapshot_every = 10" in caplog.text
+    with pytest.raises(CheckpointError, match="version 7 of server 1 and none of server 0, 2, which would"):
+        check_versions([-1, 7, -1], tmp_path, 10)
+
+
+def test_a_new_run_with_one_trained_shard_is_refused(tmp_path: Path) -> None:
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path)
+    job = Job(mlp, sgd, settings, servers=2, workers=1)
+    layout, meeting = layout_of(job.build_from(0), 2), job.meeting()
+    shard = ServerShard(layout.parameters, layout.fragments[0], layout.values(0), sgd)
+    shard.save(tmp_path / "server-0-of-2.safetensors", UpdateClock(settings, 1, version=5))
+    meeting.post("stored 1", "-1")
+    with pytest.raises(CheckpointError, match="version 5 of server 0 and none of server 1"):
+        ParameterServer(layout, 0, 1, settings, sgd, meeting)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

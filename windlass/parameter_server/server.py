@@ -28,7 +28,14 @@ from windlass.parameter_server.messages import (
     send_update,
 )
 from windlass.parameter_server.model_layout import ModelLayout
-from windlass.parameter_server.server_shard import MakeOptimizer, ServerShard, ShardGradient, mean_gradient
+from windlass.parameter_server.server_shard import (
+    MakeOptimizer,
+    ServerShard,
+    ShardGradient,
+    check_versions,
+    mean_gradient,
+    read_version,
+)
 from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
@@ -156,9 +163,10 @@ class ParameterServer:
         own = layout.values(self._server)
         stored = path is not None and path.exists()
         if self._here.generation == 1 and len(layout.fragments) > 1:
-            self._meeting.post(f"stored {self._server}", str(int(stored)))
+            version = -1 if path is None or not stored else read_version(path)
+            self._meeting.post(f"stored {self._server}", str(version))
             if self._server == 0:
-                self._send_first_values()
+                self._send_first_values(version)
             elif not stored:
                 with_first = self._meeting.link_servers(self._server, first=False)
                 with_first.receive(own)
@@ -185,9 +193,21 @@ class ParameterServer:
             shard.save(path, self._clock)
         return shard
 
-    def _send_first_values(self) -> None:
-        for server in range(1, len(self._layout.fragments)):
-            if self._meeting.read(f"stored {server}", f"server {server}") == "0":
+    def _send_first_values(self, version: int) -> None:
+        """Send the servers without a snapshot their values of this server's model.
+
+        Args:
+            version: that of this server's snapshot; -1: it has none.
+
+        Raises:
+            CheckpointError: some servers have trained parameters, and some would start from those of the model.
+        """
+        others = range(1, len(self._layout.fragments))
+        versions = [version, *(int(self._meeting.read(f"stored {other}", f"server {other}")) for other in others)]
+        if self._settings.snapshot is not None:
+            check_versions(versions, self._settings.snapshot, self._settings.snapshot_every)
+        for server in others:
+            if versions[server] < 0:
                 link = self._meeting.link_servers(server, first=True)
                 link.send_tensor(self._layout.values(server))
                 link.close()

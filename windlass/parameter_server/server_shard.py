@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from windlass.base.atomic_file import make_directory
 from windlass.base.errors import CheckpointError, ConfigError
+from windlass.base.log import logger
 from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter
-from windlass.parameter_server.snapshot import read_snapshot, write_snapshot
+from windlass.parameter_server.snapshot import read_data, read_snapshot, write_snapshot
 from windlass.parameter_server.update_clock import UpdateClock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -160,12 +161,55 @@ class ServerShard:
             found = read_snapshot(path)
             same = self.has_fragments_of(found)
         except Exception as error:  # a damaged file raises many kinds
-            raise CheckpointError(f"{path} is not a snapshot of a parameter server: {error}; remove it") from error
+            raise _not_a_snapshot(path, error) from error
         if not same:
             raise CheckpointError(
                 f"{path} is of another model or number of servers; start as many servers as before, or remove it"
             )
         self.restore(found, clock)
+
+
+def read_version(path: Path) -> int:
+    """Return the number of updates in a snapshot.
+
+    Raises:
+        CheckpointError: the snapshot is damaged.
+    """
+    try:
+        return int(read_data(path)["version"])
+    except Exception as error:  # a damaged file raises many kinds
+        raise _not_a_snapshot(path, error) from error
+
+
+def _not_a_snapshot(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is not a snapshot of a parameter server: {error}; remove it")
+
+
+def check_versions(versions: Sequence[int], folder: str | Path, snapshot_every: int) -> None:
+    """Check that the snapshots from which the servers of a new run continue belong together.
+
+    Args:
+        versions: for each server, the version of its snapshot; -1: it has none.
+
+    Raises:
+        CheckpointError: some servers have trained parameters, and others no snapshot.
+    """
+    missing = ", ".join(str(server) for server, version in enumerate(versions) if version < 0)
+    if missing and max(versions) > 0:
+        trained = versions.index(max(versions))
+        raise CheckpointError(
+            f"{folder} has a snapshot of version {max(versions)} of server {trained} and none of server {missing}, "
+            "which would begin with untrained parameters; restore the missing file, or remove all snapshots in the "
+            "folder"
+        )
+    if max(versions) - min(versions) > snapshot_every:  # as many updates as the loss of one server may cost
+        logger.warning(
+            "%s: the snapshots of the servers are of versions %s, which differ by more than snapshot_every = %d: "
+            "servers were lost in the run that wrote them, or the files are of several runs",
+            folder,
+            ", ".join(map(str, versions)),
+            snapshot_every,
+        )
 
 
 _WHOLE_NORMS = ("Lamb", "CPULamb", "OneBitLamb", "LARS")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from windlass.base.atomic_file import temporary_path_beside
 from windlass.base.errors import CheckpointError
+from windlass.base.regular_file import open_regular
+from windlass.storage.safetensors_header import read_safetensors_header
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
 FORMAT_VERSION = 3
@@ -47,6 +49,18 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     return decode_content(metadata[_DATA], tensors)
 
 
+def read_data(path: Path) -> dict[str, Any]:
+    """Return what `write_snapshot` wrote, with None for each tensor: only the head of the file is read.
+
+    Raises:
+        CheckpointError: the file is of another version.
+        SafetensorsHeaderError: the file is damaged.
+    """
+    with open_regular(path) as file:
+        header = read_safetensors_header(file)
+    return decode_content(header.metadata[_DATA], dict.fromkeys(header.entries))
+
+
 def encode_content(content: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
     """Return `content` as JSON, and its tensors by their names in it.
 
@@ -57,7 +71,7 @@ def encode_content(content: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
     return json.dumps({"format_version": FORMAT_VERSION, "content": _encode(content, "", tensors)}), tensors
 
 
-def decode_content(data: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def decode_content(data: str, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return what `encode_content` encoded.
 
     Raises:
@@ -87,14 +101,14 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor | None]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     return _READERS[kind](inner, tensors)
 
 
-_READERS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
+_READERS: dict[str, Callable[[Any, Mapping[str, Tensor | None]], Any]] = {
     "tensor": lambda inner, tensors: tensors[inner],
     "list": lambda inner, tensors: [_decode(one, tensors) for one in inner],
     "tuple": lambda inner, tensors: tuple(_decode(one, tensors) for one in inner),

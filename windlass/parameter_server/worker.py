@@ -194,13 +194,16 @@ class ParameterServerWorker:
 
     def _with_server(self, server: int, action: Callable[[], T]) -> T:
         """Run an exchange with a server. If the server is lost, connect with the one that replaces it, and repeat."""
+        cause = "it was lost in an earlier call"
         while True:
+            if server not in self._links:
+                self._connect(server, self._settings.reconnect_seconds, cause)
             try:
                 return action()
             except LinkClosedError as error:
                 logger.warning("worker %d: %s; waits for another process in its place", self.index, error)
                 self._forget(self._links.pop(server))
-                self._connect(server, self._settings.reconnect_seconds, str(error))
+                cause = str(error)
 
     def _forget(self, link: PairLink) -> None:
         self._closed_bytes = [self._closed_bytes[0] + link.bytes_sent, self._closed_bytes[1] + link.bytes_received]
