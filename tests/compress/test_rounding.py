@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress import post_training
+from windlass.compress.block_calibration import CalibratedBlock
 from windlass.compress.gptq import DAMPING, ColumnOrder, gptq_codes
 from windlass.compress.input_scales import activation_aware_scales, fold_scales, output_error, smoothing_scales
 from windlass.compress.integer_grid import (
@@ -268,6 +269,39 @@ def test_smoothing_preserves_the_function_before_rounding(
         torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
     norm = found.model.layers[0].input_layernorm.weight
     assert not torch.allclose(norm, model.model.layers[0].input_layernorm.weight) and len(changed) == 14
+
+
+class Expert(nn.Module):
+    """Layers between which scales cannot be folded, for inputs whose first feature is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.empty_calls = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = hidden[..., 0] > 0
+        if not rows.any() and not self.empty_calls:
+            return hidden
+        out = hidden.clone()
+        out[rows] = hidden[rows] + self.down_proj(torch.relu(self.up_proj(hidden[rows])).square())
+        return out
+
+
+@pytest.mark.parametrize("empty_calls", [False, True])
+@torch.no_grad()
+def test_scales_of_layers_that_the_first_batch_does_not_reach_are_not_folded(empty_calls: bool) -> None:
+    torch.manual_seed(0)
+    module = Expert()
+    module.empty_calls = empty_calls
+    hidden = [torch.randn(1, 3, 4) for _ in range(2)]
+    for one, sign in zip(hidden, (-1, 1), strict=True):
+        one[..., 0] = sign
+    block = CalibratedBlock("layers.0", module, hidden, [((), {})] * 2)
+    before = [block.run(batch) for batch in range(2)]
+    scales = torch.linspace(0.5, 2.0, 6)
+    assert not post_training._fold_if_preserved(block, module.up_proj, [module.down_proj], scales, before[0])
+    torch.testing.assert_close(block.run(1), before[1])
 
 
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama", True), ("qwen3", False)])

@@ -303,15 +303,21 @@ def _fold_if_preserved(
     group: RankGroup | None = None,
 ) -> bool:
     """Fold scales into weights, and undo this if it changes the block's output for its first batch, e.g. since a norm
-    adds 1 to its weight. Return True if the scales stay folded.
+    adds 1 to its weight, or if no rank's first batch reaches the layers. Return True if the scales stay folded.
     """
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
     fold_scales(producer, consumers, scales)
-    change = (block.run(0) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    elements: list[int] = []  # numbers of input elements; an expert without tokens cannot change the output
+    handle = consumers[0].register_forward_pre_hook(lambda module, inputs: elements.append(inputs[0].numel()))
+    try:
+        change = (block.run(0) - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    finally:
+        handle.remove()
+    found = torch.stack([change, change.new_tensor(float(any(elements)))])
     if group is not None:
-        group.all_reduce(change, dist.ReduceOp.MAX)
-    if bool(change <= _PRESERVED):
+        group.all_reduce(found, dist.ReduceOp.MAX)
+    if bool(found[0] <= _PRESERVED) and bool(found[1]):
         return True
     for module, values in zip(modules, saved, strict=True):
         for name, value in values.items():
