@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from tests.compress.test_rounding import divergence, saved, text
 from windlass.base.errors import ConfigError
-from windlass.compress.layer_distillation import LayerDistillationOptions, distil_directory
+from windlass.compress.block_calibration import CalibratedBlock
+from windlass.compress.layer_distillation import LayerDistillation, LayerDistillationOptions, _start, distil_directory
+from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
+from windlass.kernels.weight_format import get_weight_format
 
 GPTQ = RoundingOptions("gptq", input_scales=False)
 
@@ -36,6 +40,45 @@ def test_learned_codes_lose_less_than_those_they_begin_with(tmp_path: Path) -> N
     assert changed and any("weight_packed" in name for name in changed)
     in_first_block = [name for name in first if "layers.0." in name and "scale" in name]
     assert all(torch.equal(first[name], learned[name]) for name in in_first_block), "scales stay"
+
+
+class Routed(nn.Module):
+    """Layer for all inputs, and one for those whose first feature is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.all(hidden)
+        rows = hidden[..., 0] > 0
+        if rows.any():
+            out[rows] = out[rows] + self.some(hidden[rows])
+        return out
+
+
+def test_batches_that_leave_out_an_expert_are_learned_from(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Routed()
+    hidden = [torch.randn(1, 8, 32) for _ in range(2)]
+    for one, sign in zip(hidden, (-1, 1), strict=True):
+        one[..., 0] = sign
+    block = CalibratedBlock("layers.0", module, hidden, [((), {})] * 2)
+    form = get_weight_format("int3_g32")
+    layers = {block.layer(name): form.name for name in ("all", "some")}
+    weights = {name: block.linear(name).weight.detach() for name in ("all", "some")}
+    packed = {block.layer(name): form.pack(weight) for name, weight in weights.items()}
+    with torch.no_grad():
+        targets = [block.run(batch) for batch in range(2)]
+    learned = [_start(block, name, weight, packed, layers) for name, weight in weights.items()]
+    saved(tmp_path / "wide")
+    options = LayerDistillationOptions(steps=20)
+    producer = LayerDistillation(ModelDirectory(tmp_path / "wide"), GPTQ, distillation=options)
+    producer._learn(block, targets, learned)
+    assert producer.blocks[0].after < producer.blocks[0].before
+    for one in learned:
+        first = form.unpack_codes(packed[block.layer(one.name)]).codes
+        assert not torch.equal(one.codes(), first.float()), one.name
 
 
 def test_what_it_needs_is_said(tmp_path: Path) -> None:

@@ -115,9 +115,10 @@ class LayerDistillation(PostTraining):
             batch = int(torch.randint(len(targets), (1,), generator=generator))
             with torch.enable_grad():
                 loss = _loss(block, batch, targets[batch], learned)
-                gradients = torch.autograd.grad(loss, [one.learned for one in learned])
+                gradients = torch.autograd.grad(loss, [one.learned for one in learned], allow_unused=True)
             for one, gradient in zip(learned, gradients, strict=True):
-                one.move(gradient, rate * (1 - step / options.steps))
+                if gradient is not None:  # else the batch does not reach the layer, e.g. of an expert
+                    one.move(gradient, rate * (1 - step / options.steps))
             if (step + 1) % every == 0 or step + 1 == options.steps:
                 found = _mean_loss(block, targets, learned)
                 if found < least:
