@@ -295,3 +295,22 @@ def test_errors_follow_the_loss_scale(tmp_path: Path) -> None:
         assert [scale for scale, _ in found] == [64.0, 32.0, 256.0] and found[0][1].any()
         for scale, errors in found:
             torch.testing.assert_close(errors / scale, found[0][1] / 64.0, rtol=0.0, atol=0.0)
+
+
+def states_after_a_load_of_weights(folder: str) -> tuple[int, int]:
+    config = Case(all_of("gradients", zeropp_loco_param={}), accumulation=1).config
+    engine, *_ = windlass.initialize(model=HalfUsed(), config=config)
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    engine.step()
+    before = len(list(error_feedback_states(engine._sharded)))
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    found = before, len(list(error_feedback_states(engine._sharded)))
+    engine.destroy()
+    return found
+
+
+def test_errors_of_the_previous_weights_are_dropped(tmp_path: Path) -> None:
+    """A load without optimizer states drops them, as what other updates have not sent; they have another loss scale."""
+    for before, after in run_ranks(states_after_a_load_of_weights, 2, str(tmp_path)):
+        assert before and not after

@@ -576,6 +576,11 @@ class ShardedModel:
         """Drop unsent changes of the previous weights, after weights were loaded without optimizer states."""
         if self.update is not None:
             self.update.forget_unsent()
+        for slot in self.slots:
+            number = self.reducer.number_of(slot.unit)
+            errors = slot.unit.transport.error_feedback(number) if number is not None else None
+            if errors is not None:
+                errors.forget()
 
     def choose_gradient_mode(self) -> None:
         """Choose whether gradients are reduced or stay local, as the next step needs. Called between steps, and after a
