@@ -17,6 +17,7 @@ from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress.layer_importance import remove_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.module_modes import evaluating
 from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.prune_model import prune_model
 from windlass.compress.pruned_config import PRUNING_ENTRY, describe_widths
@@ -340,6 +341,44 @@ def test_channels_that_meet_values_of_a_fixed_size_stay(kind: str) -> None:
     )
     assert report.units == {"ffn": (12, 8)} and model.inner.out_features == 8
     model(example)
+
+
+class Noisy(nn.Module):
+    """Model that draws random numbers in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.relu(self.inner(x)))
+        return out + torch.randn_like(out)
+
+
+def test_units_of_a_model_that_draws_random_numbers_are_found() -> None:
+    from windlass.compress.channel_units import find_channel_units
+
+    torch.manual_seed(0)
+    assert [group.name for group in find_channel_units(Noisy(), torch.randn(2, 8))] == ["inner"]
+
+
+class Adapter(nn.Linear):
+    """Layer whose weight contains an addend in eval mode only."""
+
+    def train(self, mode: bool = True) -> Adapter:
+        if mode != self.training:
+            self.weight.data.add_(-1.0 if mode else 1.0)
+        super().train(mode)
+        return self
+
+
+def test_the_mode_is_restored_by_the_method_of_a_class() -> None:
+    model = nn.Sequential(Adapter(4, 4), nn.ReLU())
+    before = model[0].weight.detach().clone()
+    with evaluating(model):
+        torch.testing.assert_close(model[0].weight.detach(), before + 1)
+    torch.testing.assert_close(model[0].weight.detach(), before)
+    assert model[0].training
 
 
 @pytest.mark.parametrize("removed", [4, 40])

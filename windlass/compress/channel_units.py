@@ -74,6 +74,7 @@ def _removal_error(model: nn.Module, groups: Sequence[UnitGroup], example: Any) 
     """Remove some units in a copy of a model, and return the difference from the units set to 0; None if there is
     none."""
     smaller, inputs = copy.deepcopy(model), _repeat(example, 2)
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     # an odd number is removed from the beginning, so that code which regroups channels by fixed numbers fails
     kept = [
         (group, dict.fromkeys(group.parts, torch.arange((group.units // 2 - 1) | 1, group.units))) for group in groups
@@ -81,10 +82,12 @@ def _removal_error(model: nn.Module, groups: Sequence[UnitGroup], example: Any) 
     for group, stays in kept:
         mask_units(smaller, group, stays)
     with torch.no_grad():
-        masked = list(_tensors(_call(smaller, inputs)))
+        with torch.random.fork_rng(devices):  # both forwards draw the same random numbers
+            masked = list(_tensors(_call(smaller, inputs)))
         remove_units(smaller, kept)
         try:
-            removed = list(_tensors(_call(smaller, inputs)))
+            with torch.random.fork_rng(devices):
+                removed = list(_tensors(_call(smaller, inputs)))
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             return f"the model does not run with fewer ({error})"
     for one, two in zip(masked, removed, strict=False):

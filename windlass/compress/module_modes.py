@@ -11,11 +11,13 @@ from torch import nn
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode inside the `with` block. Afterwards each of its modules has its own mode again, which
-    may differ from the mode of the model, as in a frozen part."""
+    may differ from the mode of the model, as in a frozen part. A module that was added meanwhile gets the mode of the
+    model."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        for module in [*model.modules(), *modes]:  # a module that was added meanwhile gets the mode of the model
-            module.training = modes.get(module, modes[model])
+        model.train(modes[model])  # a class may do more in it than set the mode, e.g. take an adapter out of a weight
+        for module, mode in modes.items():
+            module.training = mode
