@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import windlass
 from tests.causal_models import VOCABULARY, build
 from windlass.base.errors import ConfigError, ModelError
+from windlass.base.module_modes import evaluating
 from windlass.compress.layer_importance import remove_layers
 from windlass.compress.model_directory import ModelDirectory, build_empty
-from windlass.compress.module_modes import evaluating
 from windlass.compress.prune_directory import load_wide_model
 from windlass.compress.prune_model import prune_model
 from windlass.compress.pruned_config import PRUNING_ENTRY, describe_widths

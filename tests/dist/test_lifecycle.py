@@ -108,6 +108,21 @@ def test_a_second_engine_on_a_model_in_training_is_refused(stage: int) -> None:
         assert "destroy" in text and text.endswith("| 1")
 
 
+def modes_after_an_evaluation() -> list[bool]:
+    subject = specimen("batch_norm")
+    engine = start(subject, ds_config(Recipe(), Setting(stage=3)))
+    norm = next(one for one in engine.module.modules() if isinstance(one, torch.nn.BatchNorm1d))
+    norm.eval()
+    engine.eval_batch(subject.batch(Place(0, 0, dist.get_rank())))
+    found = [engine.module.training, norm.training]
+    engine.destroy()
+    return found
+
+
+def test_an_evaluation_keeps_the_mode_of_each_module() -> None:
+    assert run_ranks(modes_after_an_evaluation, 2) == [[True, False]] * 2
+
+
 def evaluated_then_trained(setting: Setting) -> list[float]:
     """Evaluate with an engine without optimizer, then pass the model to a training engine."""
     import windlass

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
 from windlass.base.log import logger
-from windlass.compress.module_modes import evaluating
+from windlass.base.module_modes import evaluating
 from windlass.compress.pruning_units import CoupledTensor, UnitGroup, mask_units, remove_units
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

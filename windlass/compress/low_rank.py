@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError
+from windlass.base.module_modes import evaluating
 from windlass.compress.block_calibration import InputStatistics
-from windlass.compress.module_modes import evaluating
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _DAMPING = 1e-6  # added to the diagonal, relative to its mean

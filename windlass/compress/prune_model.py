@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.base.module_modes import evaluating
 from windlass.compress.channel_units import find_channel_units
 from windlass.compress.layer_importance import find_layer_list, shorten_layers
-from windlass.compress.module_modes import evaluating
 from windlass.compress.pruned_config import check_layers, describe_widths
 from windlass.compress.pruning_units import Kept, UnitGroup, choose_units, count_kept, remove_units
 from windlass.compress.transformer_units import find_transformer_units, fit_module

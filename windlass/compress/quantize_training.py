@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.base.module_modes import evaluating
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.block_curvature import largest_eigenvalue
 from windlass.compress.compressed_layers import (
@@ -27,7 +28,6 @@ from windlass.compress.compressed_layers import (
     replace_class,
 )
 from windlass.compress.compression_training import CLOCK, compression_clock
-from windlass.compress.module_modes import evaluating
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 

@@ -17,6 +17,7 @@ from windlass.base.errors import ConfigError, LossError, LossScalingError, Model
 from windlass.base.garbage_collection import suspend_garbage_collection
 from windlass.base.log import logger
 from windlass.base.model_updates import note_update
+from windlass.base.module_modes import evaluating
 from windlass.checkpoint.async_save import AsyncSave
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.config import BatchSizes, Config
@@ -514,15 +515,10 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         Args:
             batch: a dict of keyword arguments, a tuple or list of arguments, or a single argument.
         """
-        training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                if isinstance(batch, dict):
-                    return self(**batch)
-                return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
-        finally:
-            self.module.train(training)
+        with evaluating(self.module), torch.no_grad():
+            if isinstance(batch, dict):
+                return self(**batch)
+            return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
 
     def train(self, mode: bool = True) -> None:  # type: ignore[override]
         """Set the module's mode."""
