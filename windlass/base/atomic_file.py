@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from windlass.base.log import logger
+
 PARTIAL_SUFFIX = ".part"
 # Permissions before the umask is applied: under umask 000 too, other users cannot write.
 _FILE_MODE, _DIRECTORY_MODE = 0o664, 0o775
@@ -78,11 +80,11 @@ def replace_directory(source: Path, target: Path) -> None:
     is moved away first, and back if the renaming fails.
 
     Raises:
-        OSError: a directory cannot be renamed or removed.
+        OSError: a directory cannot be renamed.
     """
     old = target.absolute().with_name(f".{target.name}.replaced")
-    _remove(old)  # a process was stopped here
     if os.path.lexists(target):
+        _remove(old)  # left by a process that was stopped
         os.replace(target, old)
     try:
         os.replace(source, target)
@@ -90,7 +92,10 @@ def replace_directory(source: Path, target: Path) -> None:
         if os.path.lexists(old):
             os.replace(old, target)
         raise
-    _remove(old)
+    try:
+        _remove(old)
+    except OSError as error:  # e.g. on NFS, while a process maps a file of it
+        logger.warning("%s is no longer needed, but could not be removed: %s", old, error)
 
 
 def _remove(path: Path) -> None:

@@ -388,6 +388,31 @@ def test_directory_replaces_another(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["of_new", "target"]
 
 
+def test_a_directory_replaces_another_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    for name in ("new", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of_{name}").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", busy)
+        replace_directory(tmp_path / "new", tmp_path / "target")
+    assert os.listdir(tmp_path / "target") == ["of_new"]
+    assert ".target.replaced is no longer needed, but could not be removed" in caplog.text
+
+
+def test_the_only_copy_of_a_directory_survives_a_replacement_that_fails(tmp_path: Path) -> None:
+    """A process was stopped between the two renames, and the next one has nothing to rename."""
+    (tmp_path / ".target.replaced").mkdir()
+    (tmp_path / ".target.replaced" / "only").touch()
+    with pytest.raises(FileNotFoundError):
+        replace_directory(tmp_path / "missing", tmp_path / "target")
+    assert os.listdir(tmp_path / "target") == ["only"]
+
+
 def test_generation_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
         generate_continuation(tmp_path, "x", max_new_tokens=1)
