@@ -131,6 +131,27 @@ def test_a_logit_that_is_not_finite_ends_its_request_alone() -> None:
     assert len(outputs[1].outputs[0].token_ids) == 12
 
 
+def test_the_third_failure_of_a_draw_in_a_row_is_not_blamed_on_the_step_queued_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(build("llama", max_position_embeddings=96).eval(), graphs=False)
+    for number in range(2):
+        engine.add_request(str(number), [3 + number] * 8, GREEDY)
+    while not engine._started:
+        engine.step()
+
+    def failing(*arguments: Any) -> None:
+        raise IndexError("index 0 is out of bounds")
+
+    monkeypatch.setattr(engine, "_take_tokens", failing)
+    engine._failures = 2
+    with pytest.raises(IndexError) as raised:
+        engine.step()
+    with pytest.raises(IndexError):
+        engine.recover(raised.value)
+    engine.close()
+
+
 def make_graphs(largest: int, fails: bool = False) -> tuple[DecodeGraphs, list[StepBatch]]:
     seen: list[StepBatch] = []
 

@@ -510,6 +510,7 @@ class LLMEngine:
         """
         self._failures += 1
         if self._failures > _MAX_FAILURES:
+            self._drop_started()  # else `recover` would blame the requests of steps that were queued ahead
             raise error
         requests = {sequence.request.request_id: sequence.request for sequence, _ in chosen}
         logger.error("%d requests end by an error of the draw of their tokens", len(requests), exc_info=error)
