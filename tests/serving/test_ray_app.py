@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import openai
@@ -94,6 +94,12 @@ def test_a_replica_serves_once_its_engine_is_loaded_and_reports_its_failure(serv
         assert answer["choices"][0]["text"] == "abca" and answer["model"] == "m"
         assert client.post("/v1/completions", json={"prompt": ["a"] * 3}).status_code == 400
         replica().check_health()
+        backend: Any = ray_app._replica_backend
+        ranks = backend._ranks
+        backend._ranks = SimpleNamespace(failure="rank 1 of the model ended with exit code 1")
+        with pytest.raises(ModelError, match="rank 1 of the model ended"):
+            replica().check_health()
+        backend._ranks = ranks
         engine: Any = ray_app._replica_context.engine  # type: ignore[union-attr]
         engine.is_healthy, engine.error = False, RuntimeError("the device is gone")
         with pytest.raises(ModelError, match="the device is gone"):

@@ -42,6 +42,11 @@ class EngineBackend:
         self._on_ready = on_ready
         self._ranks: EngineRanks | None = None
 
+    @property
+    def lost_rank(self) -> str | None:
+        """Description of another rank of the model that has ended; None while all of them run."""
+        return None if self._ranks is None else self._ranks.failure
+
     async def start(self) -> None:
         """Load the model and start the engine.
 
@@ -91,7 +96,7 @@ class EngineBackend:
     async def wait_for_failure(self) -> None:
         """Return when the engine has failed."""
         engine = self._context.engine
-        while engine.is_healthy and (self._ranks is None or self._ranks.failure is None):
+        while engine.is_healthy and self.lost_rank is None:
             await asyncio.sleep(_HEALTH_SECONDS)
         if self._ranks is not None and await self._has_ended(self._ranks):
             logger.error("%s; the model cannot be served without it", self._ranks.failure)

@@ -22,8 +22,9 @@ from windlass.serving.http_app import build_http_app
 from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ApiKeys, ServerSettings
 
-# context of this process's replica; each actor of Ray is a process with one replica
+# context and engine of this process's replica; each actor of Ray is a process with one replica
 _replica_context: ServerContext | None = None
+_replica_backend: EngineBackend | None = None
 
 
 def build_app(
@@ -81,22 +82,25 @@ class ServedReplica:
     """Replica that passes requests to the application. Ray queries its health."""
 
     def check_health(self) -> None:
-        """Raise if the engine has failed; Ray then starts the replica anew.
+        """Raise if the engine has failed or a rank of the model has ended; Ray then starts the replica anew.
 
         Raises:
-            ModelError: the engine has failed.
+            ModelError: the engine has failed, or the process of another rank has ended.
         """
         engine = None if _replica_context is None else _replica_context.loaded_engine
         if engine is not None and not engine.is_healthy:
             raise ModelError(f"the engine of the replica has failed: {engine.error}") from engine.error
+        lost = None if _replica_backend is None else _replica_backend.lost_rank
+        if engine is not None and lost is not None:
+            raise ModelError(f"{lost}; the model cannot be served without it")
 
 
 def _build_replica_app(source: EngineSource, settings: ServerSettings) -> Starlette:
     """Return the application of one replica, which loads its engine before the first request."""
-    global _replica_context
+    global _replica_context, _replica_backend
     context = _replica_context = ServerContext(settings)
     app = build_http_app(context)
-    backend = EngineBackend(source, context)
+    backend = _replica_backend = EngineBackend(source, context)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
