@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from tests.serving.harness import settings_with
 from windlass.base.errors import ConfigError
 from windlass.serving.engine_loading import EngineSource
+from windlass.serving.replicas import replica_router
 from windlass.serving.replicas.replica_process import ReplicaTask
 from windlass.serving.replicas.replica_router import ReplicaRouter
 from windlass.serving.replicas.replica_supervisor import ReplicaStartError, ReplicaSupervisor, RestartPolicy
@@ -79,6 +82,37 @@ def test_an_unexpected_error_of_a_restart_counts_as_a_failed_start(
     replica = asyncio.run(run())
     assert replica.has_given_up and ended == [0] and not replica.is_ready
     assert replica.restarts == 5 and caplog.text.count("ZeroDivisionError: a bug of the router") == 5
+
+
+def test_a_process_that_an_unexpected_error_leaves_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestartPolicy, "pause_after", lambda self, served: None if served is None else 0.0)
+    program, numbers = tmp_path / "program", tmp_path / "numbers"
+    later = f"echo $$ > {numbers}; echo '[]'; exec sleep 600"
+    program.write_text(f"#!/bin/sh\nif mkdir {tmp_path}/first; then echo '{{\"ready\": true}}'; else {later}; fi\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(program))
+
+    async def run() -> int:
+        replica = supervisor_of(tmp_path, [])
+        await replica.start()
+        assert replica._watching is not None and replica._process is not None
+        await replica._watching
+        try:
+            return await asyncio.wait_for(replica._process.wait(), 20)
+        finally:
+            await replica.stop()
+
+    assert asyncio.run(run()) == -9
+    assert numbers.exists()
+
+
+def test_the_longest_path_of_a_socket_is_that_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for length in (replica_router._MAX_SOCKET_PATH_BYTES, replica_router._MAX_SOCKET_PATH_BYTES + 1):
+        fits = length == replica_router._MAX_SOCKET_PATH_BYTES
+        refused = contextlib.nullcontext() if fits else pytest.raises(OSError, match="too long")
+        with socket.socket(socket.AF_UNIX) as listener, refused:
+            listener.bind("a" * length)
 
 
 def test_a_replica_whose_log_nobody_reads_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
@@ -38,7 +39,7 @@ from windlass.serving.status_endpoints import show_page, show_version
 _FORWARDED_HEADERS = ("host", "content-type", "accept", "origin")
 _RETURNED_HEADERS = ("content-type", "retry-after", "cache-control", "x-accel-buffering", "allow", "location")
 _STATUS_SECONDS = 2.0
-_MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux has 107
+_MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _PARSE_IN_THREAD_BYTES = 2**18
 
 

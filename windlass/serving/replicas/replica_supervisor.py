@@ -163,6 +163,7 @@ class ReplicaSupervisor:
                 # ReplicaStartError has the error of the process; OSError: the machine has no room for a process
                 cause = None if isinstance(error, ReplicaStartError | OSError) else error
                 logger.error("replica %d could not be started again: %s", self.index, error, exc_info=cause)
+                send_signal(self._process, signal.SIGKILL)  # an unexpected error may leave it running
                 continue
             logger.info("replica %d serves again", self.index)
 
