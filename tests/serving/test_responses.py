@@ -168,6 +168,7 @@ BAD = [
             (5, [{"type": "function", "name": "time"}], "tool_choice.mode is 5"),
             ("none", [{"type": "function", "name": "time"}], "tool_choice.mode is 'none'"),
             ("auto", [{"type": "function", "name": "time"}, 7], "tool_choice.tools has 7"),
+            ("auto", ["time"], "tool_choice.tools has 'time'"),
             ("auto", 7, "tool_choice.tools has 7"),
         )
     ),

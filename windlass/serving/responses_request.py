@@ -214,7 +214,9 @@ def _chat_tools(
         entries = allowed if isinstance(allowed, list) else []
         names = [one.get("name") if isinstance(one, dict) else one for one in entries]
         known = [tool["function"].get("name") for tool in nested]
-        missing = [name for name in names if name not in known]
+        missing = [
+            name for name, one in zip(names, entries, strict=True) if name not in known or not isinstance(one, dict)
+        ]
         if not names or missing:
             shown = one_line(repr(missing[0] if missing else allowed), 80)
             raise ApiError(400, f"tool_choice.tools has {shown}; write functions of tools", parameter="tool_choice")
