@@ -279,8 +279,10 @@ class SearchSpace:
         Tiers and the share of offloaded states have to be the same: offloading saves memory of the device and takes
         memory of the host, and either may be what `other` did not have.
         """
-        keys = (one.key for one in self.dimensions if one.key not in _MEMORY_KEYS)
-        if any(candidate.get(key) != other.get(key) for key in keys):
+        unknown = (one.key for one in self.dimensions if one.key not in _MEMORY_KEYS)
+        # A tier that has no effect at the stage of a candidate is left out of it.
+        keys = {key: "none" if key in (STATES_TIER, PARAMETERS_TIER) else None for key in unknown}
+        if any(candidate.get(key, absent) != other.get(key, absent) for key, absent in keys.items()):
             return False
         return all(mine <= its for mine, its in zip(self._savings(candidate), self._savings(other), strict=True))
 
@@ -289,7 +291,8 @@ class SearchSpace:
 
         def value(key: str, default: float) -> float:
             found = candidate.get(key, value_at_path(self.base, key))
-            return default if found is None else float(found)
+            # A key at "auto" that has no effect here is not among the values of a candidate.
+            return default if found is None or found == "auto" else float(found)
 
         stage = value(STAGE, 0)
         # Below stage 3 nothing is resharded, as with a distance that has no end.

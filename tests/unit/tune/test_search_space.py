@@ -176,6 +176,22 @@ def test_a_reuse_distance_of_the_configuration_counts_against_stages_without_one
     assert space.needs_no_less_memory(second, third) and not space.needs_no_less_memory(third, second)
 
 
+def test_a_tier_without_effect_at_a_stage_is_none() -> None:
+    limits = SearchLimits(choices={PARAMETERS_TIER: ("none", "cpu")})
+    space = build_space(config(zero_optimization={"stage": [2, 3]}), 2, limits)
+    second, third, offloaded = space.candidates()
+    assert [one.get(PARAMETERS_TIER) for one in (second, third, offloaded)] == [None, "none", "cpu"]
+    assert space.needs_no_less_memory(second, third) and not space.needs_no_less_memory(second, offloaded)
+
+
+def test_memory_is_compared_with_auto_at_keys_without_effect() -> None:
+    raw = config(zero_optimization={"stage": [0, 3], "reduce_bucket_size": "auto"})
+    space = build_space(raw, 1, SearchLimits())
+    whole, sharded = space.candidates()
+    assert whole.get(REDUCE_BUCKET) is None and value_at_path(space.config_of(whole), REDUCE_BUCKET) == "auto"
+    assert space.needs_no_less_memory(whole, sharded) and not space.needs_no_less_memory(sharded, whole)
+
+
 @pytest.mark.parametrize(
     ("raw", "choices", "expected"),
     [
