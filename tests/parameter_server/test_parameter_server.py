@@ -20,7 +20,7 @@ from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
 from windlass.parameter_server.job import role_of, start
 from windlass.parameter_server.meeting import Meeting, ServerAddress
-from windlass.parameter_server.messages import receive_gradient, receive_text
+from windlass.parameter_server.messages import receive_gradient, receive_text, send_problem
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.parameter_cut import Fragment, PartitionedParameter, partition_parameters
 from windlass.parameter_server.server import ParameterServer
@@ -707,6 +707,25 @@ def test_a_failed_update_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="no such step"):
         job.finish()
     assert len(tries) == 1
+
+
+def test_the_worker_of_a_failed_update_gets_the_cause_before_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(shard: ServerShard, gradient: Any) -> None:
+        raise RuntimeError("no such step")
+
+    def send_later(link: PairLink, text: str) -> None:
+        time.sleep(0.2)  # the server looks for failures several times
+        send_problem(link, text)
+
+    monkeypatch.setattr(ServerShard, "update", fail)
+    monkeypatch.setattr("windlass.parameter_server.server.send_problem", send_later)
+    job = Job(mlp, sgd, ParameterServerSettings(reconnect_seconds=0.1), servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    with pytest.raises(CommunicationError, match="server 0 .* failed: RuntimeError: no such step"):
+        train_once(model, worker, 0)
+    with pytest.raises(RuntimeError, match="no such step"):
+        job.finish()
 
 
 class NarrowTables(nn.Module):

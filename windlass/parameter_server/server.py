@@ -90,7 +90,8 @@ class ParameterServer:
         self._replicas: dict[int, PairLink] = {}
         self._awaited_replicas = replicas
         self._had_worker = self._ends = False
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # ends the server
+        self._failed_update: BaseException | None = None  # its worker gets the reason before the server ends
         self.dropped = 0
         self._here = meeting.register_server(server, replica) if taken is None else taken.address
         self._shard = self._start_shard(make_optimizer) if taken is None else taken.shard
@@ -253,7 +254,7 @@ class ParameterServer:
         except BaseException as error:
             with self._changed:
                 if not self._ends:
-                    self._failure = self._failure or error
+                    self._failure = self._failure or self._failed_update or error
 
     def _serve_caller(self, ticket: int) -> None:
         worker, said_bye, link = -1, False, None
@@ -366,13 +367,13 @@ class ParameterServer:
             self._require_place()
 
     def _require_place(self) -> None:
-        if self._ends or self._failure is not None:  # after a failure the shard may be half updated
+        if self._ends or self._failed_update is not None:  # the shard may be half updated
             raise LinkClosedError(f"{self._here} no longer serves the shard")
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
             # it has connected again, or no further update can be made
-            if self._live.get(worker) != ticket or self._ends or self._failure is not None:
+            if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
                 return
             del self._live[worker]
             self._idle_since = time.monotonic()
@@ -402,7 +403,7 @@ class ParameterServer:
         late = set(absent) - left if is_late else set()
         with self._changed:
             for worker in sorted((left | late) & self._clock.absent):
-                if self._ends or self._failure is not None:
+                if self._ends or self._failed_update is not None:
                     return
                 if worker in late:
                     logger.warning(
@@ -456,7 +457,7 @@ class ParameterServer:
             self._make_update()
         except BaseException as error:
             if not self._ends:  # else a replica has taken the shard over
-                self._failure = error
+                self._failed_update = error
             raise
 
     def _make_update(self) -> None:
