@@ -449,6 +449,33 @@ def test_a_server_that_is_not_replaced_is_named() -> None:
     with pytest.raises(ServerLostError, match="cannot reach server 1 .*: it was lost in an earlier call"):
         worker.pull()
     worker.close()
+    with pytest.raises(CommunicationError, match="worker 0 has left the run by `close`"):
+        worker.pull()
+    job.finish()
+
+
+def test_a_server_that_was_too_slow_for_one_call_is_reached_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ParameterServerSettings(mode="asynchronous", snapshot=tmp_path, snapshot_every=1, reconnect_seconds=0.1)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    lose(job, 0)
+    job.start_server(0)
+    while 0 not in job.servers:
+        time.sleep(0.01)
+
+    def fail(*_: Any) -> None:
+        raise LinkClosedError("it is slow")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ParameterServerWorker, "_greet", fail)
+        with pytest.raises(ServerLostError, match="it is slow"):
+            worker.pull()
+    assert worker.pull() == 1
+    worker.close()
     job.finish()
 
 

@@ -64,7 +64,7 @@ class ParameterServerWorker:
         )  # pushes as the server counts them; -1: it does not know this one
         # version, number and gradient of a push that is not yet in a version that was pulled
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
-        self._closed_bytes = [0, 0]
+        self._closed_bytes, self._has_left = [0, 0], False
         for server in self._servers:
             self._connect(server, settings.connect_seconds, "")
 
@@ -143,7 +143,7 @@ class ParameterServerWorker:
             except LinkClosedError as error:
                 logger.warning("worker %d leaves: %s", self.index, error)
             self._forget(link)
-        self._links = {}
+        self._links, self._has_left = {}, True
 
     def __enter__(self) -> ParameterServerWorker:
         return self
@@ -170,23 +170,24 @@ class ParameterServerWorker:
                     f"{cause or 'it has not started'}; see its output; start it again with the same snapshot folder, "
                     "or raise reconnect_seconds"
                 )
-            self._addresses[server] = address
             try:
                 # The first calls wait for a short time, since a server may end while it answers.
                 wait = timedelta(seconds=self._settings.connect_seconds / max(1, _FIRST_CALL_SHARE >> calls))
-                self._greet(server, self._meeting.call_server(address, wait))
+                self._greet(server, address, self._meeting.call_server(address, wait))
             except LinkClosedError as error:
                 cause, calls = str(error), calls + 1
                 time.sleep(_PAUSE)
                 continue
             return
 
-    def _greet(self, server: int, link: PairLink) -> None:
+    def _greet(self, server: int, address: ServerAddress, link: PairLink) -> None:
         synchronous, layout = self._settings.mode == "synchronous", self._layout
         pulled = self._pulled[server] if synchronous else 0
         step = self._steps[server]
         link.send([MessageKind.HELLO, self.index, pulled, step, layout.fingerprint, self._settings.fingerprint])
         version, self._steps[server], *_ = self._receive(link, MessageKind.WELCOME)
+        # Only now: a server that is too slow for this call can still be reached by the next one.
+        self._addresses[server] = address
         self._links[server] = link
         last = self._last.get(server)
         if last is not None and synchronous and version <= last[0]:
@@ -194,6 +195,8 @@ class ParameterServerWorker:
 
     def _with_server(self, server: int, action: Callable[[], T]) -> T:
         """Run an exchange with a server. If the server is lost, connect with the one that replaces it, and repeat."""
+        if self._has_left:
+            raise CommunicationError(f"worker {self.index} has left the run by `close`; pull and push before it")
         cause = "it was lost in an earlier call"
         while True:
             if server not in self._links:
