@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.config import Config
 from windlass.config.offload_section import AutoOffload
 from windlass.engine.tier_planning import placement_table
-from windlass.parallel.model_checkpointing import enable_checkpointing
+from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing
 from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
 from windlass.parallel.pipeline.pipeline_schedules import build_schedule
 from windlass.parallel.pipeline.staged_model import StagedModel
@@ -70,7 +71,7 @@ def plan_memory(
     """Predict the memory of one rank that trains `model`, which may be on the meta device, with `config`.
 
     For a pipeline it is the rank whose stage needs most. `activation_checkpointing.enabled` switches on the model's
-    activation checkpointing, as `initialize` does.
+    activation checkpointing during the call, as `initialize` does for a run.
 
     Args:
         traces: Traces of earlier calls, which are used again if the model, its micro-batch and its blocks are the same.
@@ -81,15 +82,27 @@ def plan_memory(
         ModelError: the model cannot be traced, or has no switch for the activation checkpointing that `config` enables.
     """
     traces = {} if traces is None else traces
-    if config.activation_checkpointing.enabled:
-        enable_checkpointing(model, "activation_checkpointing.enabled")
-    plans = [_plan_rank(model, config, run, rank, traces, variant) for rank in stage_ranks(config, run.world_size)]
+    with _with_checkpointing(model, enabled=config.activation_checkpointing.enabled):
+        plans = [_plan_rank(model, config, run, rank, traces, variant) for rank in stage_ranks(config, run.world_size)]
     place = DEVICE if run.target.has_own_memory else HOST
     peaks = [plan.peak(place) for plan in plans]
     largest = plans[peaks.index(max(peaks))]
     if len(plans) > 1:
         largest.notes.append(_stage_note(peaks, place))
     return largest
+
+
+@contextmanager
+def _with_checkpointing(model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    """Enable the model's activation checkpointing, and restore its state: the next plan may have it disabled."""
+    switches = enabled and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if enabled:
+        enable_checkpointing(model, "activation_checkpointing.enabled")
+    try:
+        yield
+    finally:
+        if switches:
+            disable_checkpointing(model)
 
 
 def _plan_rank(

@@ -250,6 +250,18 @@ def test_a_rung_writes_the_checkpointing_that_it_counts_on() -> None:
     assert again.as_json() == chosen.plan.as_json()
 
 
+def test_checkpointing_of_a_configuration_does_not_reach_the_next_plan() -> None:
+    model, run = llama(num_hidden_layers=2), RunShape(1, 64, GPU)
+    peaks = []
+    for enabled in (False, True, False):
+        config = load_config(settings(activation_checkpointing={"enabled": enabled}))
+        peaks.append(plan_memory(model, config, run).peak(DEVICE))
+    assert peaks[0] == peaks[2] > peaks[1]
+    enable_checkpointing(model)  # by the caller, so that it stays
+    plan_memory(model, load_config(settings(activation_checkpointing={"enabled": True})), run)
+    assert all(getattr(module, "gradient_checkpointing", True) for module in model.modules())
+
+
 def test_a_configuration_that_no_rung_can_train_is_an_error(two_layers: nn.Module) -> None:
     with pytest.raises(ConfigError, match='no stage and no tier makes .* bf16.enabled = "auto"'):
         choose_config(two_layers, settings(bf16={"enabled": "auto"}), RunShape(1, 16, GPU), RankLimits(device=0))
