@@ -42,16 +42,6 @@ def test_recomputation_and_small_micro_batches_are_predicted_to_be_slower(device
             assert predicted < seconds[changed(one, "train_micro_batch_size_per_gpu", 1)]
 
 
-def test_checkpointing_of_the_configuration_is_predicted_to_be_slower() -> None:
-    facts = ForecastResult(parameters=10**6, tokens=64)
-    seconds = []
-    for recomputes in (False, True):
-        raw = {**RAW, "activation_checkpointing": {"enabled": recomputes}}
-        space = build_space(raw, 2, SearchLimits())
-        seconds.append(StepRanking(space.config_of, 2, facts).seconds(space.candidates()[0]))
-    assert seconds[0] is not None and seconds[1] is not None and seconds[0] < seconds[1]
-
-
 def test_other_models_are_simulated_as_a_decoder_of_as_many_parameters() -> None:
     shape = shape_of_facts(OTHER_MODEL)
     assert (shape.hidden, shape.layers) == (64, 3)
