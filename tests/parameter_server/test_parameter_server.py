@@ -266,15 +266,20 @@ def test_workers_come_and_go(mode: Any) -> None:
     job.finish()
 
 
+def require_refusal(worker: ParameterServerWorker) -> None:
+    """Pull and close a worker whose update lacks the other one of two workers."""
+    with pytest.raises(CommunicationError, match="server 0 .* cannot make update 1: 1 of the 2 workers that a synchr"):
+        worker.pull()
+    worker.close()
+
+
 def test_a_synchronous_update_without_enough_workers_is_refused() -> None:
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=2)
     job.start_servers()
     (model, stays), (_, dies) = job.worker(0), job.worker(1)
     train_once(model, stays, 0)
     dies._links[0].close()
-    with pytest.raises(CommunicationError, match="server 0 .* cannot make update 1: 1 of the 2 workers that a synchr"):
-        stays.pull()
-    stays.close()
+    require_refusal(stays)
     job.finish()
 
 
@@ -287,9 +292,7 @@ def test_a_worker_that_was_lost_before_the_others_connected_is_missing() -> None
         time.sleep(0.01)
     model, stays = job.worker(0)
     train_once(model, stays, 0)
-    with pytest.raises(CommunicationError, match="cannot make update 1: 1 of the 2 workers that a synchr"):
-        stays.pull()
-    stays.close()
+    require_refusal(stays)
     job.finish()
 
 
@@ -299,10 +302,8 @@ def test_a_worker_that_never_connects_does_not_hold_up_a_pull_for_ever() -> None
     model, stays = job.worker(0)
     train_once(model, stays, 0)
     job.servers[0]._count_absent(is_late=True)
-    with pytest.raises(CommunicationError, match="cannot make update 1: 1 of the 2 workers that a synchr"):
-        stays.pull()
+    require_refusal(stays)
     job.meeting().leave(1, retires=False)
-    stays.close()
     job.finish()
 
 

@@ -82,7 +82,8 @@ def replace_directory(source: Path, target: Path) -> None:
     Raises:
         OSError: a directory cannot be renamed.
     """
-    old = target.absolute().with_name(f".{target.name}.replaced")
+    # Another name than that of a replaced tag of a checkpoint, which may be the only copy.
+    old = target.absolute().with_name(f".{target.name}.previous")
     if os.path.lexists(target):
         _remove(old)  # left by a process that was stopped
         os.replace(target, old)

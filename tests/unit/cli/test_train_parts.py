@@ -401,13 +401,13 @@ def test_a_directory_replaces_another_that_cannot_be_removed(
         patch.setattr("shutil.rmtree", busy)
         replace_directory(tmp_path / "new", tmp_path / "target")
     assert os.listdir(tmp_path / "target") == ["of_new"]
-    assert ".target.replaced is no longer needed, but could not be removed" in caplog.text
+    assert ".target.previous is no longer needed, but could not be removed" in caplog.text
 
 
 def test_the_only_copy_of_a_directory_survives_a_replacement_that_fails(tmp_path: Path) -> None:
     """A process was stopped between the two renames, and the next one has nothing to rename."""
-    (tmp_path / ".target.replaced").mkdir()
-    (tmp_path / ".target.replaced" / "only").touch()
+    (tmp_path / ".target.previous").mkdir()
+    (tmp_path / ".target.previous" / "only").touch()
     with pytest.raises(FileNotFoundError):
         replace_directory(tmp_path / "missing", tmp_path / "target")
     assert os.listdir(tmp_path / "target") == ["only"]
