@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.base.module_modes import evaluating
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
-from windlass.inference.model_forward import eval_mode
 from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.transformers_generate import generate_by_engine
 from windlass.zero.sharded_generate import unsharded_for_generation
@@ -53,7 +53,7 @@ class HybridGeneration:
         answers = self.run(generate)
         if answers is not None:
             return answers
-        with eval_mode(module):
+        with evaluating(module):
             return module.generate(input_ids, attention_mask=attention_mask, **settings)
 
     def run(self, function: Callable[[LLM], T]) -> T | None:
@@ -65,7 +65,7 @@ class HybridGeneration:
         with unsharded_for_generation(sharded) as fits:
             if not fits:
                 return None
-            with eval_mode(sharded.model):
+            with evaluating(sharded.model):
                 try:
                     return function(self._find_llm(sharded))
                 finally:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from windlass.base.errors import RequestError
-from windlass.inference.model_forward import eval_mode, find_device
+from windlass.base.module_modes import evaluating
+from windlass.inference.model_forward import find_device
 from windlass.inference.sharded_runner import ShardedRunner
 from windlass.inference.stage_link import get_stage_link
 
@@ -57,7 +58,7 @@ def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:
     decoder: Any = find_decoder(model)
     tokens = torch.tensor([ids], device=find_device(model))
     link = get_stage_link(model)
-    with torch.inference_mode(), eval_mode(model):
+    with torch.inference_mode(), evaluating(model):
         if link is None:
             output = decoder(input_ids=tokens)
         else:

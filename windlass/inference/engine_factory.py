@@ -13,10 +13,11 @@ from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.base.malloc_thresholds import loading_without_gaps
+from windlass.base.module_modes import evaluating
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import eval_mode, find_device, own_modes
+from windlass.inference.model_forward import find_device, own_modes
 from windlass.inference.model_loading import (
     DEFAULT_LENGTH,
     find_eos_ids,
@@ -100,7 +101,7 @@ def make_rank_engine(
     if ranks is None and options.num_ranks > 1:
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
     # a live module keeps the modes of its layers, e.g. between steps of training
-    loading = eval_mode(model) if isinstance(model, nn.Module) else loading_without_gaps()
+    loading = evaluating(model) if isinstance(model, nn.Module) else loading_without_gaps()
     with nullcontext() if ranks is None else ranks.guard(), own_modes(allocates=True), loading:
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 

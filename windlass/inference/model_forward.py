@@ -89,18 +89,6 @@ def run_probe(forward: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor
 
 
 @contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode inside the `with` block."""
-    training = [one for one in module.modules() if one.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for one in training:
-            one.training = True
-
-
-@contextmanager
 def own_modes(*, allocates: bool = False) -> Iterator[None]:
     """Disable the caller's autocast and default device inside the `with` block, so that an engine computes in its
     model's dtype and makes its indices on the CPU.

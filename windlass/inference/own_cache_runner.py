@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.base.module_modes import evaluating
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import CausalForward, eval_mode, find_device, find_first_position, get_logits
+from windlass.inference.model_forward import CausalForward, find_device, find_first_position, get_logits
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 
@@ -89,8 +90,8 @@ class OwnCacheModelRunner:
         positions = batch.positions.tolist()
         found: dict[int, torch.Tensor] = {}
         active = nullcontext() if self._packed is None else self._packed.active()
-        evaluating = eval_mode(self.model) if self.model.training else nullcontext()
-        with torch.inference_mode(), active, evaluating:
+        mode = evaluating(self.model) if self.model.training else nullcontext()
+        with torch.inference_mode(), active, mode:
             for number, sequence_id in enumerate(batch.sequence_ids):
                 start, stop = starts[number], starts[number + 1]
                 state = self._states.setdefault(sequence_id, OwnCacheState())

@@ -12,10 +12,11 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.base.module_modes import evaluating
 from windlass.inference.cache_population import CachePopulation
 from windlass.inference.decode_graphs import Capture, DecodeGraphs
 from windlass.inference.lora import LoraAdapters
-from windlass.inference.model_forward import CausalForward, eval_mode, find_device, rope_settings
+from windlass.inference.model_forward import CausalForward, find_device, rope_settings
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
 from windlass.inference.row_positions import give_positions
@@ -182,8 +183,8 @@ class PagedModelRunner:
         active = nullcontext() if self._packed is None else self._packed.active()
         adapters = nullcontext() if self.lora is None else self.lora.active(batch)
         # between two steps, the module of a training script may be in training mode
-        evaluating = eval_mode(self.model) if self.model.training else nullcontext()
-        with torch.no_grad(), use_backend(self._backend), active, adapters, evaluating:
+        mode = evaluating(self.model) if self.model.training else nullcontext()
+        with torch.no_grad(), use_backend(self._backend), active, adapters, mode:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.base.module_modes import evaluating
 from windlass.parallel.hidden_states import get_hidden_states
 from windlass.parallel.pipeline.pipeline_router_loss import (
     RouterLogitsCollector,
@@ -286,21 +287,18 @@ def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator
     The own parameters of `trainable_modules` require gradients meanwhile, so that the trace shows which values depend
     on them.
     """
-    modes = [(module, module.training) for module in model.modules()]
     own = [p for module in trainable_modules for p in module.parameters(recurse=False)]
     frozen = [p for p in own if p.is_floating_point() and not p.requires_grad]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    collecting = collecting_router_logits(RouterLogitsCollector())
     try:
-        model.eval()
         for parameter in frozen:
             parameter.requires_grad_(True)
-        with torch.random.fork_rng(devices), torch.enable_grad(), collecting_router_logits(RouterLogitsCollector()):
+        with evaluating(model), torch.random.fork_rng(devices), torch.enable_grad(), collecting:
             yield
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _requires_grad(value: Any) -> bool:

@@ -163,7 +163,7 @@ def choose_tiers(
 def step_seconds(
     units: Sequence[UnitBytes], tiers: Sequence[UnitTiers], rates: TierRates, traffic: StepTraffic = StepTraffic()
 ) -> float:
-    """Return the time of a placement of the form that `choose_tiers` compares, e.g. a uniform one."""
+    """Return the predicted seconds of a step whose units have these tiers, by the formula of `choose_tiers`."""
     groups = _Groups(units, most=len(units))
 
     def bound(which: str, *of: Tier) -> int:
