@@ -301,7 +301,7 @@ def test_a_directory_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(partial_directory.shutil, "rmtree", stop)
         write_packed_directory(tmp_path / "wide", tmp_path / "out", "int4_g32", overwrite=True)
-    assert read_files(tmp_path / ".out.replaced") == before
+    assert read_files(tmp_path / ".out.previous") == before
     write_packed_directory(tmp_path / "wide", tmp_path / "out", "int4_g32", overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"wide", "out"} and read_files(tmp_path / "out") != before
 
