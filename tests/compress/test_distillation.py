@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,29 @@ def test_a_cache_computes_each_sequence_once(tmp_path: Path) -> None:
         logits_divergence(student.table(IDS), top, temperature=2.0)
     with pytest.raises(DataError, match="has sequences of 7 tokens and 19 classes, not of 6 and 19"):
         cache.add(IDS[:, :-1], torch.zeros(ROWS, LENGTH - 1, CLASSES))
+
+
+def test_cache_after_a_failed_write_has_no_incomplete_record(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ids, logits = torch.randint(0, 50, (4, 6)), torch.randn(4, 6, 50)
+    cache = TeacherCache(tmp_path, top_k=5)
+    cache.add(ids[:1], logits[:1])
+    size = (tmp_path / "rank0.bin").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            cache.add(ids[1:3], logits[1:3])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not cache.has(ids[1:2])
+    cache.add(ids[2:], logits[2:])
+    for one in (cache, TeacherCache(tmp_path, top_k=5)):
+        assert len(one) == 3
+        expected = torch.log_softmax(logits[2:], -1).topk(5)
+        found = one.read(ids[2:])
+        torch.testing.assert_close(found.values, expected.values, atol=5e-3, rtol=0)
+        assert torch.equal(found.indices, expected.indices)
 
 
 def test_bad_input_names_the_key() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import zlib
@@ -92,19 +93,25 @@ class TeacherCache:
         count = self._form["values"].shape[1]
         values, indices = F.log_softmax(logits.detach().float() / self.temperature, -1).topk(count)
         path = self.folder / f"rank{self.rank}.bin"
-        places = {}
-        with open_new(path, "ab") as file:
-            for row, key in enumerate(_keys(ids)):
-                if key in self._places or key in places:
-                    continue
-                record = np.zeros(1, self._form)
-                record["key"] = np.frombuffer(key, np.uint8)
-                record["values"] = values[row].cpu().numpy()
-                record["indices"] = indices[row].cpu().numpy()
-                record["crc"] = _checksum(record[0])
-                places[key] = path, file.tell() // self._form.itemsize
-                file.write(record.tobytes())
-        self._places |= places
+        records: dict[bytes, bytes] = {}
+        for row, key in enumerate(_keys(ids)):
+            if key in self._places or key in records:
+                continue
+            record = np.zeros(1, self._form)
+            record["key"] = np.frombuffer(key, np.uint8)
+            record["values"] = values[row].cpu().numpy()
+            record["indices"] = indices[row].cpu().numpy()
+            record["crc"] = _checksum(record[0])
+            records[key] = record.tobytes()
+        with open_new(path, "ab", buffering=0) as file:
+            start = file.tell()
+            try:
+                _write_all(file, b"".join(records.values()))
+            except BaseException:
+                file.truncate(start)  # a later record would otherwise begin in the middle of an incomplete one
+                raise
+        first = start // self._form.itemsize
+        self._places |= {key: (path, first + number) for number, key in enumerate(records)}
 
     def read(self, ids: Tensor) -> TopProbabilities:
         """Return the probabilities of rows of token ids `[rows, length]`.
@@ -177,6 +184,12 @@ class TeacherCache:
                 ("indices", index, (length, count)),
             ]
         )
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _keys(ids: Tensor) -> list[bytes]:
