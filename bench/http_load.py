@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Load = Sequence[tuple[list[int], int]]
@@ -66,16 +66,26 @@ class Server:
                 continue
 
 
-def run_clients(port: int, model: str, load: Load, clients: int) -> dict[str, float]:
-    """Send the load, `clients` requests at a time, and return tokens per second and times in milliseconds."""
-    places = iter(load)
+def run_clients(
+    port: int, model: str, load: Load, clients: int, at_full_load: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Send the load, `clients` requests at a time, and return tokens per second and times in milliseconds.
+
+    Args:
+        at_full_load: called twice: after as many answers as there are clients, and before the last request is sent.
+            All clients have a request in between.
+    """
+    places = iter(enumerate(load))
+    marks = {2 * clients - 1, len(load) - 1}
     firsts: list[float] = []
     gaps: list[float] = []
     errors: list[Exception] = []
 
     def client() -> None:
-        for prompt, tokens in places:  # threads may share the iterator of a list
+        for number, (prompt, tokens) in places:  # threads may share the iterator of a list
             try:
+                if number in marks:
+                    at_full_load()
                 times = _ask(port, model, prompt, tokens)
             except (OSError, RuntimeError) as error:
                 errors.append(error)

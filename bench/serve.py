@@ -46,7 +46,7 @@ _CACHE_TOKENS = 32_768
 _MIXED_REQUESTS = 24
 _KV_BYTES = 16 * 12 * 2 * 4 * 64 * 4  # bytes of a block: tokens, layers, keys and values, heads, features, fp32
 _MIXED_CLIENTS = (8, 32)
-_LONG_LOAD = 8  # requests of each client, so that the start of the load, which waits for all clients, counts little
+_LONG_LOAD = 8  # requests of each client, of which the middle is measured, while all clients have a request
 _LLAMA_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 
 
@@ -235,7 +235,7 @@ def _goals(
     found.append(("fp32, 1 request: part of a step outside of the forward", outside, 0.05, True))
     for label, figures in over_http.items():
         if "overhead" in figures and "32 clients" in label:
-            part = figures["overhead_long_load"]
+            part = figures["overhead_full_load"]
             found.append((f"{label}: HTTP, scheduler, sampling, text, of a step", part, 0.03, True))
             found.append((f"{label}: MB beside weights and KV cache", figures["other_memory_mb"], 150, True))
     return found
@@ -432,9 +432,14 @@ def _measure_server(
             cache = after["windlass:kv_blocks"] * _KV_BYTES
             found["other_memory_mb"] = max(0.0, server.resident()["RssAnon"] - weights - cache) / 1e6
             if clients == max(_MIXED_CLIENTS):
-                before, start = server.metrics(), time.perf_counter()
-                run_clients(server.port, model, _mixed_load(_LONG_LOAD * clients), clients)
-                found["overhead_long_load"] = _outside(before, server.metrics(), time.perf_counter() - start)
+                readings: list[tuple[dict[str, float], float]] = []
+
+                def read() -> None:
+                    readings.append((server.metrics(), time.perf_counter()))
+
+                run_clients(server.port, model, _mixed_load(_LONG_LOAD * clients), clients, at_full_load=read)
+                (before, start), (after, end) = readings
+                found["overhead_full_load"] = _outside(before, after, end - start)
     finally:
         server.stop()
     return found
