@@ -76,7 +76,7 @@ class ForecastResult:
         blocks: Number of blocks of the model.
         base: Bytes of a process without the model.
         device_bytes, host_bytes: Predicted peak of a rank by the name of a candidate; host memory without `base`.
-        problem: Reason why memory is not predicted.
+        problem: Reason why memory is not predicted, for the first candidate that it is missing for.
     """
 
     parameters: int = 0
@@ -117,13 +117,12 @@ def start_forecast(
         batch = BatchShape(micro, args, kwargs)
         facts.micro, facts.fed, facts.tokens = micro, batch.fed, batch.tokens
         if planner is not None:
-            try:
-                for name, overrides in order.candidates.items():
+            for name, overrides in order.candidates.items():
+                try:
                     facts.device_bytes[name], facts.host_bytes[name] = planner.peaks(overrides, batch)
-            except WindlassError as error:
-                facts.problem = str(error).splitlines()[0]
-            except Exception as error:  # the search continues without predictions, whichever error the model raises
-                facts.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                except Exception as error:  # the search continues without this prediction, whichever error it is
+                    kind = "" if isinstance(error, WindlassError) else f"{type(error).__name__}: "
+                    facts.problem = facts.problem or " ".join(f"{name}: {kind}{error}".split())
             if facts.problem:
                 logger.warning("memory is not predicted: %s", facts.problem)
         write_atomically(Path(order.result), json.dumps(asdict(facts)))
@@ -187,7 +186,7 @@ class CandidatePlanner:
 
     def __init__(self, model: nn.Module, raw: dict[str, Any], world_size: int, device: str) -> None:
         self._model, self._raw, self._world, self._device = model, raw, world_size, device
-        self._traces: dict[tuple[Any, ...], ActivationTrace] = {}
+        self._traces: dict[tuple[Any, ...], ActivationTrace | Exception] = {}
         self._peaks: dict[str, tuple[int, int]] = {}
 
     def peaks(self, overrides: dict[str, Any], batch: BatchShape) -> tuple[int, int]:
@@ -220,8 +219,14 @@ class CandidatePlanner:
 
         def traced(samples: int) -> ActivationTrace:
             if (*kind, samples) not in self._traces:
-                self._traces[*kind, samples] = trace_of(config, layout, run, samples)
-            return self._traces[*kind, samples]
+                try:
+                    self._traces[*kind, samples] = trace_of(config, layout, run, samples)
+                except Exception as error:  # another candidate would fail in the same way
+                    self._traces[*kind, samples] = error
+            found = self._traces[*kind, samples]
+            if isinstance(found, Exception):
+                raise found
+            return found
 
         one, two = traced(1), traced(2)
         return extend_trace(one, two, micro) if _are_alike(one, two) else traced(micro)

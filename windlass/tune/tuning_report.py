@@ -64,7 +64,8 @@ def summary_lines(outcome: TuningOutcome) -> list[str]:
     if discarded:
         lines.append(f"{len(discarded)} were not run: {discarded[0].candidate.name}: {discarded[0].error}; and so on")
     if outcome.forecast.problem:
-        lines.append(f"memory was not predicted: {outcome.forecast.problem}")
+        known = len(outcome.forecast.device_bytes)
+        lines.append(f"memory was not predicted for all configurations ({known} are): {outcome.forecast.problem}")
     lines += [
         f"{record.candidate.name} left a process behind, which was ended: {line}"
         for record in outcome.records

@@ -102,3 +102,12 @@ def test_a_model_of_two_positional_arguments_is_predicted(tmp_path: Path) -> Non
     start_forecast(str(tmp_path / "order.json"), RAW, Pair(4000, 4), 1, 0)(2, batch, {})
     found = ForecastResult(**json.loads(Path(order.result).read_text()))
     assert found.problem == "" and found.host_bytes["fp32"] != found.host_bytes["bf16"]
+
+
+def test_candidates_after_one_that_cannot_be_planned_are_predicted(tmp_path: Path) -> None:
+    order = ForecastOrder({"wrong": {STAGE: 7}, "z2": {STAGE: 2}}, str(tmp_path / "forecast.json"))
+    order.write(tmp_path / "order.json")
+    start_forecast(str(tmp_path / "order.json"), RAW, nn.Linear(8, 8), 1, 0)(2, (torch.zeros(2, 8),), {})
+    found = ForecastResult(**json.loads(Path(order.result).read_text()))
+    assert list(found.host_bytes) == list(found.device_bytes) == ["z2"]
+    assert found.problem.startswith("wrong: ") and "stage" in found.problem
