@@ -91,31 +91,46 @@ class SharedMemory:
         own = os.memfd_create("windlass", os.MFD_CLOEXEC)
         try:
             os.ftruncate(own, size)
-            offers: list[tuple[int, int, int]] = [(0, 0, 0)] * group.size
-            dist.all_gather_object(offers, (os.getpid(), own, size), group=group.process_group)
+            offers: list[tuple[int, int, int, tuple[int, int]]] = [(0, 0, 0, (0, 0))] * group.size
+            dist.all_gather_object(offers, (os.getpid(), own, size, _identity(own)), group=group.process_group)
             problem, self.blocks = None, []
             try:
-                maps = [self._map(*offer, own=own) for offer in offers]
+                maps = [
+                    _map(os.dup(own) if index == group.index else _open_descriptor(pid, descriptor), pid, size, file)
+                    for index, (pid, descriptor, size, file) in enumerate(offers)
+                ]
                 self.blocks = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot map a peer's memory ({error})"
-            self.pids = [pid for pid, _, _ in offers]
+            self.pids = [pid for pid, _, _, _ in offers]
             problem = _agree(group, problem)  # also a barrier, after which no peer needs the descriptor
             if problem is not None:
                 raise CommunicationError(problem)
         finally:
             os.close(own)
 
-    @staticmethod
-    def _map(pid: int, descriptor: int, size: int, *, own: int) -> mmap.mmap:
-        theirs = f"/proc/{pid}/fd/{descriptor}"
-        file = os.dup(own) if pid == os.getpid() else os.open(theirs, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(file).st_size != size:
-                raise OSError(f"block of process {pid} has {os.fstat(file).st_size} bytes, not {size}")
-            return mmap.mmap(file, size)
-        finally:
-            os.close(file)
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    """Return what identifies an open file on this host."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _open_descriptor(pid: int, descriptor: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _map(file: int, pid: int, size: int, identity: tuple[int, int]) -> mmap.mmap:
+    """Map the block of process `pid`, opened as `file`, which is closed."""
+    try:
+        # In another PID namespace (a container) the number of a process refers to another process, e.g. to this one.
+        if _identity(file) != identity:
+            raise OSError(f"process {pid} is another one here: the ranks are in different PID namespaces")
+        if os.fstat(file).st_size != size:
+            raise OSError(f"block of process {pid} has {os.fstat(file).st_size} bytes, not {size}")
+        return mmap.mmap(file, size)
+    finally:
+        os.close(file)
 
 
 class Counters:
