@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,22 +82,23 @@ def _with_line(problem: ConfigProblem, source: ConfigSource) -> ConfigProblem:
     return replace(problem, line=source.lines.get(problem.path))
 
 
-def _validate(data: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
-    problems: list[ConfigProblem] = []
-    remaining = copy.deepcopy(data)
+def _validate(remaining: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
+    """Return the configuration without faulty keys, which are removed from `remaining`, and a problem for each."""
+    problems: dict[tuple[Any, ...], ConfigProblem] = {}
     for _ in range(_MAX_PASSES):
         try:
-            return Config.model_validate(remaining), problems
+            return Config.model_validate(remaining), list(problems.values())
         except ValidationError as error:
             faults = {_path_in_data(fault["loc"], remaining): fault for fault in reversed(error.errors())}
             if () in faults:  # a fault of the whole object: there is no key to remove
-                problems.append(ConfigProblem(ProblemKind.TYPE, "", str(faults[()]["msg"])))
+                problems[()] = ConfigProblem(ProblemKind.TYPE, "", str(faults[()]["msg"]))
                 break
             for loc, fault in reversed(faults.items()):
-                problems.append(_make_problem(loc, fault, hint=len(problems) < MAX_HINTS))
+                # a required key is missing after its wrong value was removed
+                problems.setdefault(loc, _make_problem(loc, fault, hint=len(problems) < MAX_HINTS))
             for loc in faults:
                 _remove_at(loc, remaining)
-    return Config(), problems
+    return Config(), list(problems.values())
 
 
 def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
@@ -116,14 +116,18 @@ def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
 
 
 def _remove_at(loc: tuple[Any, ...], data: Any) -> None:
-    """Remove the value at `loc`. Clear the whole list for an element, and the whole section for a missing key."""
-    for step in loc[:-1]:
-        data = data[step]
-        if isinstance(data, list):
-            break
+    """Remove the value at `loc`. Clear the whole list for an element, and remove the section of a missing key."""
     holder = data
+    for step in loc[:-1]:
+        if isinstance(holder, dict) and step not in holder:
+            return  # removed for another fault
+        holder = holder[step]
+        if isinstance(holder, list):
+            break
     if isinstance(holder, dict) and loc[-1] in holder:
         del holder[loc[-1]]
+    elif isinstance(holder, dict) and len(loc) > 1:
+        _remove_at(loc[:-1], data)
     elif isinstance(holder, list | dict):
         holder.clear()
 

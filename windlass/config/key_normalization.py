@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from windlass.config.batch_sizes import KEYS
 from windlass.config.config_problems import ConfigProblem, ProblemKind
@@ -12,6 +15,9 @@ from windlass.config.key_status import key_facts
 from windlass.config.root_config import Config
 
 TOP_LEVEL_AUTO_KEYS = (*KEYS, "gradient_clipping")
+_COMMENT_STARTS = ("_", "//", "#")
+_TABLES_OF_MODULES = ("tensor_table",)
+_BOOLEAN = TypeAdapter(bool)
 
 
 class KeyNormalizer:
@@ -24,7 +30,7 @@ class KeyNormalizer:
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `data` with canonical keys. `data` itself is not modified."""
-        return self._section(expand_old_spellings(data), Config, "")
+        return self._section(expand_old_spellings(_copy_plain(data)), Config, "")
 
     def _section(self, data: dict[str, Any], section: type[ConfigSection], path: str) -> dict[str, Any]:
         names = canonical_names(section)
@@ -47,13 +53,16 @@ class KeyNormalizer:
         field = section.model_fields.get(name)
         nested = nested_section(field.annotation) if field else None
         if nested is None:
-            return self._drop_comments(value, path) if isinstance(value, dict) else value
+            return self._drop_comments(value, path, name) if isinstance(value, dict) else value
         return self._nested(value, nested, path)
 
-    def _drop_comments(self, value: dict[str, Any], path: str) -> dict[str, Any]:
+    def _drop_comments(self, value: dict[str, Any], path: str, name: str = "") -> dict[str, Any]:
         """Remove comments from an object with free keys, such as an optimizer's parameters."""
-        self.comments += [f"{path}.{key}" for key in value if is_comment(key)]
-        return {key: item for key, item in value.items() if not is_comment(key)}
+        # A module's name may begin with an underscore.
+        starts = ("_comment", "//", "#") if name in _TABLES_OF_MODULES else _COMMENT_STARTS
+        comments = {key for key in value if is_comment(key, starts)}
+        self.comments += [f"{path}.{key}" for key in value if key in comments]
+        return {key: item for key, item in value.items() if key not in comments}
 
     def _nested(self, value: Any, nested: NestedSection, path: str) -> Any:
         if nested.shape == "list" and isinstance(value, list):
@@ -63,13 +72,14 @@ class KeyNormalizer:
             return value
         if nested.shape == "free keys":
             alone = NestedSection(nested.section, "alone")
-            return {key: self._nested(item, alone, f"{path}.{key}") for key, item in value.items()}
+            items = self._drop_comments(value, path)
+            return {key: self._nested(item, alone, f"{path}.{key}") for key, item in items.items()}
         return self._section(value, nested.section, path)
 
 
-def is_comment(key: str) -> bool:
+def is_comment(key: str, starts: tuple[str, ...] = _COMMENT_STARTS) -> bool:
     """Return True for keys that serve as comments: `_comment`, `_anything`, `//`, `comment`, `$schema`."""
-    return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "$schema")
+    return key.startswith(starts) or key.lower() in ("comment", "comments", "$schema")
 
 
 @cache
@@ -103,15 +113,26 @@ def _expand_boolean_zero(data: dict[str, Any]) -> dict[str, Any]:
 
 def _expand_cpu_offload(data: dict[str, Any]) -> dict[str, Any]:
     """Replace `cpu_offload: true`, an old spelling, by `offload_optimizer: {"device": "cpu"}`. If both are given, they
-    stay and are reported as a contradiction."""
+    stay and are reported as a contradiction. A value that is not a boolean stays, and is reported by the validation."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict):
         return data
     zero = dict(zero)
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        given = zero.get(old)
-        if isinstance(given, bool) and zero.get(new) is None:
+        if zero.get(old) is None or zero.get(new) not in (None, "auto"):
+            continue
+        with suppress(ValidationError):
+            given = _BOOLEAN.validate_python(zero[old])
             del zero[old]
             if given:
                 zero[new] = {"device": "cpu"}
     return {**data, "zero_optimization": zero}
+
+
+def _copy_plain(value: Any) -> Any:
+    """Copy objects and lists, with plain numbers for those of numpy. Other values (a process group) stay the same."""
+    if isinstance(value, dict):
+        return {key: _copy_plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy_plain(item) for item in value]
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value

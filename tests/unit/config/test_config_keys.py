@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from windlass.base.errors import ConfigError
 from windlass.config import load_config
+from windlass.config.config_loading import validate_config
 from windlass.config.config_section import ConfigSection
 from windlass.config.key_status import KeyStatus
 from windlass.config.key_table import TRAINING_CONFIG, ConfigKey, config_keys, find_key
@@ -218,3 +221,44 @@ def test_deprecated_offload_keys_are_aliases() -> None:
     assert off.offload_optimizer is None
     with pytest.raises(ConfigError, match="older spelling"):
         load_config({"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}})
+
+
+@pytest.mark.parametrize("given", [True, "true", 1])
+@pytest.mark.parametrize("beside", [{}, {"offload_optimizer": "auto"}, {"offload_optimizer": None}])
+def test_cpu_offload_takes_effect_in_every_accepted_form(given: object, beside: dict[str, object]) -> None:
+    zero = load_config({"zero_optimization": {"stage": 1, "cpu_offload": given, **beside}}).zero_optimization
+    assert zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
+
+
+def test_a_cpu_offload_that_is_no_boolean_is_reported() -> None:
+    with pytest.raises(ConfigError, match="cpu_offload"):
+        load_config({"zero_optimization": {"stage": 1, "cpu_offload": "perhaps"}})
+
+
+@pytest.mark.parametrize("section", [{"params": {}}, {"type": None}])
+def test_a_missing_key_is_reported_once_beside_other_problems(section: dict[str, object]) -> None:
+    found = validate_config({"optimizer": section, "zero_optimization": {"stage": 9}}).problems
+    assert sorted(problem.path for problem in found) == ["optimizer.type", "zero_optimization.stage"]
+
+
+def test_comments_in_tables() -> None:
+    groups = {"_comment": "x", "wq1": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["a"]}}
+    quantization = {"shared_parameters": {"enabled": True, "schedule_offset": 0}, "different_groups": groups}
+    table = {r"_orig_mod\..*q_proj": "column", "_comment": "x"}
+    config = load_config(
+        {"compression_training": {"weight_quantization": quantization}, "parallel": {"tensor_table": table}}
+    )
+    assert config.parallel.tensor_table == {r"_orig_mod\..*q_proj": "column"}
+    assert len(config.comments) == 2
+
+
+def test_values_that_are_not_plain() -> None:
+    lock = threading.Lock()
+    config = load_config(
+        {
+            "optimizer": {"type": "Adam", "params": {"betas": np.array([0.5, 0.75]), "lr": np.float32(0.5)}},
+            "tensor_parallel": {"tp": {"tp_group": lock}},
+        }
+    )
+    assert config.optimizer is not None and config.optimizer.params == {"betas": [0.5, 0.75], "lr": 0.5}
+    assert any("tp_group" in refusal.path for refusal in config.refusals())
