@@ -347,6 +347,8 @@ def wrong(case: str) -> None:
         "sizes": lambda: calls.reduce_scatter(torch.zeros(5), [2, 2]),
         "own": lambda: calls.all_gather(torch.zeros(5), [4, 4]),
         "rows": lambda: calls.all_to_all(torch.zeros(5)),
+        "receives": lambda: calls.all_to_all(torch.zeros(4), [2, 2], [3, 1]),
+        "source": lambda: calls.broadcast(torch.zeros(2), 5),
         "peer": lambda: calls.send(torch.zeros(5), group.index),
         "scalar": lambda: calls.all_gather(torch.tensor(1.0)),
     }
@@ -362,6 +364,8 @@ def wrong(case: str) -> None:
         ("sizes", "CollectiveArgumentError", "5 rows cannot be split into parts of [2, 2] for 2 ranks"),
         ("own", "CollectiveArgumentError", "has 5 rows"),
         ("rows", "CollectiveArgumentError", "all_to_all cannot split 5 rows into 2 equal parts"),
+        ("receives", "CollectiveArgumentError", "`receives` is [3, 1] and `sends` is [2, 2]"),
+        ("source", "CollectiveArgumentError", "group index 5 is not a peer"),
         ("peer", "CollectiveArgumentError", "is not a peer of rank"),
         ("scalar", "CollectiveArgumentError", "a scalar has no rows"),
     ],

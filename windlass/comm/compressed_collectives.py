@@ -141,6 +141,11 @@ class CompressedCollectives:
             )
         rows_out = self._lengths(tensor, sends)
         rows_in = list(receives) if receives is not None else rows_out
+        if len(rows_in) != self.size or rows_in[self._index] != rows_out[self._index]:
+            raise CollectiveArgumentError(
+                f"all_to_all: `receives` is {rows_in} and `sends` is {rows_out} on index {self._index} of {self.size} "
+                f"ranks; write a number of rows for each rank, with {rows_out[self._index]} for this one in both"
+            )
         out = tensor.new_empty((sum(rows_in), *tensor.shape[1:]))
         encoded = self._exchange_parts(list(tensor.split(rows_out)), list(out.split(rows_in)), "all_to_all")
         for message, part in zip(encoded, out.split(rows_in), strict=True):
@@ -153,6 +158,8 @@ class CompressedCollectives:
         self._check_dtype(tensor)
         if self.size == 1:
             return tensor
+        if source != self._index:
+            self._check_peer(source)
         message = self._encode(tensor) if source == self._index else self._empty_message(tensor)
         self.channel.broadcast(message, source)
         self._count("broadcast", 0 if source == self._index else message.numel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,3 +80,11 @@ class LaneErrors:
 def ranks_of_node(group: RankGroup, node_size: int) -> int:
     """Return the number of ranks of `group` on a node; the size of `group` if nodes do not divide it."""
     return node_size if group.size % node_size == 0 else group.size
+
+
+def ranks_of_host(ranks: Sequence[int], host_size: int) -> int:
+    """Return how many ranks of a group with global ranks `ranks` are on a host of `host_size` consecutive ranks.
+
+    Ranks of a group need not be neighbours: those along the data axis are a tensor-parallel size apart.
+    """
+    return sum(rank // host_size == ranks[0] // host_size for rank in ranks)

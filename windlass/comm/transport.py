@@ -27,6 +27,7 @@ class WireOptions:
         rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
         quantizes: Some messages pass through a lossy codec, so that shared memory is not used.
         node_size: Consecutive ranks of a group that are one node, for quantized messages.
+        host_size: Consecutive ranks of the world that are one host, if a node is a host; 0: `node_size` applies.
         gradients: Codecs of reductions; None: gradients are sent in the dtype of the call.
     """
 
@@ -37,6 +38,7 @@ class WireOptions:
     rotate_peers: bool = False
     quantizes: bool = False
     node_size: int = 1
+    host_size: int = 0
     gradients: QuantizedGradients | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from windlass.base.collective_activity import activity
 from windlass.base.pending import DONE, ChainedPending, FinishingPending, Pending
 from windlass.comm.agreement_board import WireBoard
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
-from windlass.comm.quantized_options import LaneErrors
+from windlass.comm.quantized_options import LaneErrors, ranks_of_host
 from windlass.comm.quantized_wire import (
     QuantizedReduction,
     gather_bytes,
@@ -38,6 +39,8 @@ class _WireTransport:
     name = "wire"
 
     def __init__(self, group: RankGroup, ways: WireOptions) -> None:
+        if ways.host_size:
+            ways = replace(ways, node_size=ranks_of_host(group.ranks, ways.host_size))
         self.group, self.traffic, self.ways = group, Traffic(), ways
         self._tag = 0
         self._waiting: deque[ChainedPending] = deque()
@@ -270,19 +273,20 @@ class GlooReduction:
             )
 
     def _finish(self) -> None:
-        begin, squares = 0, torch.zeros((), dtype=torch.float64)
+        begin, squares = 0, None
+        whole = self._span >= self._out.numel()
         while True:
             _wait(self._works)
             end = min(begin + self._span, self._out.numel())
             target = self._out[begin:end]
-            measured = ordered_sum(self._parts, target, add=self._add, factor=self._factor, measure=True)
-            squares = squares + measured if measured is not None else squares
+            squares = ordered_sum(self._parts, target, add=self._add, factor=self._factor, measure=whole)
             begin = end
             if begin >= self._out.numel():
                 break
             self._start(begin)
         self._works, self._parts, self._sent = [], [], []
-        self.squares = squares
+        # Sums of squares of chunks would be rounded at other places than on other transports.
+        self.squares = squares if whole else sum_of_squares(self._out)
 
 
 class NcclTransport(_WireTransport):

@@ -175,8 +175,8 @@ def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
     """Return the options of a wire transport that ZeRO++ sets."""
     if not (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients):
         return {}
-    hosts = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    node = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else max(1, hosts)
+    host = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    hpz = zero.zero_hpz_partition_size
     gradients = None
     if zero.zero_quantized_gradients:
         loco = None
@@ -185,7 +185,8 @@ def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
         gradients = QuantizedGradients(
             zero.zero_quantized_gradients_codec, zero.zero_quantized_gradients_codec_across, loco
         )
-    return {"quantizes": True, "node_size": node, "gradients": gradients}
+    node = {"node_size": hpz} if hpz > 1 else {"host_size": host}
+    return {"quantizes": True, "gradients": gradients, **node}
 
 
 def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:

@@ -14,6 +14,7 @@ import torch
 from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
+from windlass.comm.quantized_options import ranks_of_host
 from windlass.simulate.collective_cost import RankPattern
 from windlass.simulate.event_loop import SimulatedTask
 from windlass.simulate.model_blocks import ModelChunk, SimulatedBlock
@@ -239,7 +240,8 @@ class ZeroLanes:
     ) -> SimulatedTask | None:
         """Reduce in two all-to-alls of encoded parts: inside nodes, then across (Wang et al. 2023)."""
         codecs, n = self._work.codecs, self._lanes.costs.size(pattern)
-        node = self._work.node_size or min(self._cluster.host.devices, self._work.grid.world)
+        ranks = self._lanes.costs.group_of(0, pattern)
+        node = self._work.node_size or ranks_of_host(ranks, self._cluster.host.devices)
         node = node if n % node == 0 else n
         shard = unit.padded // n
         inside = _aligned(get_codec(codecs.gradients).encoded_size(shard, torch.float32)) * (n // node)
