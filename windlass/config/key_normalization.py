@@ -35,18 +35,20 @@ class KeyNormalizer:
     def _section(self, data: dict[str, Any], section: type[ConfigSection], path: str) -> dict[str, Any]:
         names = canonical_names(section)
         result: dict[str, Any] = {}
+        seen: set[str] = set()
         for key, value in data.items():
             name = names.get(key, key)
             inner = f"{path}.{key}" if path else str(key)
             if name not in section.model_fields and is_comment(key):
                 self.comments.append(inner)
-            elif name in result:
+            elif name in seen:
                 sentence = f'"{key}" and "{name}" are two spellings of one key; delete one'
                 self.problems.append(ConfigProblem(ProblemKind.CONTRADICTION, inner, sentence))
             elif value == "auto" and name in section.model_fields and (path or name in TOP_LEVEL_AUTO_KEYS):
                 self.auto_keys.add(f"{path}.{name}" if path else name)
             else:
                 result[name] = self._value(value, section, name, inner)
+            seen.add(name)
         return result
 
     def _value(self, value: Any, section: type[ConfigSection], name: str, path: str) -> Any:

@@ -33,6 +33,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
     ),
     (
+        "zero_optimization.offload_param.nvme_path",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ""}}},
+    ),
+    (
         "zero_optimization.cpu_offload",
         {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
     ),

@@ -122,6 +122,8 @@ def test_deprecated_spellings_are_accepted() -> None:
 def test_two_spellings_of_one_key_are_an_error() -> None:
     with pytest.raises(ConfigError, match="two spellings"):
         load_config({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}})
+    with pytest.raises(ConfigError, match="two spellings"):
+        load_config({"zero_optimization": {"stage3_prefetch_bucket_size": "auto", "prefetch_bucket_size": 1}})
 
 
 def test_boolean_zero_is_stage_one_and_reads_the_old_bucket_size() -> None:
