@@ -20,7 +20,7 @@ class StepCost:
         cached_token_seconds: seconds to read keys and values of one token.
         pair_seconds: seconds to multiply a token of a prompt by the keys and values of one token.
         points: measured numbers of tokens, ascending from 1, and seconds, which do not fall.
-        scale: moving ratio of the actual to the predicted time of steps.
+        scale: moving ratio of the actual to the predicted time of steps with parts of prompts.
     """
 
     fixed_seconds: float = 0.0

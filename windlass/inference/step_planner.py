@@ -140,7 +140,7 @@ class StepPlanner:
         return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes))
 
     def correct_cost(self, seconds: float, predicted: float) -> None:
-        """Correct later predictions by the measured time of a step, e.g. while other processes use the cores."""
+        """Correct later predictions by the time of a step with parts of prompts, e.g. while others use the cores."""
         if predicted > 0:
             least, most = _SCALE_RANGE
             ratio = min(max(seconds / predicted, least), most)
