@@ -11,11 +11,11 @@ from windlass.base.text import plural
 from windlass.launch.exit_status import LaunchExitStatus, RankFailure
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.launch_plan import LaunchPlan
-from windlass.launch.local_launch import start_local_ranks
+from windlass.launch.local_launch import check_main_thread, start_local_ranks
 from windlass.launch.rank_jobs import RESTARTS as RESTARTS
 from windlass.launch.rank_placement import Host, place_ranks
 from windlass.launch.start_ranks import plan_local_launch
-from windlass.launch.supervisor import RankEvents
+from windlass.launch.supervisor import RankEvents, ReceivedSignals, capture_signals
 
 
 def start_elastic(
@@ -49,8 +49,8 @@ def run_with_restarts(
 
     A rank that a signal ended (`kill -9`, out of memory, a crash) counts as lost together with its slot, and the run
     restarts without these ranks and without lost hosts. Ranks that exited by themselves, or that their watchdog ended,
-    do not lower the number of ranks. The script itself continues from a checkpoint: it calls
-    `engine.load_checkpoint` at its start, which does nothing if there is no checkpoint yet.
+    do not lower the number of ranks. A signal to this process forbids a restart. The script itself continues from a
+    checkpoint: it calls `engine.load_checkpoint` at its start, which does nothing if there is no checkpoint yet.
 
     Raises:
         LaunchError: the numbers are invalid.
@@ -61,10 +61,20 @@ def run_with_restarts(
             f"--max-restarts {plan.max_restarts} --min-nproc {min_nproc} with {nproc} ranks; write at least 0 "
             f"restarts, and a number of ranks from 1 to {nproc}"
         )
+    check_main_thread()
+    with capture_signals(plan.signals) as received:
+        return _run_attempts(plan, start, min_nproc, received)
+
+
+def _run_attempts(
+    plan: LaunchPlan, start: Callable[[LaunchPlan], LaunchExitStatus], min_nproc: int, received: ReceivedSignals
+) -> LaunchExitStatus:
     for restarts in range(plan.max_restarts + 1):
         outcome = start(plan)
         if outcome.exit_code == 0 or outcome.interrupted_by is not None or restarts == plan.max_restarts:
             return outcome
+        if received.numbers:  # after the end of all ranks
+            return replace(outcome, interrupted_by=received.numbers[0])
         failures_text = "; ".join(map(str, outcome.failures))
         hosts = drop_lost_slots(plan.hosts, outcome.failures)
         left = sum(len(host.slots) for host in hosts)

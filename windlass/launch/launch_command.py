@@ -228,7 +228,7 @@ def _launch_with_output(
     labels = several if args.labels is None else args.labels
     hosts = [host.name for host in plan.hosts for _ in host.slots]
     if is_local and not (labels or args.watch or route != OutputRouting()):
-        return start(plan, RankEvents(None))
+        return start(plan, RankEvents(None, workers=plan.workers))
     locals_of = [place.local_rank for node in range(len(plan.hosts)) for place in plan.rank_placements(node)]
 
     def label(rank: int) -> str:
@@ -238,7 +238,11 @@ def _launch_with_output(
 
     console = RankConsole(route, label, locals_of.__getitem__, append=plan.restarts > 0)
     named = () if is_local else hosts
-    events = LiveRankTable(console, named, hosts, is_local=is_local) if args.watch else RankEvents(console, named)
+    events: RankEvents
+    if args.watch:
+        events = LiveRankTable(console, named, hosts, is_local=is_local, workers=plan.workers)
+    else:
+        events = RankEvents(console, named, plan.workers)
     try:
         outcome = start(plan, events)
     finally:

@@ -57,6 +57,11 @@ class LaunchPlan:
         """Number of ranks."""
         return sum(len(host.slots) for host in self.hosts)
 
+    @property
+    def workers(self) -> range:
+        """Workers of parameter servers; empty if the ranks are equal."""
+        return range(self.servers, self.world_size) if self.servers else range(0)
+
     def rank_placements(self, node: int) -> list[RankPlacement]:
         """Return the placements of the ranks of one host."""
         return place_ranks(self.hosts)[node]
@@ -73,8 +78,12 @@ class LaunchPlan:
         return cls(**{**data, "program": program, "hosts": hosts, "signals": tuple(data["signals"])})
 
     def with_hosts(self, hosts: tuple[Host, ...], restarts: int) -> LaunchPlan:
-        """Return the plan for a restart on the given hosts."""
-        return replace(self, hosts=hosts, restarts=restarts)
+        """Return the plan for a restart on the given hosts.
+
+        `master_addr` is an address of the first host, and is dropped with it: ranks then connect at the new first host.
+        """
+        is_first_left = hosts[0].name == self.hosts[0].name
+        return replace(self, hosts=hosts, restarts=restarts, master_addr=self.master_addr if is_first_left else None)
 
 
 def is_local_host(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from windlass.launch.rank_output import RankConsole
@@ -24,9 +24,15 @@ class LiveRankTable(RankEvents):
     """
 
     def __init__(
-        self, console: RankConsole, hosts: Sequence[str], host_of_rank: Sequence[str], *, is_local: bool
+        self,
+        console: RankConsole,
+        hosts: Sequence[str],
+        host_of_rank: Sequence[str],
+        *,
+        is_local: bool,
+        workers: Collection[int] = (),
     ) -> None:
-        super().__init__(console, hosts)
+        super().__init__(console, hosts, workers)
         self._host_of_rank, self._is_local = host_of_rank, is_local
         self._next_update, self._start_time = 0.0, time.monotonic()
         self._live: Any = None

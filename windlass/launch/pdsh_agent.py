@@ -29,7 +29,8 @@ def main(node: int, plan: LaunchPlan) -> int:
     places = {place.rank: place for place in plan.rank_placements(node)}
     console = RankConsole(OutputRouting(), lambda rank: f"[rank {rank}] ", lambda rank: places[rank].local_rank)
     threading.Thread(target=_terminate_when_unread, name="windlass-reader", daemon=True).start()
-    outcome = start_local_ranks(plan, RankEvents(console, [host.name for host in plan.hosts for _ in host.slots]))
+    hosts = [host.name for host in plan.hosts for _ in host.slots]
+    outcome = start_local_ranks(plan, RankEvents(console, hosts, plan.workers))
     for failure in outcome.failures:
         print_escaped(f"windlass run: {failure}", to_stderr=True)
     return outcome.exit_code

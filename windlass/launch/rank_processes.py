@@ -63,7 +63,7 @@ class RankProcesses:
         capture: read the output of ranks and pass it to the listener; else it goes to this process's own output.
         selector: pipes are registered here. The caller selects on it and calls the callbacks of ready pipes.
         servers: number of parameter servers with their replicas, which are the first ranks. If a signal ends one, it is
-            started again; if a signal ends a worker, the run continues with the others.
+            started again.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RankProcesses:
                 for descriptor in list(one.pipes):  # report the last output before the end of the rank
                     self._read_pipe(one, descriptor, until_empty=True)
                 one.status, one.end_time = status, time.monotonic()
-                if not self._survives(one.job, status):
+                if not self._is_restarted(one.job, status):
                     self._listener.on_ended(one.job.rank, status)
             elif one.status is not None and one.pipes and time.monotonic() - one.end_time > _PIPE_LINGER_S:
                 for descriptor in list(one.pipes):
@@ -145,25 +145,15 @@ class RankProcesses:
             one.popen.wait()
         self._processes.clear()
 
-    def _survives(self, job: RankJob, status: int) -> bool:
-        """Return True if the run continues after this rank's end by a signal: a parameter server is restarted, and a
-        worker is not needed while others run."""
-        if not self._servers or status >= 0 or self._is_stopping:
+    def _is_restarted(self, job: RankJob, status: int) -> bool:
+        """Start a parameter server again that a signal ended. Return False for other ranks and ends."""
+        count = self._server_restarts.get(job.rank, 0) + 1
+        if job.rank >= self._servers or status >= 0 or self._is_stopping or count > _SERVER_RESTARTS:
             return False
+        self._server_restarts[job.rank] = count
         name = signal_name(-status)
-        if job.rank < self._servers:
-            count = self._server_restarts.get(job.rank, 0) + 1
-            if count > _SERVER_RESTARTS:
-                return False
-            self._server_restarts[job.rank] = count
-            logger.warning("rank %d, a parameter server, was ended by %s: it is started again", job.rank, name)
-            self._start(job, self._capture)
-            return True
-        workers = [one for one in self._processes if one.job.rank >= self._servers]
-        if all(one.status is not None and one.status < 0 for one in workers):
-            return False
-        logger.warning("rank %d, a worker, was ended by %s: the run continues without it", job.rank, name)
-        self._listener.on_ended(job.rank, 0)
+        logger.warning("rank %d, a parameter server, was ended by %s: it is started again", job.rank, name)
+        self._start(job, self._capture)
         return True
 
     def _start(self, job: RankJob, capture: bool) -> None:
