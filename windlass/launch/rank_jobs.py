@@ -80,10 +80,16 @@ def _run_environment(plan: LaunchPlan, master: tuple[str, int]) -> dict[str, str
 
 
 def _selected_devices(plan: LaunchPlan, node: int, environ: Mapping[str, str]) -> list[str] | None:
-    if not (plan.use_devices or plan.virtual_local_rank):
-        return None
     host = plan.hosts[node]
-    return select_devices(host.slots, available_devices(environ, count_devices()), host.name)
+    if plan.use_devices or plan.virtual_local_rank:
+        return select_devices(host.slots, available_devices(environ, count_devices()), host.name)
+    if host.slots == tuple(range(len(host.slots))):
+        return None
+    # Slots before the last one were lost: their devices are hidden. Without a device for each slot, slots only count.
+    devices, last = available_devices(environ, count_devices()), int(host.slots[-1])
+    if last >= len(devices):
+        return None
+    return [device for index, device in enumerate(devices) if index in host.slots or index > last]
 
 
 def _visible_device_environment(plan: LaunchPlan, place: RankPlacement, devices: list[str]) -> dict[str, str]:

@@ -101,6 +101,24 @@ def test_ranks_see_only_the_devices_of_their_slots(monkeypatch: pytest.MonkeyPat
     assert [item["CUDA_VISIBLE_DEVICES"] for item in jobs(monkeypatch, "3", 1, untouched)] == ["3"] * 3
 
 
+@pytest.mark.parametrize(
+    ("visible", "count", "slots", "expected"),
+    [
+        (None, 4, (0, 2, 3), "0,2,3"),
+        ("4,5,6,7", 4, (0, 2, 3), "4,6,7"),
+        (None, 4, (1,), "1,2,3"),  # of two ranks, which may use several devices each
+        (None, 4, (0, 1, 2), None),
+        (None, 2, (0, 2, 3), None),  # ranks share devices
+        (None, 0, (0, 2, 3), None),
+    ],
+)
+def test_restarted_ranks_do_not_see_the_devices_of_lost_slots(
+    visible: str | None, count: int, slots: tuple[int, ...], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = LaunchPlan(Program(("s.py",)), (Host("localhost", slots),))
+    assert {job.get("CUDA_VISIBLE_DEVICES") for job in jobs(monkeypatch, visible, count, plan)} == {expected}
+
+
 def test_local_ranks_are_numbered_per_host() -> None:
     result = place_ranks([Host("a", (0, 1, 2)), Host("b", (0,)), Host("c", (5, 7))])
     assert [[(place.rank, place.local_rank) for place in node] for node in result] == [
