@@ -150,13 +150,15 @@ def _enable_debug() -> None:
 
 
 def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
-    """Remove `--debug` after a command and enable it; commands with a `--debug` option of their own still get it."""
-    if "--debug" not in arguments:
+    """Remove `--debug` between a command and `--`, and enable it; commands with a `--debug` option of their own still
+    get it."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if "--debug" not in arguments[:end]:
         return arguments
     _enable_debug()
     if any("--debug" in parameter.opts for parameter in command.params):
         return arguments
-    return [argument for argument in arguments if argument != "--debug"]
+    return [argument for argument in arguments[:end] if argument != "--debug"] + arguments[end:]
 
 
 @exit_quietly_on_broken_pipe()

@@ -20,7 +20,7 @@ from windlass.base.errors import CheckpointError, ConfigError
 from windlass.base.processes import SignalInterrupt
 from windlass.cli import main as command_line
 from windlass.cli.expected_errors import describe_expected_error
-from windlass.cli.main import COMMANDS, main
+from windlass.cli.main import COMMANDS, app, main
 from windlass.launch.exit_status import LaunchExitStatus
 
 
@@ -102,6 +102,20 @@ def test_windlass_errors_print_one_message(
     for arguments in (["--debug", "fail"], ["fail", "--debug"]):
         with pytest.raises(type(error)):
             main(arguments)
+
+
+@pytest.mark.parametrize("command", ["profile", "verify"])
+def test_debug_after_two_dashes_belongs_to_the_script(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import click
+
+    group = typer.main.get_command(app)
+    words = [command, "train.py", "--debug", "--", "--debug"]
+    monkeypatch.setenv("WINDLASS_DEBUG", "0")
+    _, _, rest = group.resolve_command(click.Context(group), words)
+    assert rest == ["train.py", "--", "--debug"] and os.environ["WINDLASS_DEBUG"] == "1"
+    monkeypatch.setenv("WINDLASS_DEBUG", "0")
+    _, _, rest = group.resolve_command(click.Context(group), [command, "train.py", "--", "--debug"])
+    assert rest == ["train.py", "--", "--debug"] and os.environ["WINDLASS_DEBUG"] == "0"
 
 
 def test_other_errors_keep_their_traceback(failing: ModuleType) -> None:
