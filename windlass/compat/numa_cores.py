@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from windlass.launch.core_binding import one_thread_per_core
+
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -61,7 +63,7 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     """Return the number of cores for each rank, and the command prefix that binds a rank to its cores.
 
     Args:
-        bind_core_list: cores to use, such as `0-3,8-11`; None: all cores of the host.
+        bind_core_list: cores to use, such as `0-3,8-11`; None: one hardware thread of each core of the host.
 
     Raises:
         ValueError: fewer cores than ranks, or `KMP_AFFINITY` already binds cores.
@@ -69,8 +71,11 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     if "KMP_AFFINITY" in os.environ:
         raise ValueError("KMP_AFFINITY already binds cores: unset it, or do not bind cores to ranks")
     nodes = nodes_with_cores()
-    cores = parse_range_list(bind_core_list) if bind_core_list else sorted({core for node in nodes for core in node})
-    cores = cores or list(range(os.cpu_count() or 1))
+    if bind_core_list:
+        cores = parse_range_list(bind_core_list)
+    else:
+        threads = sorted({thread for node in nodes for thread in node}) or list(range(os.cpu_count() or 1))
+        cores = one_thread_per_core(threads)
     each = len(cores) // num_local_procs
     if each < 1:
         raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: each rank needs at least one")

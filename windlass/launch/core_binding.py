@@ -35,7 +35,7 @@ def bindable_cores(listed: str | None) -> list[int]:
     """
     usable = usable_cores()
     if listed is None:
-        return _one_thread_per_core(usable)
+        return one_thread_per_core(usable)
     cores = parse_numbers(listed, "--bind_core_list")
     if len(set(cores)) != len(cores):
         raise LaunchError(f"--bind_core_list {listed} lists a core twice; list each core once")
@@ -56,7 +56,8 @@ def usable_cores() -> list[int]:
     return sorted(affinity(0))
 
 
-def _one_thread_per_core(usable: Sequence[int]) -> list[int]:
+def one_thread_per_core(usable: Sequence[int]) -> list[int]:
+    """Return the first hardware thread of each core, of these threads."""
     seen: set[str] = set()
     kept = []
     for core in usable:

@@ -353,6 +353,24 @@ def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         numa_cores.get_numactl_cmd("0-1", 3, 0)
 
 
+def test_ranks_are_bound_to_one_thread_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets of 28 cores, whose second threads are numbered after the first ones of all cores."""
+    nodes = [[*range(28), *range(56, 84)], [*range(28, 56), *range(84, 112)]]
+    read_text = Path.read_text
+
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        if path.name != "thread_siblings_list":
+            return read_text(path, *args, **options)
+        core = int(path.parts[-3].removeprefix("cpu")) % 56
+        return f"{core},{core + 56}\n"
+
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    monkeypatch.setattr(numa_cores, "get_numa_cores", lambda: nodes)
+    monkeypatch.setattr(Path, "read_text", read)
+    assert numa_cores.get_numactl_cmd(None, 2, 0) == (28, ["numactl", "-m", "0", "-C", "0-27"])
+    assert numa_cores.get_numactl_cmd(None, 2, 1) == (28, ["numactl", "-m", "1", "-C", "28-55"])
+
+
 def test_file_name_helpers_match_the_written_files() -> None:
     from windlass.compat import checkpoint_constants as names
     from windlass.compat.checkpoint import deepspeed_export
