@@ -33,7 +33,7 @@ def exported_environment(
             and `cwd`.
 
     Raises:
-        LaunchError: a line of a file is not `KEY=VALUE`.
+        LaunchError: a file cannot be read, or a line of it is not `KEY=VALUE`.
     """
     excluded = {
         *_PROCESS_VARIABLES,
@@ -51,7 +51,13 @@ def exported_environment(
     for path in dict.fromkeys(place / name for place in places):
         if path.is_file():
             logger.info("the variables of %s are exported to every host", path)
-            found.update(parse_environment_file(path.read_text(), str(path)))
+            try:
+                text = path.read_text(encoding="utf-8")
+            except OSError as error:
+                raise LaunchError(f"cannot read {path}: {error.strerror}; make it readable or remove it") from None
+            except UnicodeDecodeError as error:
+                raise LaunchError(f"{path} is not UTF-8 text: {error}; write KEY=VALUE lines in UTF-8") from None
+            found.update(parse_environment_file(text, str(path)))
     return found
 
 

@@ -119,7 +119,9 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_slots: int = -1) -> dict[str, list[int]]:
-    """Return the first `num_nodes` hosts with slots 0 to `num_slots` - 1. A number below 1 sets no limit.
+    """Return the first `num_nodes` hosts with slots 0 to `num_slots` - 1; a host without slots keeps none.
+
+    A number below 1 sets no limit.
 
     Raises:
         HostError: there are fewer hosts.
@@ -127,7 +129,7 @@ def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_sl
     if num_nodes > len(active):
         raise HostError(f"{num_nodes} nodes are requested, and the hostfile has {len(active)}; request fewer")
     kept = list(active.items())[: num_nodes if num_nodes > 0 else None]
-    return {name: list(range(num_slots)) if num_slots > 0 else list(slots) for name, slots in kept}
+    return {name: list(range(num_slots)) if num_slots > 0 and slots else list(slots) for name, slots in kept}
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:

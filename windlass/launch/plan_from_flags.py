@@ -33,6 +33,7 @@ from windlass.launch.visible_devices import (
 DEFAULT_MASTER_PORT = 29500
 """Default rendezvous port if hosts start their ranks by themselves."""
 
+_UNHANDLED_SIGNALS = ("SIGKILL", "SIGSTOP")
 _RENDEZVOUS_FLAGS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
 _RENDEZVOUS_ONLY_FLAGS = (
     "local_addr",
@@ -140,12 +141,6 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
             )
         env = {**env, "WINDLASS_SERVERS": str(args.servers), "WINDLASS_REPLICAS": str(args.replicas)}
     env = {**slurm_device_environment(os.environ), **env}
-    names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
-    unknown = [name for name in names if name not in signal.Signals.__members__]
-    if unknown:
-        raise LaunchError(
-            f"--signals_to_handle {args.signals_to_handle}: {unknown[0]!r} is not a signal of this system"
-        )
     return LaunchPlan(
         program_from_args(args),
         hosts,
@@ -162,8 +157,25 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
         max_restarts=args.max_restarts,
         monitor_interval_s=args.monitor_interval,
         grace_s=args.grace,
-        signals=names,
+        signals=forwarded_signals(args),
     )
+
+
+def forwarded_signals(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names of the signals that are forwarded to ranks.
+
+    Raises:
+        LaunchError: `--signals_to_handle` names one that does not exist, or that no process can handle.
+    """
+    names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise LaunchError(f"--signals_to_handle {args.signals_to_handle}: {name!r} is not a signal of this system")
+        if name in _UNHANDLED_SIGNALS:
+            raise LaunchError(
+                f"--signals_to_handle {args.signals_to_handle}: no process can handle {name}; leave it out"
+            )
+    return names
 
 
 def _count_servers(args: argparse.Namespace) -> int:

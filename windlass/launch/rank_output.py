@@ -74,7 +74,11 @@ class RankConsole:
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take bytes of a rank's stream. An incomplete line is held back until the rest arrives."""
         if self.routing.goes_to_file(self._local_rank(rank), stream):
-            self._file(rank).write(data)
+            file = self._file(rank)
+            try:
+                file.write(data)
+            except OSError as error:
+                raise LaunchError(f"{file.name}: {error.strerror}; free space, or name another directory") from None
         *lines, rest = _split_lines(self._partial_lines.pop((rank, stream), b"") + data)
         if len(rest) > _MAX_LINE_BYTES:
             lines, rest = [*lines, rest], b""

@@ -16,17 +16,25 @@ from windlass.base.processes import temporary_environment
 from windlass.launch import exec_rank
 from windlass.launch.exit_status import LaunchExitStatus, RankFailure, combine_failures
 from windlass.launch.launch_errors import LaunchError
+from windlass.launch.launch_flags import build_run_parser
 from windlass.launch.local_launch import check_main_thread
+from windlass.launch.plan_from_flags import forwarded_signals
 from windlass.launch.program import Program
 
-# Flags that torchrun has under the same names; None and False are not passed on.
-_TORCHRUN_FLAGS = (
+TORCHRUN_FLAGS = (
     *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "max_restarts", "role"),
     *("monitor_interval", "start_method", "event_log_handler", "logs_specs", "numa_binding", "signals_to_handle"),
     *("redirects", "tee", "local_ranks_filter", "log_dir", "master_addr", "master_port", "virtual_local_rank"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
-_UNSUPPORTED_FLAGS = ("hostfile", "include", "exclude", "launcher", "no_ssh", "watch", "bind_cores_to_rank", "save_pid")
+"""Flags that torchrun has under the same names; None and False are not passed on."""
+
+UNSUPPORTED_FLAGS = (
+    *("hostfile", "include", "exclude", "num_nodes", "launcher", "launcher_args", "ssh_port", "venv_script", "no_ssh"),
+    *("force_multi", "watch", "labels", "enable_each_rank_log", "bind_cores_to_rank", "bind_core_list", "save_pid"),
+    *("servers", "replicas", "workers", "min_nproc", "elastic_training", "min_elastic_nodes"),
+)
+"""Flags of `windlass run` that a launch with a rendezvous refuses."""
 
 
 def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapping[str, str]) -> LaunchExitStatus:
@@ -36,11 +44,15 @@ def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapp
         LaunchError: a flag cannot be combined with a rendezvous, or torch rejects one.
     """
     check_main_thread()
-    for name in _UNSUPPORTED_FLAGS:
-        if getattr(args, name):
+    parser = build_run_parser()
+    for name in UNSUPPORTED_FLAGS:
+        if getattr(args, name) not in (parser.get_default(name), False):
             raise LaunchError(
                 f"--{name} cannot be combined with a rendezvous, where each host starts by itself; leave it out"
             )
+    if args.nproc and args.num_gpus >= 0:
+        raise LaunchError("--num_gpus and --nproc together; give one of them")
+    forwarded_signals(args)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -70,7 +82,7 @@ def _torch_launch_config(args: argparse.Namespace, log_dir: str) -> Any:
     from torch.distributed.run import config_from_args, get_args_parser
 
     given = {
-        name: value for name in _TORCHRUN_FLAGS if (value := getattr(args, name, None)) not in (None, False, "", [])
+        name: value for name in TORCHRUN_FLAGS if (value := getattr(args, name, None)) not in (None, False, "", [])
     }
     nproc = args.nproc or (args.num_gpus if args.num_gpus > 0 else "auto")
     words = [f"--nproc-per-node={nproc}", f"--shutdown-timeout={round(args.grace)}"]

@@ -117,6 +117,7 @@ def test_hostfile_with_crlf_and_bom(tmp_path: Path) -> None:
 def test_the_first_hosts_and_slots() -> None:
     assert limit_hosts(POOL) == POOL
     assert limit_hosts(POOL, 2) == {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}
+    assert limit_hosts({"none": [], "one": [0]}, -1, 2) == {"none": [], "one": [0, 1]}
     assert limit_hosts(POOL, 2, 1) == {"worker-0": [0], "worker-1": [0]}
     assert limit_hosts(POOL, -1, 3)["worker-2"] == [0, 1, 2], "DeepSpeed does not hold the number against the slots"
     with pytest.raises(HostError, match="4 nodes are requested, and the hostfile has 3; request fewer"):

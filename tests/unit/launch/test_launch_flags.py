@@ -11,11 +11,11 @@ import pytest
 from windlass.compat import deepspeed_command
 from windlass.compat.deepspeed_command import build_deepspeed_parser
 from windlass.compat.deepspeed_node_command import build_node_parser, node_plan_from_args
-from windlass.launch import launch_command, plan_from_flags
+from windlass.launch import launch_command, plan_from_flags, torch_agent
 from windlass.launch.exit_status import LaunchExitStatus
 from windlass.launch.hostfile import encode_world_info
 from windlass.launch.launch_errors import LaunchError
-from windlass.launch.launch_flags import build_run_parser, parse_flags
+from windlass.launch.launch_flags import AXIS_FLAGS, build_run_parser, parse_flags
 from windlass.launch.launch_plan import LaunchPlan
 from windlass.launch.plan_from_flags import (
     has_placement_flags,
@@ -23,6 +23,7 @@ from windlass.launch.plan_from_flags import (
     plan_from_args,
     reject_unsupported_flags,
 )
+from windlass.launch.program import Program
 from windlass.launch.rank_placement import Host
 
 _OF_DEEPSPEED = {
@@ -132,6 +133,8 @@ def test_deepspeed_flags_may_be_abbreviated() -> None:
         (["--exclude", "localhost:0"], "--exclude localhost:0 leaves no slot"),
         (["--master-port", "65536"], "--master-port 65536 is not a port"),
         (["--launcher", "slurm"], "--launcher slurm outside of a job"),
+        (["--signals_to_handle", "SIGNONE"], "'SIGNONE' is not a signal"),
+        (["--signals_to_handle", "SIGTERM,SIGKILL"], "no process can handle SIGKILL"),
     ],
 )
 def test_unsupported_flags_are_refused(words: list[str], message: str) -> None:
@@ -216,6 +219,30 @@ def test_node_rank_flags() -> None:
     assert not needs_rendezvous(flags("--nnodes", "2:2")) and needs_rendezvous(flags("--nnodes", "1:2"))
     assert needs_rendezvous(flags("--rdzv-backend", "c10d")) and not needs_rendezvous(flags("--rdzv-backend", "static"))
     assert not needs_rendezvous(flags("--standalone"))
+
+
+_REFUSED_WITH_A_RENDEZVOUS = {
+    **{name: ["1"] for name in ("num_nodes", "ssh_port", "servers", "replicas", "workers", "min_elastic_nodes")},
+    **{name: ["x"] for name in ("hostfile", "include", "exclude", "launcher", "launcher_args", "venv_script")},
+    **{name: [] for name in ("no_ssh", "force_multi", "watch", "labels", "save_pid", "elastic_training")},
+    **{"bind_cores_to_rank": [], "bind_core_list": ["0"], "enable_each_rank_log": ["x"], "min_nproc": ["2"]},
+}
+
+
+@pytest.mark.parametrize("name", torch_agent.UNSUPPORTED_FLAGS)
+def test_flags_refused_with_a_rendezvous(name: str) -> None:
+    args = flags("--nnodes", "1:2", "--rdzv-backend", "c10d", f"--{name}", *_REFUSED_WITH_A_RENDEZVOUS[name])
+    assert needs_rendezvous(args)
+    with pytest.raises(LaunchError, match=f"--{name} cannot be combined with a rendezvous"):
+        torch_agent.start_with_torch_agent(args, Program(("script.py",)), {})
+
+
+def test_every_flag_is_passed_on_or_refused_with_a_rendezvous() -> None:
+    before = {"autotuning", "dry_run", "config", *(name.replace("-", "_") for name in AXIS_FLAGS), "shape", "tokens"}
+    ours = {"module", "no_python", "run_path", "no_local_rank", "nproc", "num_gpus", "grace", "log_level", "quiet"}
+    without_effect = {"help", "node_rank", "no_ssh_check", "standalone"}
+    known = {*torch_agent.TORCHRUN_FLAGS, *torch_agent.UNSUPPORTED_FLAGS, *before, *ours, *without_effect}
+    assert {action.dest for action in build_run_parser()._actions} == known
 
 
 def test_placement_flags_are_detected() -> None:

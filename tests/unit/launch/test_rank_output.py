@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from windlass.launch.agent_channel import MESSAGE_PREFIX, MessageReader, bytes_to_text, text_to_bytes
 from windlass.launch.exit_status import LaunchExitStatus, RankFailure, combine_failures
+from windlass.launch.launch_errors import LaunchError
 from windlass.launch.launch_flags import build_run_parser, parse_flags
 from windlass.launch.live_rank_table import LiveRankTable
 from windlass.launch.output_flags import output_routing_from_args
@@ -106,6 +107,15 @@ def test_restart_appends_to_the_same_files(tmp_path: Path) -> None:
         console.feed(0, OUT, b"x\n")
         console.close()
         assert (tmp_path / "rank0.log").read_text() == expected
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to Linux's /dev/full")
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    console, _ = shown(OutputRouting(directory=tmp_path))
+    with pytest.raises(LaunchError, match=f"{tmp_path}/rank0.log: No space left on device"):
+        console.feed(0, OUT, b"text\n")
+    console.close()
 
 
 def test_last_lines_are_of_the_first_failed_rank() -> None:

@@ -144,6 +144,12 @@ def test_forwarded_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert exported_environment(environ, str(here))["SECRET"] == "x"
 
 
+def test_environment_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_bytes(b"A=\xff\n")
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env is not UTF-8 text"):
+        exported_environment({"HOME": str(tmp_path)}, str(tmp_path))
+
+
 def test_lines_of_an_environment_file() -> None:
     text = "A=1\n\n# no\nexport B=x=y\nC=\nD='a b'\n E = \"q\" \nF=it's\n"
     assert parse_environment_file(text, "f") == {"A": "1", "B": "x=y", "C": "", "D": "a b", "E": "q", "F": "it's"}
