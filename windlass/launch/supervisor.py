@@ -86,7 +86,7 @@ class RankEvents:
         return True
 
     def on_stopping(self, grace_s: float) -> None:
-        """Record that the launcher stops the ranks. Those that it kills after `grace_s` seconds are no failures."""
+        """Record that ranks are stopped. Those that are killed after `grace_s` seconds do not count as failed."""
         self._killed_after = time.monotonic() + grace_s
 
     def on_host_lost(self, host: str, first_rank: int, num_ranks: int, reason: str) -> None:
