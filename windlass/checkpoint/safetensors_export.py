@@ -20,8 +20,7 @@ from windlass.base.regular_file import read_regular
 from windlass.checkpoint.checkpoint_directory import (
     disk_errors,
     fsync_directory,
-    is_checkpoint,
-    list_tags,
+    is_any_checkpoint,
     require_space,
 )
 from windlass.checkpoint.safetensors_file import TensorEntry
@@ -122,9 +121,11 @@ def export_safetensors(
 
 
 def _refuse_checkpoint_target(target: Path, exported: Path) -> None:
-    """Refuse to overwrite a directory with checkpoints: overwriting removes it."""
+    """Refuse to overwrite a directory with checkpoints at any depth: overwriting removes it."""
     here = target.resolve()
-    if exported.resolve().is_relative_to(here) or is_checkpoint(here) or list_tags(here):
+    if exported.resolve().is_relative_to(here) or any(
+        is_any_checkpoint(Path(folder)) for folder, _, _ in os.walk(here)
+    ):
         raise CheckpointError(f"{target} holds checkpoints, which would be removed; choose another directory")
 
 

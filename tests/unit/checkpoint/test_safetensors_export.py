@@ -111,6 +111,18 @@ def test_overwrite_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str) 
     export_safetensors(saved, saved / "hf")  # a new folder beside the tags is accepted
 
 
+@pytest.mark.parametrize(
+    "inner", ["checkpoint/t/checkpoint.json", ".t.replaced/checkpoint.json", "a/mp_rank_00_model_states.pt"]
+)
+def test_overwrite_removes_no_checkpoint_at_any_depth(saved: Path, tmp_path: Path, inner: str) -> None:
+    kept = tmp_path / "other" / inner
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    with pytest.raises(CheckpointError, match="holds checkpoints, which would be removed"):
+        export_safetensors(saved, tmp_path / "other", overwrite=True)
+    assert kept.exists()
+
+
 def test_file_at_the_directory_path_is_replaced(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("old")
     export_safetensors(saved, tmp_path / "out", overwrite=True)
