@@ -81,17 +81,30 @@ def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
 def rename_lock(directory: Path) -> Iterator[bool]:
     """Hold the lock for renames in `directory`, briefly, so that jobs that save there at the same time take turns.
 
-    The system releases the lock when its holder dies. Yields False on file systems without locks; each rename is atomic
-    there too.
+    The system releases the lock when its holder dies, with the children that it forked meanwhile. Yields False on file
+    systems without locks; each rename is atomic there too.
 
     Raises:
         CheckpointError: another process has held it for a minute; the message names the process.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    owner = os.getpid()
     try:
         yield _acquire_lock(descriptor, directory)
     finally:
-        os.close(descriptor)
+        release_lock(descriptor, owner)
+
+
+def release_lock(descriptor: int, owner: int) -> None:
+    """Release the lock of an open file and close it.
+
+    Closing is not enough: a child forked meanwhile, such as a worker of a DataLoader, shares the lock. For the same
+    reason only the process `owner`, which took the lock, may release it.
+    """
+    if os.getpid() == owner:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _acquire_lock(descriptor: int, directory: Path) -> bool:
@@ -155,8 +168,11 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
         raise CheckpointError(f"{root} has no {LATEST!r} file; pass a tag. {_known_tags_message(root)}")
     path = root / name
     if not path.exists() and is_checkpoint(replaced_path(root, name)):
-        path = replaced_path(root, name)
-        logger.warning("the process that replaced %s died; reading the previous checkpoint, %s", name, path)
+        with rename_lock(root):  # a running save holds it between its two renames
+            if died := not path.exists():
+                path = replaced_path(root, name)
+        if died:
+            logger.warning("the process that replaced %s died; reading the previous checkpoint, %s", name, path)
     if not path.resolve().is_relative_to(root.resolve()):
         raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
     if not path.is_dir():
@@ -215,6 +231,14 @@ def fsync_directory(directory: Path) -> None:
 def replaced_path(directory: Path, tag: str) -> Path:
     """Return the path of the previous checkpoint `tag` while a new one replaces it."""
     return directory / f".{tag}.replaced"
+
+
+def remove_tag(path: Path) -> None:
+    """Remove the directory of a checkpoint. Of a symbolic link only the link is removed."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def is_checkpoint(path: Path) -> bool:

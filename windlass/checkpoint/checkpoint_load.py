@@ -95,7 +95,12 @@ def load(
     # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
-    collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first, on_overwrite)
+    try:
+        collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first, on_overwrite)
+    except CheckpointError as error:
+        if local.stored.is_replaced:  # files of the new checkpoint do not fit the index of the former one
+            raise CheckpointError(f"{_replaced_message(path)} ({error})") from error
+        raise
     matched = len(requested) - len(missing)
     summary = (
         f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
@@ -137,7 +142,9 @@ def _prepare_load(
     opened: StoredCheckpoint | None,
 ) -> tuple[list[str], list[str]]:
     """Append this rank's request to `requests`. Return the names it requests, and those that are missing."""
-    if opened is not None and opened.path == path:  # otherwise it was replaced meanwhile
+    if opened is not None:
+        if opened.path != path or opened.is_replaced:
+            raise CheckpointError(_replaced_message(opened.path))
         stored = opened
     else:
         stored = StoredCheckpoint.from_path(path, parameter_order, slice(ranks.rank, None, ranks.world_size))
@@ -153,6 +160,10 @@ def _prepare_load(
     check(stored.plain, own)
     requests.append(_LoadRequest(stored, present, own))
     return list(held), missing
+
+
+def _replaced_message(path: Path) -> str:
+    return f"{path} was replaced or removed by another save while it was read; load again"
 
 
 def _mismatch(name: str, holding: HeldTensor, index: CheckpointIndex, cast: bool) -> str:

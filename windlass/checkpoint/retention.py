@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
-from windlass.checkpoint.checkpoint_directory import fsync_directory, list_tags, read_latest
+from windlass.checkpoint.checkpoint_directory import fsync_directory, list_tags, read_latest, remove_tag
 
 _DEFAULT = re.compile(r"^global_step\d+$")
 
@@ -46,18 +46,19 @@ def remove_old_checkpoints(
     for tag in gone:
         _remove(root, tag)
     for left in root.glob(".*.removing"):
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # `_remove` has logged it
+            remove_tag(left)
     return gone
 
 
 def _remove(root: Path, tag: str) -> None:
     hidden = root / f".{tag}.removing"
     try:
-        if hidden.exists():
-            shutil.rmtree(hidden)
+        if os.path.lexists(hidden):
+            remove_tag(hidden)
         os.rename(root / tag, hidden)
         fsync_directory(root)
-        shutil.rmtree(hidden)
+        remove_tag(hidden)
     except OSError as error:
         logger.warning("the checkpoint %s could not be removed (%s); remove it by hand", root / tag, error)
     else:

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import sys
 import time
 import weakref
@@ -23,6 +22,8 @@ from windlass.checkpoint.checkpoint_directory import (
     disk_errors,
     fsync_directory,
     is_checkpoint,
+    release_lock,
+    remove_tag,
     rename_lock,
     replaced_path,
     to_printable,
@@ -60,22 +61,22 @@ class StagingCheckpoint:
                     f"{final} exists and is not a windlass checkpoint; remove it or choose another tag"
                 )
             if is_checkpoint(former) and not is_checkpoint(final):
-                if final.exists():
-                    final.rmdir()  # an empty directory
-                os.rename(former, final)
+                with rename_lock(directory):  # the save that moved it may be running
+                    _restore_replaced(former, final)
             _warn_concurrent_writers(directory, tag, remove_stale_staging(directory))
             self.path, lock = _create_staging(directory, tag)
-        self._release = weakref.finalize(self, _close, lock)
+        self._release = weakref.finalize(self, _close, lock, os.getpid())
 
     def commit(self) -> Path:
         """Rename the directory to the tag, and return the path.
 
-        An earlier checkpoint of that tag stays intact until then.
+        An earlier checkpoint of that tag stays intact until then. If the tag is a symbolic link, the link is replaced,
+        and what it names is kept.
         """
         final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
         with disk_errors(final, 0), rename_lock(self._directory):
             fsync_directory(self.path)
-            if moved := final.exists():
+            if moved := os.path.lexists(final):
                 os.rename(final, former)
             try:
                 os.rename(self.path, final)
@@ -104,7 +105,7 @@ def remove_stale_staging(directory: Path) -> list[Path]:
     """
     living: list[Path] = []
     for path in directory.glob(".*.replaced"):
-        if path.is_dir() and not path.is_symlink() and is_checkpoint(directory / path.name[1 : -len(".replaced")]):
+        if (path.is_dir() or path.is_symlink()) and is_checkpoint(directory / path.name[1 : -len(".replaced")]):
             _remove(path)
     for path in [path for path in directory.iterdir() if path.name.startswith(".") and path.name.endswith(_SUFFIX)]:
         if not path.is_dir() or path.is_symlink():
@@ -124,8 +125,18 @@ def remove_stale_staging(directory: Path) -> list[Path]:
             if _remove(path):
                 logger.info("removed %s, which a run that died left behind", path)
         finally:
-            _close(lock)
+            _close(lock, os.getpid())
     return living
+
+
+def _restore_replaced(former: Path, final: Path) -> None:
+    """Give the checkpoint `former` its tag back, unless the save that moved it has ended since."""
+    if is_checkpoint(former) and not is_checkpoint(final):
+        if final.is_symlink():
+            final.unlink()
+        elif final.exists():
+            final.rmdir()  # an empty directory
+        os.rename(former, final)
 
 
 _WARNED_WRITERS: set[str] = set()
@@ -167,9 +178,9 @@ def _read_writer(staging: Path) -> tuple[str, str]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a directory that is no longer needed. A failure is logged and not raised."""
+    """Remove a directory, or a link to one, that is no longer needed. A failure is logged and not raised."""
     try:
-        shutil.rmtree(path)
+        remove_tag(path)
     except FileNotFoundError:  # removed by another run
         return False
     except OSError as error:
@@ -196,7 +207,7 @@ def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
         if lock is not None and (path / _LOCK).exists():
             os.write(lock, (_process_identity() + _describe_process()).encode("utf-8", "replace"))
             return path, lock
-        _close(lock)
+        _close(lock, os.getpid())
     raise CheckpointError(
         f"{directory}: other runs keep removing the staging directory of {tag!r}; save to another directory"
     )
@@ -242,6 +253,6 @@ def _writer_died_here(staging: Path) -> bool:
         return False
 
 
-def _close(lock: int | None) -> None:
+def _close(lock: int | None, owner: int) -> None:
     if lock is not None:
-        os.close(lock)
+        release_lock(lock, owner)

@@ -106,12 +106,18 @@ class StoredCheckpoint:
 
     def _open(self, tag: str, path: Path, parameter_order: ParameterOrder | None, checked_files: slice) -> None:
         self.tag, self.path = tag, path
+        self._identity = _index_identity(path)  # before the index is read, so that a later one is noticed
         self.index, foreign = read_any_index(self.path, parameter_order)
         self.files = OpenFileCache(self.path, TensorFile if foreign is None else foreign.open_file)
         with self:
             check_entries(self.index, sorted(self.index.files)[checked_files], self._file)
             tensors = {name: self.read_full(name) for name in plain_data.tensor_names(self.index.plain)}
         self.plain: dict[str, Any] = plain_data.decode(self.index.plain, tensors)
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the path has another index now: a save has replaced the checkpoint, or it was removed."""
+        return _index_identity(self.path) != self._identity
 
     def read_rank_plain(self, rank: int) -> dict[str, Any] | None:
         """Return the plain data of one of the ranks that saved; None if there were fewer ranks."""
@@ -246,6 +252,15 @@ class StoredCheckpoint:
 
     def _file(self, name: str) -> TensorFile:
         return self.files.get(name)
+
+
+def _index_identity(path: Path) -> tuple[int, int] | None:
+    """Return time and size of a checkpoint's index; None without one. Inodes may change on network file systems."""
+    try:
+        found = (path / INDEX_FILE).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def missing_names(stored: StoredCheckpoint, names: Iterable[str]) -> list[str]:

@@ -323,8 +323,6 @@ def load_engine(
     ranks.run_on_all("checking the data position", lambda: check_data_position(engine.training_dataloader, position))
 
     def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        if shared is not plain:  # another checkpoint was saved under this tag meanwhile
-            require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", require_all=True)
         if groups_too:
             assert engine.optimizer is not None
             check_saved_groups(engine.optimizer, matched, shared["groups"])

@@ -214,7 +214,10 @@ def locked_directory(directory: Path, key: str) -> Iterator[None]:
         raise _write_error(directory, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # a child forked meanwhile shares the lock, so closing the file is not enough
+            fcntl.flock(lock, fcntl.LOCK_UN)
     finally:
         os.close(lock)
 

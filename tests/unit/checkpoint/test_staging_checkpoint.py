@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import SavedState, read_full, save, staging_checkpoint
+from windlass.checkpoint import SavedState, checkpoint_directory, load, read_full, save, staging_checkpoint
+from windlass.checkpoint.checkpoint_directory import find_checkpoint, rename_lock
+from windlass.checkpoint.retention import remove_old_checkpoints
 from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 
 STATE = SavedState(tensors={"x": torch.ones(3)})
 
@@ -111,3 +115,75 @@ def test_failed_rename_keeps_the_former_checkpoint(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match="t cannot be written"):
         save(tmp_path, "t", SavedState(tensors={"x": torch.zeros(3)}))
     assert sorted(os.listdir(tmp_path)) == ["latest", "t"] and dict(read_full(tmp_path))["x"].all()
+
+
+def test_child_forked_under_the_lock_does_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_directory, "_LOCK_TIMEOUT_S", 0.1)
+    end, start = os.pipe()
+    with rename_lock(tmp_path):
+        if not (child := os.fork()):  # as a worker of a DataLoader
+            os.close(start)
+            os.read(end, 1)
+            os._exit(0)
+    try:
+        with rename_lock(tmp_path) as alone:
+            assert alone
+    finally:
+        os.close(start)
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("target", ["a", "gone"])
+def test_tag_that_is_a_link_is_replaced_and_its_target_kept(tmp_path: Path, target: str) -> None:
+    save(tmp_path, "a", STATE)
+    (tmp_path / "best").symlink_to(target)
+    for value in (2.0, 3.0):
+        save(tmp_path, "best", SavedState(tensors={"x": torch.full((3,), value)}))
+        assert sorted(os.listdir(tmp_path)) == ["a", "best", "latest"]
+        assert dict(read_full(tmp_path, "best"))["x"].tolist() == [value] * 3
+    assert not (tmp_path / "best").is_symlink() and dict(read_full(tmp_path, "a"))["x"].all()
+
+
+def test_rotation_of_a_link_removes_the_link_alone(tmp_path: Path) -> None:
+    save(tmp_path, "a", STATE)
+    (tmp_path / "global_step1").symlink_to("a")
+    save(tmp_path, "global_step2", STATE)
+    assert remove_old_checkpoints(tmp_path, 1, "global_step2", []) == ["global_step1"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "global_step2", "latest"]
+
+
+def test_reader_and_next_save_wait_for_a_save_between_its_two_renames(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, "t", STATE)
+    new = StagingCheckpoint(tmp_path, "elsewhere").path
+    shutil.copytree(tmp_path / "t", new, dirs_exist_ok=True)
+    found: list[object] = []
+    with rename_lock(tmp_path):
+        os.rename(tmp_path / "t", tmp_path / ".t.replaced")
+        readers = [
+            threading.Thread(target=lambda: found.append(find_checkpoint(tmp_path, "t"))),
+            threading.Thread(target=lambda: found.append(StagingCheckpoint(tmp_path, "t"))),
+        ]
+        for reader in readers:
+            reader.start()
+            reader.join(0.1)
+            assert reader.is_alive()
+        os.rename(new, tmp_path / "t")
+    for reader in readers:
+        reader.join()
+    assert ("t", tmp_path / "t") in found and len(found) == 2
+    assert "died" not in caplog.text
+
+
+def test_checkpoint_replaced_while_it_is_loaded_is_an_error_that_says_so(tmp_path: Path) -> None:
+    save(tmp_path, "t", STATE)
+    opened = StoredCheckpoint(tmp_path, "t")
+    save(tmp_path, "t", SavedState(tensors={"x": torch.zeros(3), "y": torch.zeros(1)}))
+    into = SavedState(tensors={"x": torch.full((3,), 7.0)})
+    with pytest.raises(
+        CheckpointError, match="t was replaced or removed by another save while it was read; load again"
+    ):
+        load(tmp_path, "t", into, opened=opened)
+    assert (into.tensors["x"] == 7).all(), "nothing was overwritten"
