@@ -166,7 +166,7 @@ class StepComparison:
         allowed = share * (requested.values.double().abs() + _finite_or_zero(requested.rms))
         apart = measure_difference(seen.values, requested.values, allowed, seen.dtype)
         if not apart.exceeding_count:  # the norm also covers the elements that were not sampled
-            full = torch.tensor([seen.norm]), torch.tensor([requested.norm])
+            full = [torch.tensor([one.norm], dtype=torch.float64) for one in (seen, requested)]
             bound = max(share, 1e-12) * _finite_or_zero(requested.norm)
             norms = measure_difference(*full, bound, torch.float64)
             apart = norms if norms.exceeding_count else apart
