@@ -127,9 +127,9 @@ class StripedFiles:
                 _resize(file, size)
         except OSError as error:
             number = error.errno or errno.EIO
-            for file, size in zip(self._files, before, strict=True):
-                os.ftruncate(file.descriptor, size)
-                file.size = size
+            for changed, size in zip(self._files, before, strict=True):
+                os.ftruncate(changed.descriptor, size)
+                changed.size = size
             grown = sum(sizes) - sum(before)
             raise self._no_space_error(file, what, grown, f"{error_name(number)}; {advice_for(number)}") from error
         self._end = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windlass.base.errors import StorageError
+from windlass.storage import striped_files
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.striped_files import StripedFiles, filesystem_of
 
@@ -84,3 +86,21 @@ def test_one_bad_path_leaves_no_files_in_the_others(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="file"):
         StripedFiles([tmp_path / "good", tmp_path / "file"], PAGE, "test")
     assert list((tmp_path / "good").iterdir()) == []
+
+
+def test_failed_growth_names_the_path_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stripes = StripedFiles([tmp_path / name for name in "abc"], PAGE, "test")
+    resize = striped_files._resize
+
+    def refuse(file: striped_files._StripeFile, size: int) -> None:
+        if file.path.name == "b":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        resize(file, size)
+
+    monkeypatch.setattr(striped_files, "_resize", refuse)
+    try:
+        with pytest.raises(StorageError, match=f"more needed on {tmp_path / 'b'},"):
+            stripes.resize(6 * PAGE, "all")
+        assert [os.fstat(file).st_size for file in stripes.descriptors] == [0, 0, 0]
+    finally:
+        stripes.close()
