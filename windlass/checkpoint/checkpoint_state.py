@@ -54,7 +54,7 @@ class OffloadedStorage:
         return False
 
     def open(self) -> AbstractContextManager[Any]:
-        """Return a context in which the values are in memory. May be called in any thread."""
+        """Return a context in which a copy of the values is in memory. May be called in any thread."""
         raise NotImplementedError
 
     def block_writers(self) -> None:

@@ -35,9 +35,9 @@ class RankFile:
 
     [Note: saving while training goes on] An async save copies resident tensors to a host buffer with the layout of the
     file; from there whole pages are written to disk without another copy. Offloaded values are not copied but read one
-    storage handle after the other. An update waits before it changes the values of a handle that is not yet written,
-    and that handle is written next (`OffloadedStorage`). So the memory is the size of this rank's resident tensors,
-    kept for the next save, and one storage handle.
+    storage handle after the other, before the copy is written. An update waits before it changes the values of a handle
+    that is not yet read, and that handle is read next (`OffloadedStorage`). So the memory is the size of this rank's
+    resident tensors, kept for the next save, and one storage handle.
 
     Args:
         items: entries in file order, except that wide dtypes come first.
@@ -100,9 +100,10 @@ class RankFile:
         try:
             if self._items:
                 with TensorFileWriter(self.path, self.entries, self._layout) as file:
+                    # first, as updates wait for them: each handle waits for all writes that are in flight
+                    self._write_from_storages(file, handles, sums)
                     for names, start, data in self._copied_runs:
                         file.submit_bytes(names, start, data)
-                    self._write_from_storages(file, handles, sums)
                     for names, start, data in self._copied_runs:
                         sums |= {name: tensor_crc32(self._entry_bytes(name, data, start)) for name in names}
                         for name in names:
@@ -136,6 +137,8 @@ class RankFile:
             left.remove(one)
             stays = handle is None or handle.is_resident
             with handle.open() if handle is not None else nullcontext():
+                if isinstance(handle, OffloadedStorage):
+                    handle.release_writers()  # `open` has copied the values
                 for item in items:
                     tensor = item.get()
                     checksums[item.name] = file.submit(item.name, tensor)
@@ -147,8 +150,6 @@ class RankFile:
                 if not stays:
                     file.wait()
                     held = 0
-            if isinstance(handle, OffloadedStorage):
-                handle.release_writers()
 
     def _copy_item(self, item: RankFileItem, target: torch.Tensor) -> Pending:
         return copy_to_host(self._view_entry(item.entry, target), item.get().detach())

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import FlatShard, LazyFlatTensor, SavedState, load, save
-from windlass.checkpoint.safetensors_file import TensorFile, TensorFileWriter
+from windlass.checkpoint.checkpoint_state import OffloadedStorage
+from windlass.checkpoint.rank_file import RankFile, RankFileItem
+from windlass.checkpoint.safetensors_file import TensorEntry, TensorFile, TensorFileWriter
 
 _open: list[Any] = []
 
@@ -222,3 +224,35 @@ def test_writer_waits_only_for_tensors_that_are_freed(
     result = torch.empty(full)
     load(tmp_path, "t", SavedState(shards=[FlatShard("x", full, 0, result)]))
     assert torch.equal(result, torch.arange(4.0).repeat_interleave(memory.numel()))
+
+
+def test_writers_of_offloaded_values_wait_for_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Away(OffloadedStorage):
+        @contextmanager
+        def open(self) -> Iterator[None]:
+            log.append("open")
+            yield
+
+        def release_writers(self) -> None:
+            if not self._released.is_set():
+                log.append("release")
+            super().release_writers()
+
+    for name in ("wait", "submit_bytes"):
+        real = getattr(TensorFileWriter, name)
+        monkeypatch.setattr(TensorFileWriter, name, lambda *given, n=name, real=real: (log.append(n), real(*given)))
+    values = torch.ones(5)
+    entry = TensorEntry(values.dtype, tuple(values.shape))
+    handles = [None, Away(), Away()]
+    items = [RankFileItem(f"x{n}", entry, lambda: values, handle) for n, handle in enumerate(handles)]
+    file = RankFile(tmp_path / "rank", items)
+    file.copy_resident(torch.empty(file.copy_nbytes, dtype=torch.uint8))
+    sums = file.write()
+    one = ["open", "release", "submit_bytes", "wait"]
+    assert log == [*one, *one, "submit_bytes"], "a handle is released once read, and the resident copy is written last"
+    with TensorFile(tmp_path / "rank") as written:
+        for n in range(3):
+            written.read_into(f"x{n}", back := torch.zeros(5), sums[f"x{n}"])
+            assert torch.equal(back, values)
