@@ -248,3 +248,21 @@ def patience(timeout_s: float) -> list[float]:
 def test_collective_timeout_exceeds_the_watchdog_timeout() -> None:
     assert run_ranks(patience, 2, 7200.0)[0] == [10800.0, 10800.0]
     assert run_ranks(patience, 2, 60.0)[0] == [1800.0, 1800.0]
+
+
+def destroyed_with_failing_monitor() -> tuple[list[str], bool]:
+    engine = start(specimen("mlp"), ds_config(Recipe(), Setting(stage=3)))
+    model, closed = engine.module, list[str]()
+    engine._async_save.close = lambda: closed.append("save")
+
+    def fail() -> None:
+        raise RuntimeError("the service went away")
+
+    engine._reporter.close = fail
+    with pytest.raises(RuntimeError, match="the service went away"):
+        engine.destroy()
+    return closed, all(parameter.numel() for parameter in model.parameters())
+
+
+def test_destroy_finishes_the_save_and_restores_the_model_although_a_monitor_fails() -> None:
+    assert run_ranks(destroyed_with_failing_monitor, 1) == [(["save"], True)]

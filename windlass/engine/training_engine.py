@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._backwards_at_last_step_call = 0  # backwards of the current step when its last micro-batch ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
-        self.saved_tags: set[str] = set()  # tags of checkpoints that this engine wrote
+        self.saved_tags: set[tuple[str, str]] = set()  # directories and tags of checkpoints that this engine wrote
         self._restore_gc = suspend_garbage_collection() if config.disable_python_gc else _nothing
         self._attach(sharded)
 
@@ -725,13 +725,12 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if not self._destroyed:
             self._destroyed = True
             self._restore_gc()
-            if self._hybrid is not None:
-                self._hybrid.close()
-            self._reporter.close()
-            try:
-                self._async_save.close()
-            finally:
-                self._sharded.destroy()
+            with ExitStack() as stack:  # from the last to the first, each also after an error of another
+                stack.callback(self._sharded.destroy)
+                stack.callback(self._async_save.close)
+                stack.callback(self._reporter.close)
+                if self._hybrid is not None:
+                    stack.callback(self._hybrid.close)
 
 
 def _nothing() -> None:

@@ -134,7 +134,7 @@ class RunMonitor:
         for name, writer in list(self._writers.items()):
             try:
                 writer.write(plain)
-            except OSError as error:
+            except Exception as error:  # wandb and comet_ml raise exceptions of their own
                 logger.error(f"{name}: cannot write ({error}); nothing more is written there in this run")
                 del self._writers[name]
 
@@ -144,7 +144,7 @@ class RunMonitor:
             name, writer = self._writers.popitem()
             try:
                 writer.close()
-            except OSError as error:
+            except Exception as error:
                 logger.error(f"{name}: the last events may be missing ({error})")
 
     def __enter__(self) -> RunMonitor:

@@ -212,6 +212,23 @@ def test_failing_writer_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: p
     assert [entry[0] for entry in wandb.said if isinstance(entry, tuple)] == [1, 2]
 
 
+def test_error_of_a_package_stops_neither_events_nor_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ServiceGoneError(Exception):
+        pass
+
+    def gone(*_: object, **__: object) -> None:
+        raise ServiceGoneError("the service went away")
+
+    for closes_only in (False, True):
+        wandb = FakeWandb()
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        monitor = RunMonitor(sections(tmp_path, "csv_monitor", "wandb"), rank=0)
+        monkeypatch.setattr(monitor._writers["wandb"], "close" if closes_only else "write", gone)
+        monitor.write_events([("loss", 1.0, 1)])
+        assert ("wandb" in monitor._writers) == closes_only and "csv_monitor" in monitor._writers
+        monitor.close()
+
+
 def test_wandb_failure_at_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
 
