@@ -69,3 +69,25 @@ def test_export_equals_the_full_model(stage: int, precision: str, tmp_path: Path
     for name, value in written.items():
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value.view(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
+
+
+def tags_after_rotation(own: str, other: str) -> list[str]:
+    import windlass
+    from windlass.checkpoint import SavedState, list_tags, save
+
+    save(other, "best", SavedState(), save_latest=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "checkpoint": {"keep_last": 1},
+    }
+    engine = windlass.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+    engine.save_checkpoint(own, tag="best")
+    engine.save_checkpoint(other, tag="last")
+    engine.save_checkpoint(other, tag="next")
+    engine.destroy()
+    return list_tags(other)
+
+
+def test_rotation_spares_a_tag_that_the_engine_wrote_to_another_directory(tmp_path: Path) -> None:
+    assert run_ranks(tags_after_rotation, 1, str(tmp_path / "own"), str(tmp_path / "other")) == [["best", "next"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,8 @@ class EngineState:
     Attributes:
         raw_config: the configuration as the script gave it.
         metadata: plain data of the engine's class, saved beside the state under keys of its own.
-        saved_tags: tags of the checkpoints that the engine wrote; a save adds its own.
+        saved_tags: directories and tags of the checkpoints that the engine wrote; a save adds its own on the rank that
+            removes old checkpoints.
     """
 
     sharded: ShardedModel
@@ -105,7 +107,7 @@ class EngineState:
     lr_scheduler: Any
     training_dataloader: Any
     async_save: AsyncSave
-    saved_tags: set[str]
+    saved_tags: set[tuple[str, str]]
     metadata: dict[str, Any]
 
 
@@ -218,13 +220,15 @@ def save_engine(
         {"random": rng_state(engine.sharded.device)},
     )
     keep = engine.config.checkpoint.keep_last
-    written = engine.saved_tags | {name}
+    resolved = os.path.realpath(directory)
 
     def afterwards() -> None:
+        engine.saved_tags.add((resolved, name))
         for one in foreign_formats():
             one.write_tools(Path(directory))
         if keep is not None:
-            remove_old_checkpoints(directory, keep, name, written)
+            own = [tag for where, tag in engine.saved_tags if where == resolved]
+            remove_old_checkpoints(directory, keep, name, own)
 
     export: Callable[[Path, int], None] | None = None
     if wanted_format != "windlass":
@@ -251,7 +255,6 @@ def save_engine(
     except CheckpointError:  # raised on all ranks
         model.disk_health.check("nothing is saved, master weights and optimizer states could not be read")
         raise
-    engine.saved_tags.add(name)
     return True
 
 

@@ -47,7 +47,7 @@ class EngineParts:
     progress: TrainingProgress
     lr_scheduler: Any
     training_dataloader: Any
-    saved_tags: set[str]
+    saved_tags: set[tuple[str, str]]
     _config: Config
     _sharded: ShardedModel
     _optimizer: ShardedOptimizer | None
