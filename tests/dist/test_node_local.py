@@ -15,7 +15,11 @@ import windlass
 from tests.dist.equivalence_runs import whole_params
 from tests.dist.harness import run_ranks
 from tests.models import Place, mlp, rows
+from windlass.base.collective_activity import activity
 from windlass.base.errors import CheckpointError
+from windlass.checkpoint import FlatShard, SavedState, node_disks
+from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.checkpoint.checkpoint_save import CheckpointSave
 
 Files = dict[str, str]
 
@@ -112,3 +116,30 @@ def test_a_node_that_cannot_write_stops_all(tmp_path: Path) -> None:
     for text in run_ranks(fails, 2, places, transport="gloo"):
         assert "rank 1" in text and "kept" in text
     assert list(Path(places[0], "kept").iterdir()) == []
+
+
+def progress_while_copying(disks: list[str]) -> tuple[int, set[str]]:
+    """Return the progress that this rank's waits show while files are copied, and the names of these waits."""
+    os.chdir(disks[dist.get_rank()])
+    os.environ["GROUP_RANK"] = disks[dist.get_rank()]
+    node_disks._CHUNK, node_disks._NOTE_INTERVAL_S = 1000, 0.0
+    counts, waits = [], set[str]()
+    receive = node_disks._Channel.receive
+
+    def observed(channel: node_disks._Channel, source: int) -> Any:
+        assert activity.current_wait is not None
+        waits.add(activity.current_wait.operation)
+        value = receive(channel, source)
+        counts.append(activity.progress_count)
+        return value
+
+    node_disks._Channel.receive = observed
+    shard = FlatShard("x", (4000,), 1000 * dist.get_rank(), torch.ones(1000))
+    ranks = CheckpointRanks.of_group(None)
+    CheckpointSave("kept", "t", SavedState([shard]), ranks, True, use_node_local_storage=True).finish(ranks)
+    return len(set(counts)), waits
+
+
+def test_ranks_that_wait_for_a_long_copy_show_its_progress_to_the_watchdog(tmp_path: Path) -> None:
+    for seen, waits in run_ranks(progress_while_copying, 4, disks(tmp_path, 4, 2), transport="gloo"):
+        assert seen > 8 and waits == {"copying to the disks of other nodes"}  # two files of more than four chunks

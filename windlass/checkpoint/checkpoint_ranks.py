@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ class CheckpointRanks:
             if self.world_size == 1 and isinstance(error, CheckpointError):
                 raise
             failure = error
-        with nullcontext() if self.in_background else WaitScope(step):
+        with self.waiting(step):
             outcomes = self._all_gather_object((None if failure is None else error_text(failure), result))
         failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
         if failures:
@@ -73,6 +73,10 @@ class CheckpointRanks:
         """Run `work` on rank 0 alone and return its result on every rank. Collective; raises as `run_on_all` does."""
         results = self.run_on_all(step, lambda: work() if self.rank == 0 else None)
         return results[0]  # type: ignore[return-value]
+
+    def waiting(self, step: str) -> AbstractContextManager[None]:
+        """Return a context for waits for the other ranks in `step`, for the reports of the watchdog."""
+        return nullcontext() if self.in_background else WaitScope(step)
 
     def gather_to_first(self, step: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank. Return all results on rank 0, and an empty list on the others. Collective.

@@ -4,23 +4,29 @@
 the first of them creates. Once all files are written, and the index on rank 0's node, the nodes send each other the
 missing files. So every node's directory holds the full checkpoint, and any number of ranks on any node can load it;
 each node needs space for all of it. If all nodes share the directory, nothing changes.
+
+The other ranks of a node wait as long as the files are copied. Their leader tells them about each second of progress,
+so that the watchdog does not take a long copy for a hang.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass.base.atomic_file import make_directory, open_new
+from windlass.base.collective_activity import activity
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.checkpoint_directory import disk_errors, fsync_directory
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 
 _CHUNK = 32 << 20  # bytes sent at a time
+_NOTE_INTERVAL_S = 1.0  # seconds between notes of progress
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,12 @@ class NodeDisks:
     Attributes:
         leaders: the first rank of each node with a disk of its own; rank 0 first.
         local_leader: the leader of this rank's node.
+        followers: the other ranks of this rank's node.
     """
 
     leaders: tuple[int, ...]
     local_leader: int
+    followers: tuple[int, ...]
 
     @classmethod
     def detect(cls, staging: Path, ranks: CheckpointRanks) -> NodeDisks:
@@ -45,7 +53,9 @@ class NodeDisks:
         first: dict[str | None, int] = {}
         for rank, name in enumerate(names):
             first.setdefault(name, rank)
-        return cls(tuple(first.values()), first[names[ranks.rank]])
+        own = names[ranks.rank]
+        followers = tuple(rank for rank, name in enumerate(names) if name == own and rank != first[own])
+        return cls(tuple(first.values()), first[own], followers)
 
     @property
     def has_several(self) -> bool:
@@ -61,18 +71,30 @@ class NodeDisks:
         Raises:
             CheckpointError: a file could not be read or written on some node. Raised on all ranks.
         """
-        ranks.run_on_all("copying to the disks of other nodes", lambda: self._exchange_files(staging, ranks))
+        step = "copying to the disks of other nodes"
+
+        def work() -> None:
+            with ranks.waiting(step):
+                if ranks.rank == self.local_leader:
+                    self._exchange_files(staging, ranks)
+                else:
+                    channel = _Channel(ranks)
+                    while channel.receive(self.local_leader):
+                        pass
+
+        ranks.run_on_all(step, work)
 
     def _exchange_files(self, staging: Path, ranks: CheckpointRanks) -> None:
-        if ranks.rank not in self.leaders:
-            return
-        problems: list[str] = []
-        for source in self.leaders:
-            if source == ranks.rank:
-                _send_files(staging, [leader for leader in self.leaders if leader != source], ranks, problems)
-            else:
-                _receive_files(staging, source, ranks, problems)
-        fsync_directory(staging)
+        channel, problems = _Channel(ranks, self.followers), list[str]()
+        try:
+            for source in self.leaders:
+                if source == ranks.rank:
+                    _send_files(staging, [leader for leader in self.leaders if leader != source], channel, problems)
+                else:
+                    _receive_files(staging, source, channel, problems)
+            fsync_directory(staging)
+        finally:
+            channel.release_followers()
         if problems:
             raise CheckpointError("; ".join(problems))
 
@@ -82,20 +104,53 @@ def _node_name() -> str:
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
-def _send_files(staging: Path, others: list[int], ranks: CheckpointRanks, problems: list[str]) -> None:
+class _Channel:
+    """Transfers of objects between ranks, each of which counts as progress of this rank and of its followers.
+
+    Args:
+        followers: ranks that receive True from time to time, until `release_followers` sends them False.
+    """
+
+    def __init__(self, ranks: CheckpointRanks, followers: tuple[int, ...] = ()) -> None:
+        assert ranks.group is not None
+        self._group, self._followers, self._is_watched = ranks.group, followers, not ranks.in_background
+        self._noted = time.monotonic()
+
+    def send(self, value: Any, to: int) -> None:
+        self._group.send_object(value, to)
+        self._note_progress()
+
+    def receive(self, source: int) -> Any:
+        value = self._group.receive_object(source)
+        self._note_progress()
+        return value
+
+    def release_followers(self) -> None:
+        for follower in self._followers:
+            self._group.send_object(False, follower)
+
+    def _note_progress(self) -> None:
+        activity.progress_count += self._is_watched
+        if time.monotonic() - self._noted >= _NOTE_INTERVAL_S:
+            for follower in self._followers:
+                self._group.send_object(True, follower)
+            self._noted = time.monotonic()
+
+
+def _send_files(staging: Path, others: list[int], channel: _Channel, problems: list[str]) -> None:
     """Send each node the files it lacks. An error while reading is sent too."""
     names = sorted(
         str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file() and path.name[0] != "."
     )
     lacking: dict[int, set[str]] = {}
     for other in others:
-        _send_object(names, other, ranks)
-        lacking[other] = set(_receive_object(other, ranks))
+        channel.send(names, other)
+        lacking[other] = set(channel.receive(other))
     for name in names:
         to = [other for other in others if name in lacking[other]]
         for chunk in _read_chunks(staging / name) if to else ():
             for other in to:
-                _send_object(chunk, other, ranks)
+                channel.send(chunk, other)
             if isinstance(chunk, str):
                 problems.append(chunk)
 
@@ -112,15 +167,15 @@ def _read_chunks(path: Path) -> Iterator[bytes | str | None]:
     yield None
 
 
-def _receive_files(staging: Path, source: int, ranks: CheckpointRanks, problems: list[str]) -> None:
+def _receive_files(staging: Path, source: int, channel: _Channel, problems: list[str]) -> None:
     """Receive and write the files that this node lacks.
 
     After a failure, receive and drop the rest: the sender must not block.
     """
-    names = [name for name in _receive_object(source, ranks) if not (staging / name).exists()]
-    _send_object(names, source, ranks)
+    names = [name for name in channel.receive(source) if not (staging / name).exists()]
+    channel.send(names, source)
     for name in names:
-        arriving = _IncomingFile(source, ranks)
+        arriving = _IncomingFile(source, channel)
         try:
             _write(staging / name, arriving)
         except CheckpointError as error:
@@ -138,15 +193,15 @@ class _IncomingFile:
         error: the sender's error, set after the last chunk; empty if the file is complete.
     """
 
-    def __init__(self, source: int, ranks: CheckpointRanks) -> None:
-        self._source, self._ranks, self._ended = source, ranks, False
+    def __init__(self, source: int, channel: _Channel) -> None:
+        self._source, self._channel, self._ended = source, channel, False
         self.error = ""
 
     def __iter__(self) -> _IncomingFile:
         return self
 
     def __next__(self) -> bytes:
-        chunk = None if self._ended else _receive_object(self._source, self._ranks)
+        chunk = None if self._ended else self._channel.receive(self._source)
         if isinstance(chunk, bytes):
             return chunk
         self._ended = True
@@ -162,13 +217,3 @@ def _write(path: Path, chunks: Iterator[bytes]) -> None:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _send_object(value: Any, to: int, ranks: CheckpointRanks) -> None:
-    assert ranks.group is not None
-    ranks.group.send_object(value, to)
-
-
-def _receive_object(source: int, ranks: CheckpointRanks) -> Any:
-    assert ranks.group is not None
-    return ranks.group.receive_object(source)
