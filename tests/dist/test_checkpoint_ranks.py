@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from tests.dist.harness import run_ranks
 from tests.unit.checkpoint import sample_states
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import FlatShard, SavedState, list_tags, load, read_full, save
+from windlass.checkpoint import FlatShard, SavedState, list_tags, load, read_full, read_plain, save
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
+from windlass.comm.rank_group import RankGroup
 
 WORLD = 3
 Run = tuple[Path, list[dict[str, Any]]]
@@ -154,3 +156,23 @@ def test_failure_on_one_rank_raises_the_same_error_on_all(run: Run) -> None:
         assert text in received[fault], fault
     assert list_tags(root) == ["two", "three", "replicas", "damaged"]
     assert {path.name for path in root.iterdir()} == {*list_tags(root), "latest"}
+
+
+def largest_gathered_object(root: Path) -> int:
+    """Return the bytes of the largest object that this rank receives from all ranks in a save."""
+    sizes = [0]
+    gather = RankGroup.all_gather_object
+
+    def measured(group: RankGroup, value: Any) -> list[Any]:
+        values = gather(group, value)
+        sizes.append(max(len(pickle.dumps(one)) for one in values))
+        return values
+
+    RankGroup.all_gather_object = measured
+    save(root, "t", SavedState(tensors={"x": torch.ones(2)}, plain={"client": "a" * 1_000_000}))
+    return max(sizes)
+
+
+def test_client_state_is_not_sent_to_every_rank(tmp_path: Path) -> None:
+    assert max(run_ranks(largest_gathered_object, 2, tmp_path)) < 100_000
+    assert len(read_plain(tmp_path, "t")["client"]) == 1_000_000

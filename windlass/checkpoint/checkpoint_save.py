@@ -107,8 +107,9 @@ class CheckpointSave:
         self._staging: StagingCheckpoint | None = None
         self._nodes: NodeDisks | None = None
         held: dict[str, HeldTensor] = {}
+        shared: list[Any] = []  # stays on rank 0, which alone writes it and whose client state may be large
         targets = ranks.run_on_all(
-            "preparing to save", lambda: _prepare_save(held, self._directory, tag, state, ranks.rank)
+            "preparing to save", lambda: _prepare_save(held, shared, self._directory, tag, state, ranks.rank)
         )
         _check_same_target(targets)
         try:
@@ -117,9 +118,7 @@ class CheckpointSave:
             # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
             from windlass.checkpoint import collective_transfer
 
-            self._writer = collective_transfer.plan_save(
-                path, held, ranks, targets[0][1], [own for _, _, own in targets]
-            )
+            self._writer = collective_transfer.plan_save(path, held, ranks, shared[0], [own for _, own in targets])
             if derived_metadata is not None:
                 self._writer.observe(derived_metadata.add)
         except BaseException:
@@ -227,9 +226,12 @@ class CheckpointSave:
 
 
 def _prepare_save(
-    held: dict[str, HeldTensor], root: Path, tag: str, state: SavedState, rank: int
-) -> tuple[str, Any, Any]:
-    """Fill `held` with this rank's boxes. Return the target path and the encoded plain data."""
+    held: dict[str, HeldTensor], shared_plain: list[Any], root: Path, tag: str, state: SavedState, rank: int
+) -> tuple[str, Any]:
+    """Fill `held` with this rank's boxes, and append the shared plain data to save, None except on rank 0.
+
+    Return the target path and this rank's own plain data, encoded.
+    """
     where = str(root / check_tag(tag))
     held.update(hold_tensors(state.shards, state.tensors))
     shared, found = plain_data.encode(dict(state.plain), "plain/")
@@ -238,10 +240,11 @@ def _prepare_save(
     # raise.
     for name, tensor in ({**found, **found_own} if rank == 0 else found_own).items():
         held[name] = hold_full_tensor(tensor)
-    return where, shared if rank == 0 else None, own
+    shared_plain.append(shared if rank == 0 else None)
+    return where, own
 
 
-def _check_same_target(targets: list[tuple[str, Any, Any]]) -> None:
-    if len({where for where, _, _ in targets}) > 1:
-        places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(targets))
+def _check_same_target(targets: list[tuple[str, Any]]) -> None:
+    if len({where for where, _ in targets}) > 1:
+        places = "; ".join(f"rank {rank}: {where}" for rank, (where, _) in enumerate(targets))
         raise CheckpointError(f"ranks save to different paths ({places}); pass the same directory and tag on all ranks")

@@ -92,7 +92,8 @@ class EpochLoader:
 
     Each complete iteration advances to the next epoch, and so to the next shuffle; `set_epoch` overrides that. After an
     interrupted iteration the next one restarts its epoch, as in torch, unless `load_state_dict` set a position.
-    `load_state_dict` also moves a running iteration.
+    `load_state_dict` also moves a running iteration. The state after an interrupted iteration is the position behind
+    its last batch, since a script that ends there saves it to continue later.
 
     Iteration draws nothing from torch's global generator, from which a plain DataLoader draws its workers' seeds. So a
     run that resumes inside an epoch draws the same random numbers as an uninterrupted one.
