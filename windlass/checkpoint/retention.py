@@ -1,9 +1,9 @@
 """Removal of old checkpoints once a new one is finished.
 
-[Note: retention] `checkpoint.keep_last` counts finished windlass checkpoints whose tag this engine wrote, or is
-`global_step` and a number (the default tag, so that a restarted run continues to count). Others are neither counted nor
-removed: tags that a user chose, DeepSpeed's checkpoints, directories that are not checkpoints. The newest ones stay,
-and so do the one just saved and the one that `latest` names. A checkpoint is renamed to a hidden name before its
+[Note: retention] `checkpoint.keep_last` counts finished windlass checkpoints that this engine wrote there, or whose tag
+is `global_step` and a number (the default tag, so that a restarted run continues to count). Others are neither counted
+nor removed: tags that a user chose, DeepSpeed's checkpoints, directories that are not checkpoints. The newest ones
+stay, and so do the one just saved and the one that `latest` names. A checkpoint is renamed to a hidden name before its
 removal, so that a kill in the middle leaves nothing that looks like a checkpoint.
 """
 
@@ -31,7 +31,7 @@ def remove_old_checkpoints(
 
     Args:
         saved_tag: the tag that was just saved.
-        own_tags: all tags that this run wrote.
+        own_tags: all tags that this run wrote to `directory`.
     """
     root = Path(directory)
     try:
