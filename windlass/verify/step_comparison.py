@@ -166,9 +166,9 @@ class StepComparison:
         allowed = share * (requested.values.double().abs() + _finite_or_zero(requested.rms))
         apart = measure_difference(seen.values, requested.values, allowed, seen.dtype)
         if not apart.exceeding_count:  # the norm also covers the elements that were not sampled
-            full = [torch.tensor([one.norm], dtype=torch.float64) for one in (seen, requested)]
+            have, want = (torch.tensor([one.norm], dtype=torch.float64) for one in (seen, requested))
             bound = max(share, 1e-12) * _finite_or_zero(requested.norm)
-            norms = measure_difference(*full, bound, torch.float64)
+            norms = measure_difference(have, want, bound, torch.float64)
             apart = norms if norms.exceeding_count else apart
         what = "weight during the module's forward" if weight else "output of its module"
         tensor = event.tensor if weight else _output_name(event)
