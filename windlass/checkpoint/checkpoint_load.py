@@ -95,12 +95,7 @@ def load(
     # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
-    try:
-        collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first, on_overwrite)
-    except CheckpointError as error:
-        if local.stored.is_replaced:  # files of the new checkpoint do not fit the index of the former one
-            raise CheckpointError(f"{_replaced_message(path)} ({error})") from error
-        raise
+    collective_transfer.load_held_tensors(local.stored, local.held, ranks, first, check_first, on_overwrite)
     matched = len(requested) - len(missing)
     summary = (
         f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
@@ -144,7 +139,7 @@ def _prepare_load(
     """Append this rank's request to `requests`. Return the names it requests, and those that are missing."""
     if opened is not None:
         if opened.path != path or opened.is_replaced:
-            raise CheckpointError(_replaced_message(opened.path))
+            raise CheckpointError(opened.replaced_message)
         stored = opened
     else:
         stored = StoredCheckpoint.from_path(path, parameter_order, slice(ranks.rank, None, ranks.world_size))
@@ -160,10 +155,6 @@ def _prepare_load(
     check(stored.plain, own)
     requests.append(_LoadRequest(stored, present, own))
     return list(held), missing
-
-
-def _replaced_message(path: Path) -> str:
-    return f"{path} was replaced or removed by another save while it was read; load again"
 
 
 def _mismatch(name: str, holding: HeldTensor, index: CheckpointIndex, cast: bool) -> str:

@@ -65,7 +65,7 @@ def load_held_tensors(
     """
 
     def fill(some: dict[str, HeldTensor]) -> None:
-        with ChunkReader(stored.files) as sources:
+        with stored, ChunkReader(stored.files) as sources:
             sources.fill(list(wanted(some, stored.index)))
 
     def begin() -> None:

@@ -71,6 +71,8 @@ def read_any_index(
 class StoredCheckpoint:
     """Finished checkpoint, open for reading. No process group, not collective; use it in a `with` statement.
 
+    If another save has replaced the checkpoint meanwhile, that is the error of a read inside the statement.
+
     Args:
         directory: the directory given to the save.
         tag: None: the tag in `latest`.
@@ -119,6 +121,11 @@ class StoredCheckpoint:
         """True if the path has another index now: a save has replaced the checkpoint, or it was removed."""
         return _index_identity(self.path) != self._identity
 
+    @property
+    def replaced_message(self) -> str:
+        """Text of an error because of `is_replaced`."""
+        return f"{self.path} was replaced or removed by another save while it was read; load again"
+
     def read_rank_plain(self, rank: int) -> dict[str, Any] | None:
         """Return the plain data of one of the ranks that saved; None if there were fewer ranks."""
         if rank >= self.index.world_size or self.index.ranks[rank] is None:
@@ -140,6 +147,8 @@ class StoredCheckpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.files.__exit__(kind, error, trace)
+        if isinstance(error, CheckpointError) and self.is_replaced:  # files of another checkpoint than the index
+            raise CheckpointError(f"{self.replaced_message} ({error})") from error
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of tensors with this prefix, without those inside plain data."""

@@ -187,3 +187,11 @@ def test_checkpoint_replaced_while_it_is_loaded_is_an_error_that_says_so(tmp_pat
     ):
         load(tmp_path, "t", into, opened=opened)
     assert (into.tensors["x"] == 7).all(), "nothing was overwritten"
+
+
+def test_read_of_a_replaced_checkpoint_is_not_reported_as_damage(tmp_path: Path) -> None:
+    save(tmp_path, "t", STATE)
+    said = r"replaced or removed by another save while it was read.*rank_00000"
+    with pytest.raises(CheckpointError, match=said), StoredCheckpoint(tmp_path, "t") as stored:
+        save(tmp_path, "t", SavedState(tensors={"y": torch.zeros(2)}))
+        stored.read_full("x")
