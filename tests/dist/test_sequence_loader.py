@@ -279,11 +279,11 @@ def test_tiled_computations_under_deepspeed_names() -> None:
         same(actual, loss(layer, hidden, labels, mask) / parts)
     shard, passed = {"x": hidden, "y": labels}, {"self": layer}
     same(sequence_tiled_compute(lambda x, y, self: _mlp(self, x), 9, 4, shard, passed, "x", parameters, 1, None), full)
-    same(sequence_tiled_compute(loss, 9, 3, shard, passed, "x", parameters, 0, "sum"), loss(layer, hidden, labels))
-    same(
-        SequenceTiledCompute.apply(loss, 9, 3, ["x", "y"], ["self"], "x", parameters, 0, "mean", hidden, labels, layer),
-        loss(layer, hidden, labels) / 3,
-    )
+    for shards in (1, 2, 3, 5):  # not all of these divide the 9 tokens
+        actual = sequence_tiled_compute(loss, 9, shards, shard, passed, "x", parameters, 0, "sum")
+        same(actual, loss(layer, hidden, labels))
+        arguments = ["x", "y"], ["self"], "x", parameters, 0, "mean", hidden, labels, layer
+        same(SequenceTiledCompute.apply(loss, 9, shards, *arguments), loss(layer, hidden, labels) / shards)
 
 
 def wrong() -> list[str]:

@@ -105,7 +105,8 @@ class Tiling:
             size = output.shape[self.out_dim]
             if total is None:  # preallocate: torch.cat of a list would take the memory twice
                 shape = list(output.shape)
-                shape[self.out_dim] = inputs[0].shape[self.dim] * size // min(self.tile_size, inputs[0].shape[self.dim])
+                # Rounded up: the last tile is smaller, but may have as large an output, as one number of each tile.
+                shape[self.out_dim] = -(-inputs[0].shape[self.dim] * size // self.tile_size)
                 total = output.new_empty(shape)
             total.narrow(self.out_dim, done, size).copy_(output)
             done += size
