@@ -624,6 +624,49 @@ def test_script_creates_expert_groups() -> None:
     run_ranks(_experts_of_a_script, 4)
 
 
+def _norms_of_parts() -> None:
+    from windlass.compat import norm_functions
+    from windlass.compat.pipeline_grid import PipelineParallelGrid
+    from windlass.compat.process_topology import PipeModelDataParallelTopology
+
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+    rank = dist.get_rank()
+    replicated, part, tied = own = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    part.tensor_model_parallel = True  # type: ignore[attr-defined]
+    tied.ds_pipe_replicated = grid.get_stage_id() == 1  # type: ignore[attr-defined]
+    replicated.grad, part.grad, tied.grad = torch.full((1,), 3.0), torch.full((1,), rank + 1.0), torch.full((1,), 5.0)
+    norm = math.sqrt(2 * 9 + 30 + 25)  # one of each stage, one of each rank, and one
+    assert norm_functions.get_grad_norm(own, mpu=grid) == pytest.approx(norm)
+    assert norm_functions.get_weight_norm(own, mpu=grid) == pytest.approx(math.sqrt(2 + 4 + 1))
+    assert norm_functions.clip_gradients(iter(own), norm / 2, mpu=grid) == pytest.approx(norm)
+    assert [p.grad.item() for p in own] == pytest.approx([1.5, (rank + 1) / 2, 2.5])
+    flat = nn.Parameter(torch.ones(1))
+    flat.grad = torch.full((1,), rank + 1.0)
+    assert norm_functions.get_flattened_grad_norm([flat], mpu=grid) == pytest.approx(math.sqrt(30))
+    for parameter in own:
+        parameter.grad = torch.zeros(1)
+    assert norm_functions.get_grad_zeros(own, mpu=grid) == 2 + 4 + 1
+    experts, pair = [torch.tensor([rank + 1.0])], grid.get_slice_parallel_group()
+    of_pair = math.hypot(rank // 2 * 2 + 1, rank // 2 * 2 + 2)
+    assert norm_functions.get_global_norm_of_tensors(experts, moe_ep_group=pair).item() == pytest.approx(of_pair)
+    assert norm_functions.get_global_norm_of_tensors(experts, math.inf, None, pair).item() == rank // 2 * 2 + 2
+    of_stages = math.hypot(rank % 2 + 1, rank % 2 + 3)  # and not of the other rank of the stage
+    alone = grid.get_data_parallel_group()
+    assert norm_functions.get_global_norm_of_tensors(experts, 2, grid, alone).item() == pytest.approx(of_stages)
+
+
+def test_norms_count_each_part_of_a_model_once() -> None:
+    run_ranks(_norms_of_parts, 4)
+
+
+def test_a_norm_that_is_not_finite_scales_nothing() -> None:
+    from windlass.compat import norm_functions
+
+    tensors = [torch.tensor([1.0, math.nan]), torch.ones(1)]
+    assert norm_functions.clip_tensors_by_global_norm(tensors, 0.5).item() == -1.0  # type: ignore[union-attr]
+    assert tensors[1].item() == 1.0
+
+
 def _exchanged() -> None:
     from windlass.compat.sequence_exchange import SequenceAllToAll
 

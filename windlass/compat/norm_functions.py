@@ -14,12 +14,18 @@ import torch
 import torch.distributed as dist
 
 from windlass.compat.expert_groups import (
+    _get_expert_model_parallel_world_size,
     _get_expert_parallel_group,
     _get_expert_parallel_group_dict,
     _get_max_expert_parallel_group,
     _get_max_expert_size_name,
 )
-from windlass.compat.parallel_groups import bwc_tensor_model_parallel_rank
+from windlass.compat.parallel_groups import (
+    bwc_pipeline_parallel_group,
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+)
+from windlass.compat.runtime_constants import PIPE_REPLICATED
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -41,36 +47,34 @@ def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, 
 
 def get_grad_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
     """Return the norm of all gradients as one vector; -1 if it is not finite."""
-    norm = _total_norm(_counted_gradients(parameters, mpu), norm_type, mpu).item()
-    return norm if math.isfinite(norm) else -1.0
+    return _finite_or_minus_one(_total_norm(_counted_gradients(parameters, mpu), norm_type, mpu))
 
 
 def get_flattened_grad_norm(
     parameters: Tensors, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
 ) -> float:
-    """Return `get_grad_norm` of flat buffers.
+    """Return the norm of the gradients of flat buffers as one vector; -1 if it is not finite.
+
+    Every rank counts its buffers, whose parameters are not marked.
 
     Raises:
         NotImplementedError: a mask is given. It is not needed: flat buffers here hold each parameter once.
     """
     if grad_norm_mask is not None:
         raise NotImplementedError("get_flattened_grad_norm: grad_norm_mask is not built; pass each parameter once")
-    return get_grad_norm(parameters, norm_type, mpu)
+    return _finite_or_minus_one(_total_norm(_gradients(parameters), norm_type, mpu))
 
 
 def get_weight_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
     """Return the norm of all parameters as one vector; -1 if it is not finite."""
-    norm = _total_norm(
-        [parameter.detach() for parameter in _counted_parameters(parameters, mpu)], norm_type, mpu
-    ).item()
-    return norm if math.isfinite(norm) else -1.0
+    return _finite_or_minus_one(_total_norm(_counted_parameters(parameters, mpu), norm_type, mpu))
 
 
 def get_grad_zeros(parameters: Tensors, mpu: Any = None) -> float:
     """Return the number of zero elements in the gradients."""
     zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in _counted_gradients(parameters, mpu))
     total = torch.tensor(float(zeros))
-    _all_reduce_over_model(total, mpu, dist.ReduceOp.SUM)
+    _all_reduce_over(total, _model_group(mpu), dist.ReduceOp.SUM)
     return total.item()
 
 
@@ -99,12 +103,17 @@ def get_global_norm_of_tensors(
 ) -> torch.Tensor:
     """Return the norm of all tensors as one vector, a float32 scalar; -1 if it is not finite.
 
+    Args:
+        moe_ep_group: the tensors belong to experts, which are spread over this group: the norm is also that over the
+            group, and over the pipeline stages of `mpu` instead of all of its model-parallel ranks, unless experts are
+            sharded by tensor parallelism.
+
     Raises:
         AssertionError: an item is not a tensor.
     """
     tensors = list(input_tensors)
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors), "every item must be a tensor"
-    norm = _total_norm(tensors, norm_type, mpu)
+    norm = _total_norm(tensors, norm_type, mpu, moe_ep_group)
     return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
 
 
@@ -129,8 +138,11 @@ def clip_gradients(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> float | torch.Tensor:
-    """Clip the parameters' gradients as `clip_tensors_by_global_norm` does."""
-    return clip_tensors_by_global_norm(_gradients(parameters), max_norm, global_grad_norm, mpu, eps)
+    """Scale gradients down if their `get_grad_norm`, or the given norm, exceeds `max_norm`. Return that norm."""
+    own = _as_list(parameters)  # materialize: the argument may be a generator
+    norm = get_grad_norm(own, mpu=mpu) if global_grad_norm is None else global_grad_norm
+    _scale_to_max_norm(_gradients(own), max_norm, norm, eps)
+    return norm
 
 
 def combine_grad_norm_groups(norm_groups: Iterable[float | torch.Tensor], norm_type: float = 2) -> torch.Tensor:
@@ -225,10 +237,15 @@ def _gradients(parameters: Tensors) -> list[torch.Tensor]:
 def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
     """Return the parameters that this rank counts.
 
-    Only the first rank of a model-parallel group counts replicated ones.
+    Only the first rank of a model-parallel group counts replicated ones, and only the stage that owns it a parameter
+    that lies on several stages.
     """
     first = bwc_tensor_model_parallel_rank(mpu) == 0
-    return [parameter for parameter in _as_list(parameters) if first or is_model_parallel_parameter(parameter)]
+    return [
+        parameter
+        for parameter in _as_list(parameters)
+        if (first or is_model_parallel_parameter(parameter)) and not getattr(parameter, PIPE_REPLICATED, False)
+    ]
 
 
 def _counted_gradients(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
@@ -246,30 +263,40 @@ def _spread_of(parameter: torch.Tensor) -> str | None:
 
 def _expert_norm(parameters: list[torch.Tensor], norm_type: float, name: str) -> torch.Tensor:
     """Return the norm of the experts' gradients on all ranks of a group. Collective."""
+    return _total_norm(_gradients(parameters), norm_type, None, _get_expert_parallel_group(name))
+
+
+def _total_norm(tensors: list[torch.Tensor], norm_type: float, mpu: Any, moe_ep_group: Any = None) -> torch.Tensor:
     kind = float(norm_type)
-    total = _total_norm(_gradients(parameters), norm_type, None)
+    each = [torch.linalg.vector_norm(tensor.detach().float(), kind) for tensor in tensors]
     largest = math.isinf(kind)
-    total = total if largest else total.pow(kind)
-    how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    dist.all_reduce(total, op=how, group=_get_expert_parallel_group(name))
+    if largest:
+        total, how = torch.stack(each).max() if each else torch.tensor(0.0), dist.ReduceOp.MAX
+    else:
+        total, how = torch.stack(each).pow(kind).sum() if each else torch.tensor(0.0), dist.ReduceOp.SUM
+    _all_reduce_over(total, _model_group(mpu, of_experts=moe_ep_group is not None), how)
+    _all_reduce_over(total, moe_ep_group, how)
     return total if largest else total.pow(1 / kind)
 
 
-def _total_norm(tensors: list[torch.Tensor], norm_type: float, mpu: Any) -> torch.Tensor:
-    kind = float(norm_type)
-    each = [torch.linalg.vector_norm(tensor.detach().float(), kind) for tensor in tensors]
-    if math.isinf(kind):
-        total = torch.stack(each).max() if each else torch.tensor(0.0)
-        _all_reduce_over_model(total, mpu, dist.ReduceOp.MAX)
-        return total
-    total = torch.stack(each).pow(kind).sum() if each else torch.tensor(0.0)
-    _all_reduce_over_model(total, mpu, dist.ReduceOp.SUM)
-    return total.pow(1 / kind)
+def _finite_or_minus_one(norm: torch.Tensor) -> float:
+    value = norm.item()
+    return value if math.isfinite(value) else -1.0
 
 
-def _all_reduce_over_model(total: torch.Tensor, mpu: Any, how: Any) -> None:
-    if mpu is not None:
-        dist.all_reduce(total, op=how, group=mpu.get_model_parallel_group())
+def _model_group(mpu: Any, *, of_experts: bool = False) -> Any:
+    """Return the group whose ranks hold other parts of the model; None without one."""
+    if mpu is None:
+        return None
+    if not of_experts or _get_expert_model_parallel_world_size() > 1:
+        return mpu.get_model_parallel_group()
+    # Without tensor parallelism of experts, the ranks of a stage hold the same experts.
+    return bwc_pipeline_parallel_group(mpu) if bwc_pipeline_parallel_world_size(mpu) > 1 else None
+
+
+def _all_reduce_over(total: torch.Tensor, group: Any, how: Any) -> None:
+    if group is not None:
+        dist.all_reduce(total, op=how, group=group)
 
 
 @torch.no_grad()
@@ -277,6 +304,6 @@ def _scale_to_max_norm(
     tensors: list[torch.Tensor], max_norm: float, norm: float | torch.Tensor, eps: float = 1e-6
 ) -> None:
     factor = float(max_norm / (float(norm) + eps))
-    if factor < 1:
+    if 0 <= factor < 1:  # negative: the norm is -1, that of gradients that are not finite
         for tensor in tensors:
             tensor.detach().mul_(factor)
