@@ -151,7 +151,7 @@ def build_engine(
     set_config_log_level(config.log_level)
     if config.comments:
         logger.info(f"{config.name}: ignored as comments: {join_abridged(config.comments)}")
-    if "activation_checkpointing" in config.model_fields_set and not activation_checkpoint_api.is_configured():
+    if "activation_checkpointing" in config.model_fields_set and not activation_checkpoint_api.has_options():
         activation_checkpoint_api.configure(config)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(

@@ -22,6 +22,12 @@ def query_grid(grid: PipelineParallelGrid) -> dict[str, Any]:
         dist.all_reduce(total, group=getattr(grid, f"get_{axis}_parallel_group")())
         sums[axis] = int(total)
     names = ("pipe", "data", "model", "slice")
+    for megatron, axis in (("pipeline_model", "pipe"), ("tensor_model", "slice")):
+        for what in ("rank", "world_size", "group"):
+            assert (
+                getattr(grid, f"get_{megatron}_parallel_{what}")() == getattr(grid, f"get_{axis}_parallel_{what}")()
+            ), (megatron, what)
+    assert grid.get_data_parallel_group_ranks() == dist.get_process_group_ranks(grid.get_data_parallel_group())
     return {
         "sums": sums,
         "ranks": {name: getattr(grid, f"get_{name}_parallel_rank")() for name in names},
@@ -95,4 +101,4 @@ def test_grid_serves_as_mpu_and_another_rank_order_is_refused() -> None:
     for result, refused in run_ranks(read_back, 4):
         assert result == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
         assert refused.startswith("rank 0: the mpu orders ranks differently")
-        assert "the ranks of get_pipe_parallel_group() is [0, 1]" in refused and "would be [0, 2]" in refused
+        assert "the ranks of get_pipeline_model_parallel_group() is [0, 1]" in refused and "would be [0, 2]" in refused

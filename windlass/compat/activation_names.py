@@ -11,17 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from windlass import checkpointing
 from windlass.base.errors import ConfigError
-from windlass.checkpointing import checkpoint as checkpoint
-from windlass.checkpointing import checkpoint as non_reentrant_checkpoint
 from windlass.checkpointing import get_offload_counters as get_offload_counters
 from windlass.checkpointing import is_configured as is_configured
 from windlass.checkpointing import manual_seed as model_parallel_cuda_manual_seed
 from windlass.checkpointing import offload_saved_tensors as offload_saved_tensors
 from windlass.checkpointing import reset as reset
+from windlass.compat.parallel_groups import bwc_tensor_model_parallel_group
 from windlass.parallel.activation_checkpoint_api import current_options, model_parallel_seed, set_options
 from windlass.parallel.rng_tracker import MODEL_PARALLEL_RNG, RngTracker, rng_tracker, set_rng_state
 from windlass.parallel.rng_tracker import RngTracker as CudaRNGStatesTracker
@@ -73,7 +71,8 @@ def configure(
     """Configure activation checkpointing, as `windlass.checkpointing.configure` does.
 
     Args:
-        mpu_: object whose `get_model_parallel_group()` returns the model-parallel group.
+        mpu_: object whose `get_tensor_model_parallel_group()`, or an older name of it, returns the group of the ranks
+            that share a tensor; None: that of the call before.
         deepspeed_config: a configuration; its section `activation_checkpointing` applies where an argument is None.
         more: arguments of `windlass.checkpointing.configure` that DeepSpeed lacks, such as `nvme_path`.
 
@@ -82,6 +81,7 @@ def configure(
         ConfigError: see `windlass.checkpointing.configure`.
     """
     global _unit
+    unit = _unit if mpu_ is None else mpu_
     try:
         checkpointing.configure(
             deepspeed_config,
@@ -91,13 +91,25 @@ def configure(
             cpu_checkpointing=checkpoint_in_cpu,
             synchronize_checkpoint_boundary=synchronize,
             profile=profile,
-            **{"group": _model_parallel_group(mpu_), **more},
+            **{"group": bwc_tensor_model_parallel_group(unit), **more},
         )
     except ConfigError as error:
         if "add number_checkpoints" not in str(error):
             raise
         raise LayersError(f"{error}, the number of layers that are checkpointed (num_checkpoints=...)") from None
-    _unit = mpu_
+    _unit = unit
+
+
+def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `windlass.checkpointing.checkpoint`, and return a tuple or list of results as DeepSpeed does: the element,
+    if there is only one, else a tuple."""
+    outputs = checkpointing.checkpoint(function, *args, **kwargs)
+    if isinstance(outputs, (tuple, list)) and len(outputs) == 1:
+        return outputs[0]
+    return tuple(outputs) if isinstance(outputs, list) else outputs
+
+
+non_reentrant_checkpoint = checkpoint
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -137,16 +149,6 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
     set_rng_state(new_state)
 
 
-def _model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """Return the process group of a Megatron-style model-parallel unit, or None if it has none."""
-    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
-        found = getattr(mpu, name, None)
-        if found is not None:
-            group: dist.ProcessGroup = found()
-            return group
-    return None
-
-
 def __getattr__(name: str) -> Any:
     if name in _OPTIONS:
         return getattr(current_options(), _OPTIONS[name])
@@ -168,13 +170,15 @@ def _setter(option: str) -> Callable[[Any], None]:
 def _set_unit(unit: Any) -> None:
     global _unit
     if unit is not _unit:
-        set_options(replace(current_options(), group=_model_parallel_group(unit)))
+        set_options(replace(current_options(), group=bwc_tensor_model_parallel_group(unit)))
         _unit = unit
 
 
 def _set_enabled(enabled: bool) -> None:
+    global _unit
     if enabled != is_configured():
-        set_options(current_options() if enabled else None)
+        set_options(current_options() if enabled else None, configured=enabled)
+        _unit = _unit if enabled else None
 
 
 LIVE: dict[str, Callable[[Any], None]] = {

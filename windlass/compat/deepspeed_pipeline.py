@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from windlass.compat import activation_names
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
 from windlass.compat.deepspeed_engine import DeepSpeedEngine
 from windlass.compat.pipeline_grid import PipelineParallelGrid
@@ -83,7 +84,7 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         stages: Any = self.module
         if stages.activation_checkpoint_interval < 1:
             return False
-        own = stages.activation_checkpoint_func is checkpoint
+        own = stages.activation_checkpoint_func in (checkpoint, activation_names.checkpoint)
         return not own or self._config.pipeline.use_reentrant
 
     def _run_backward(self, run: Callable[[], None], is_last: bool) -> None:

@@ -96,6 +96,10 @@ class PipelineParallelGrid:
         """Return the group of the ranks that differ only in their stage."""
         return self.pp_proc_group
 
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+
     def get_data_parallel_rank(self) -> int:
         """Return this rank's index among the copies of its part of the model."""
         return self.data_parallel_id
@@ -107,6 +111,10 @@ class PipelineParallelGrid:
     def get_data_parallel_group(self) -> Any:
         """Return the group of the ranks with copies of this rank's part of the model."""
         return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the ranks with copies of this rank's part of the model."""
+        return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
         """Return this rank's index among the ranks that hold one copy of the model."""
@@ -131,6 +139,10 @@ class PipelineParallelGrid:
     def get_slice_parallel_group(self) -> Any:
         """Return the group of the ranks over which this rank's matrices are sharded."""
         return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
 
     def _place(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))

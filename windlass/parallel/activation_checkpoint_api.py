@@ -67,6 +67,7 @@ class ActivationCheckpointOptions:
 
 _SEED_OFFSET = 2718
 _options: ActivationCheckpointOptions | None = None
+_configured = False
 _settings: RecomputeSettings | None = None
 _offloaders: dict[tuple[ActivationTier, tuple[str, ...], int], SavedTensorOffloader] = {}
 
@@ -102,6 +103,7 @@ def configure(
         ConfigError: the configuration is invalid, or options contradict each other.
         StorageError: no files can be created at `nvme_path`.
     """
+    global _configured
     given: dict[str, Any] = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_memory_optimization,
@@ -115,6 +117,7 @@ def configure(
     }
     text = {name: value for name, value in given.items() if value is not None}
     _apply_options(replace(_options_from_config(config), **text))
+    _configured = True
 
 
 def current_options() -> ActivationCheckpointOptions:
@@ -122,21 +125,30 @@ def current_options() -> ActivationCheckpointOptions:
     return _options or ActivationCheckpointOptions()
 
 
-def set_options(options: ActivationCheckpointOptions | None) -> None:
-    """Set all options at once. None restores the defaults.
+def set_options(options: ActivationCheckpointOptions | None, *, configured: bool = False) -> None:
+    """Set all options at once. None restores the state before `configure`.
+
+    Args:
+        configured: `is_configured` returns True from now on, as after `configure`.
 
     Raises:
         ConfigError: options contradict each other.
         StorageError: no files can be created at `nvme_path`.
     """
-    global _options
+    global _options, _configured
     _apply_options(options or ActivationCheckpointOptions())
     _options = options
+    _configured = options is not None and (configured or _configured)
+
+
+def has_options() -> bool:
+    """Return True if options were set, by `configure` or by `set_options`."""
+    return _options is not None
 
 
 def is_configured() -> bool:
     """Return True if `configure` was called."""
-    return _options is not None
+    return _configured
 
 
 def reset() -> None:

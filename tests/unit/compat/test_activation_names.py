@@ -20,6 +20,7 @@ from windlass.parallel.activation_checkpoint_api import current_options
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(activation_checkpoint_api, "_options", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_configured", False)
     monkeypatch.setattr(activation_checkpoint_api, "_settings", None)
     monkeypatch.setattr(activation_names, "_unit", None)
     yield
@@ -82,6 +83,33 @@ def test_detached_variables_keep_requires_grad() -> None:
 
 
 def test_other_names_are_those_of_windlass() -> None:
-    assert activation_names.non_reentrant_checkpoint is checkpointing.checkpoint
     assert activation_names.get_cuda_rng_tracker() is checkpointing.rng_tracker
     assert activation_names.model_parallel_cuda_manual_seed is checkpointing.manual_seed
+
+
+def test_the_unit_of_an_earlier_call_stays() -> None:
+    group: Any = object()
+    unit = SimpleNamespace(get_model_parallel_group=object, get_slice_parallel_group=lambda: group)
+    activation_names.configure(unit)
+    assert current_options().group is group, "not the group of all ranks that hold the model"
+    activation_names.configure(None, profile=True)
+    assert current_options().group is group and current_options().profile and activation_names.mpu is unit
+
+
+def test_setting_an_option_does_not_configure() -> None:
+    activation_names.partition_activations_in_checkpoint(True)
+    activation_names.LIVE["PROFILE_TIME"](True)
+    assert not activation_names.is_configured() and current_options().partition_activations
+    activation_names.LIVE["deepspeed_checkpointing_enabled"](True)
+    assert activation_names.is_configured() and current_options().profile
+
+
+@pytest.mark.parametrize("call", [activation_names.checkpoint, activation_names.non_reentrant_checkpoint])
+def test_results_are_returned_as_by_deepspeed(call: Any) -> None:
+    x = torch.ones(2, requires_grad=True)
+    for one in (lambda a: a * 2, lambda a: (a * 2,), lambda a: [a * 2]):
+        assert torch.equal(call(one, x), x * 2)
+    for two in (lambda a: (a, a * 2), lambda a: [a, a * 2]):
+        found = call(two, x)
+        assert type(found) is tuple and len(found) == 2
+    assert call(lambda a: {"a": a}, x).keys() == {"a"}

@@ -22,6 +22,7 @@ from windlass.parallel import activation_checkpoint_api
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(activation_checkpoint_api, "_options", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_configured", False)
     monkeypatch.setattr(activation_checkpoint_api, "_settings", None)
     monkeypatch.setattr(activation_checkpoint_api, "_offloaders", {})
     yield

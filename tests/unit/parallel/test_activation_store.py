@@ -55,6 +55,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(module, "start_copy_to_host", to_host)
         monkeypatch.setattr(module, "start_copy_to_device", to_device)
     monkeypatch.setattr(activation_checkpoint_api, "_options", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_configured", False)
     monkeypatch.setattr(activation_checkpoint_api, "_settings", None)
     monkeypatch.setattr(activation_checkpoint_api, "_offloaders", {})
     return total

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_checkpoint_api, "_options", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_configured", False)
     monkeypatch.setattr(activation_checkpoint_api, "_settings", None)
     monkeypatch.setattr(activation_checkpoint_api, "_offloaders", {})
 
