@@ -168,6 +168,25 @@ def test_derived_positions_are_those_of_whole_sequences(pads: bool) -> None:
         run_ranks(registered, 2, pads, False, name, (("left", 13), ("holes", 12), ("plain", 13)))
 
 
+def epochs() -> None:
+    from windlass.compat.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    class Epochs(Batches):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            ids = torch.full((1, 4), self.epoch)  # as a sampler, which shuffles when its iterator is made
+            return iter([{"input_ids": ids, "labels": ids}])
+
+    axis, batches = axis_of_all(), Epochs([])
+    adapter = UlyssesSPDataLoaderAdapter(batches, axis.index, axis.group.process_group, axis.size, "cpu")
+    for epoch in (3, 4, 5):
+        batches.set_epoch(epoch)
+        assert [int(part["input_ids"][0, 0]) for part in adapter] == [epoch] * axis.size
+
+
+def test_an_epoch_begins_with_its_first_batch() -> None:
+    run_ranks(epochs, 2)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True) -> Tensor:
     """Compute full-sequence attention in the layout of `DistributedAttention`, with its token order."""
     order = (1, 2, 0, 3) if tokens_first else (0, 2, 1, 3)

@@ -162,7 +162,7 @@ class UlyssesSPDataLoaderAdapter:
             pad_to_sp_multiple,
             pad_token_id,
         )
-        self._batches: Iterator[dict[str, Any]] = iter(dl)
+        self._batches: Iterator[dict[str, Any]] | None = None
         self._shards: deque[dict[str, Any]] = deque()
 
     def __len__(self) -> int:
@@ -173,10 +173,12 @@ class UlyssesSPDataLoaderAdapter:
 
     def __next__(self) -> dict[str, Any]:
         if not self._shards:
+            if self._batches is None:  # not before: the script may set the epoch of a sampler until now
+                self._batches = iter(self.dl)
             try:
                 batch = next(self._batches)
             except StopIteration:
-                self._batches = iter(self.dl)  # the next epoch
+                self._batches = None
                 raise
             self._shards.extend(self._shard_batch(whole) for whole in self._all_gather_batches(batch))
         return self._shards.popleft()
