@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.base.atomic_file import make_directory, open_new
 from windlass.base.errors import ModelError
+from windlass.base.module_modes import evaluating
 from windlass.base.text import print_escaped
 from windlass.observe.flop_counter import FlopCounter
 from windlass.observe.flop_profile import ModelProfile, build_profile
@@ -238,20 +239,19 @@ def get_model_profile(
     if mode == "generate" and not callable(getattr(model, "generate", None)):
         raise ModelError(f"get_model_profile: {type(model).__name__} has no method generate; write mode='forward'")
     call = model if mode == "forward" else model.generate
-    profiler, trains = FlopsProfiler(model), model.training
-    model.eval()
-    try:
-        for _ in range(warm_up):
+    profiler = FlopsProfiler(model)
+    with evaluating(model):
+        try:
+            for _ in range(warm_up):
+                call(*arguments, **(kwargs or {}))  # type: ignore[operator]
+            profiler.start_profile(ignore_modules)
             call(*arguments, **(kwargs or {}))  # type: ignore[operator]
-        profiler.start_profile(ignore_modules)
-        call(*arguments, **(kwargs or {}))  # type: ignore[operator]
-        profiler.stop_profile()
-        found = profiler.profile.root
-        if print_profile:
-            profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    finally:
-        profiler.end_profile()
-        model.train(trains)
+            profiler.stop_profile()
+            found = profiler.profile.root
+            if print_profile:
+                profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+        finally:
+            profiler.end_profile()
     if as_string:
         return number_to_string(found.forward), macs_to_string(found.macs), params_to_string(found.parameters)
     return found.forward, found.macs, found.parameters

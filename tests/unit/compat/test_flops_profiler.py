@@ -22,9 +22,11 @@ CONV, LINEAR = 2 * 2 * 4 * 36 * 27, 2 * 2 * 144 * 10
 
 def test_profile_of_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     model = net().train()
+    model[2].eval()
     flops, macs, params = get_model_profile(model, (2, 3, 8, 8), as_string=False)
     assert (flops, macs, params) == (CONV + LINEAR, (CONV + LINEAR) // 2, 108 + 1450)
-    assert model.training and not model._forward_hooks and not model[0]._forward_pre_hooks
+    assert [module.training for module in model.modules()] == [True, True, True, False]
+    assert not model._forward_hooks and not model[0]._forward_pre_hooks
     assert "(0): Conv2d(" in capsys.readouterr().out
     assert get_model_profile(model, (2, 3, 8, 8), print_profile=False) == ("21.31 K", "10.66 KMACs", "1.56 K")
     assert capsys.readouterr().out == ""
