@@ -131,14 +131,14 @@ class SynchronizedWallClockTimer:
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Return the mean of each timer's records in milliseconds, divided by `normalizer`.
 
+        Args:
+            reset: has no effect, as in DeepSpeed: the records stay.
+
         Raises:
             AssertionError: `normalizer` is not positive.
         """
         assert normalizer > 0.0, f"normalizer is {normalizer}; it must be positive"
-        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
-        for name in means if reset else ():
-            self.timers[name].reset()
-        return means
+        return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
 
 
 class NoopTimer:

@@ -29,12 +29,14 @@ def isinstance_namedtuple(obj: object) -> bool:
 
 
 def apply_to_tensors_only(function: Callable[[Any], Any], value: Any, warning_msg_fn: Any = None) -> Any:
-    """Apply `function` to each tensor in nested tuples, lists and dicts. A `Parameter` is returned unchanged."""
+    """Apply `function` to each tensor, also to parameters, in nested tuples, lists and dicts. Dicts are changed in
+    place."""
     if isinstance(value, torch.Tensor):
-        return value if isinstance(value, torch.nn.Parameter) else function(value)
+        return function(value)
     if isinstance(value, dict):
-        made = {key: apply_to_tensors_only(function, one) for key, one in value.items()}
-        return type(value)(made) if type(value) is not dict else made
+        for key, one in value.items():
+            value[key] = apply_to_tensors_only(function, one)
+        return value
     if isinstance(value, (list, tuple)):
         items = [apply_to_tensors_only(function, one) for one in value]
         return type(value)(*items) if isinstance_namedtuple(value) else type(value)(items)

@@ -102,8 +102,9 @@ def test_config_model_migrates_deprecated_keys() -> None:
 
 def test_apply_to_tensors_reaches_nested_tensors() -> None:
     pair = namedtuple("pair", "a b")
-    made = apply_to_tensors_only(lambda x: x + 1, {"p": pair(torch.zeros(1), "text"), "l": [torch.ones(1), None]})
-    assert made["p"].a.item() == 1 and made["p"].b == "text" and made["l"][0].item() == 2 and made["l"][1] is None
+    given = {"p": pair(torch.zeros(1), "text"), "l": [nn.Parameter(torch.ones(1)), None]}
+    made = apply_to_tensors_only(lambda x: x + 1, given)
+    assert made is given and made["p"].a.item() == 1 and made["p"].b == "text" and made["l"][0].item() == 2 and made["l"][1] is None
 
 
 def test_muon_aliases() -> None:
