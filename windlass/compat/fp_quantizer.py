@@ -113,7 +113,8 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
 
         Args:
             q_mantisa_bits: None: those of `MANTISSA_BITS`.
-            return_meta_tensor: return the pair of codes and scales, in place of one tensor that has both.
+            return_meta_tensor: return the pair of codes and scales, in place of one tensor that has both. Codes of 8
+                bits have the shape of the tensor.
 
         Raises:
             ModelError: there are no floats of `q_bits`.
@@ -121,7 +122,10 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         packed = quantize(None, input, self.group_size, stochastic_mode, q_bits, _mantissa(q_bits, q_mantisa_bits))
         self.scale = packed[:, -_SCALE_BYTES:].contiguous()
-        return (packed[:, :-_SCALE_BYTES].contiguous(), self.scale) if return_meta_tensor else packed
+        if not return_meta_tensor:
+            return packed
+        codes = packed[:, :-_SCALE_BYTES].contiguous()
+        return codes.view(-1)[: input.numel()].view(input.shape) if q_bits == 8 else codes, self.scale
 
     def dequantize(
         self,
@@ -134,7 +138,8 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
         """Return the values of a packed tensor, in the shape and dtype of the last `quantize`, or in `fp_out`.
 
         Args:
-            scale: second result of `quantize(..., return_meta_tensor=True)`; None: `input_q` has it.
+            scale: second result of `quantize(..., return_meta_tensor=True)`, or that of `get_scales`; None: `input_q`
+                has it.
         """
         return self.selective_dequantize(input_q, None, fp_out, q_bits, q_mantisa_bits, scale)
 
@@ -171,19 +176,21 @@ class FP_Quantize(FloatQuantizer):  # noqa: N801  (name of DeepSpeed)
             assert shape is not None
             fp_out = torch.empty(shape, dtype=self.orig_dtype, device=input_q.device)
         if scale is not None:
-            codes = input_q.reshape(-1, code_bytes(self.group_size, q_bits))
-            input_q = torch.cat([codes, scale.view(-1, _SCALE_BYTES)], 1)
+            bytes_of_group = code_bytes(self.group_size, q_bits)
+            codes = torch.nn.functional.pad(input_q.reshape(-1), (0, -input_q.numel() % bytes_of_group))
+            scale_bytes = scale.contiguous().view(torch.uint8).view(-1, _SCALE_BYTES)
+            input_q = torch.cat([codes.view(-1, bytes_of_group), scale_bytes], 1)
         return selective_dequantize(fp_out, input_q, groups, self.group_size, mantissa, q_bits)
 
     def get_scales(self) -> torch.Tensor:
-        """Return the float32 scales of the last `quantize`.
+        """Return the float32 scales `[groups, 1]` of the last `quantize`.
 
         Raises:
             ModelError: nothing was quantized.
         """
         if self.scale is None:
             raise ModelError("FP_Quantize.get_scales: nothing was quantized before; call quantize")
-        return self.scale.view(torch.float32).view(-1)
+        return self.scale.view(torch.float32)
 
 
 def matmul_fp8(
@@ -192,7 +199,7 @@ def matmul_fp8(
     """Return `inp @ weight`, where `weight` `[in, out]` is packed in 8 bits by `quantizer`.
 
     Args:
-        weight, scale: results of `quantizer.quantize(..., return_meta_tensor=True)`.
+        weight, scale: results of `quantizer.quantize(..., return_meta_tensor=True)`; or `quantizer.get_scales()`.
     """
     if quantization_group_size != quantizer.group_size:
         raise ModelError(

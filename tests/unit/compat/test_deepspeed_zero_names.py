@@ -104,7 +104,13 @@ def test_apply_to_tensors_reaches_nested_tensors() -> None:
     pair = namedtuple("pair", "a b")
     given = {"p": pair(torch.zeros(1), "text"), "l": [nn.Parameter(torch.ones(1)), None]}
     made = apply_to_tensors_only(lambda x: x + 1, given)
-    assert made is given and made["p"].a.item() == 1 and made["p"].b == "text" and made["l"][0].item() == 2 and made["l"][1] is None
+    assert (
+        made is given
+        and made["p"].a.item() == 1
+        and made["p"].b == "text"
+        and made["l"][0].item() == 2
+        and made["l"][1] is None
+    )
 
 
 def test_muon_aliases() -> None:

@@ -42,7 +42,9 @@ def test_values_come_back_up_to_half_a_step(bits: int, error: float, apart: bool
     assert ((back.float().view(-1, 64) - groups).norm() / groups.norm()) < error
     rows = quantizer.selective_dequantize(packed, torch.tensor([4, 1]), q_bits=bits, scale=scale)
     assert torch.equal(rows, back[[4, 1]])
-    assert torch.equal(quantizer.get_scales(), groups.abs().amax(1) / {4: 6, 6: 28, 8: 480, 12: 496}[bits])
+    assert torch.equal(
+        quantizer.get_scales(), groups.abs().amax(1, keepdim=True) / {4: 6, 6: 28, 8: 480, 12: 496}[bits]
+    )
 
 
 def test_the_op_is_that_of_the_class() -> None:
@@ -52,10 +54,17 @@ def test_the_op_is_that_of_the_class() -> None:
     out = op.dequantize(torch.empty(100), packed, 32, 2, 3)
     assert (out - values).abs().max() < values.abs().max() / 8
     quantizer = FP_Quantize(QuantizationConfig(group_size=32))
-    weight = torch.randn(32, 16)
-    codes, scale = quantizer.quantize(weight, return_meta_tensor=True)
     x = torch.randn(3, 32)
-    assert torch.equal(matmul_fp8(x, codes, scale, 32, quantizer), x @ quantizer.dequantize(codes, scale=scale))
+    for weight in (torch.randn(32, 16), torch.randn(32, 15)):
+        codes, scale = quantizer.quantize(weight, return_meta_tensor=True)
+        assert codes.shape == weight.shape
+        expected = x @ quantizer.dequantize(quantizer.quantize(weight))
+        for given in (scale, quantizer.get_scales()):
+            assert torch.equal(matmul_fp8(x, codes, given, 32, quantizer), expected)
+    odd = torch.randn(3, 7)  # not whole groups
+    codes, scale = quantizer.quantize(odd, return_meta_tensor=True)
+    assert codes.shape == odd.shape
+    assert torch.equal(quantizer.dequantize(codes, scale=scale), quantizer.dequantize(quantizer.quantize(odd)))
     with pytest.raises(ModelError, match="q_bits is 5"):
         quantizer.quantize(weight, q_bits=5)
 
@@ -93,6 +102,25 @@ def test_adapters_train_as_beside_a_plain_layer(quantization: QuantizationConfig
     twin = copy.deepcopy(layer)
     twin.load_state_dict(layer.state_dict())
     assert torch.equal(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("quantization", [None, QuantizationConfig(group_size=32)], ids=["plain", "packed"])
+def test_a_layer_is_trained_or_disabled_later(quantization: QuantizationConfig | None) -> None:
+    config = LoRAConfig(lora_r=4, delay_lora_init=True)
+    layer = LoRAOptimizedLinear(32, 24, True, config, quantization, dtype=torch.float32).requires_grad_(False)
+    layer.init_lora()
+    adapters = {"lora_weight_1.weight", "lora_weight_2.weight"}
+    assert {name for name, p in layer.named_parameters() if p.requires_grad} == adapters
+    nn.init.ones_(layer.lora_weight_2.weight)
+    weight = layer.weight.clone()
+    layer.disable()
+    layer.disable()
+    layer.init_lora()
+    assert {name: p.requires_grad for name, p in layer.named_parameters()} == {"base.weight": False, "base.bias": False}
+    x, base = torch.randn(5, 32), nn.Linear(32, 24)
+    torch.testing.assert_close(layer(x), F.linear(x, weight, layer.base.bias))
+    layer.load_state_dict(base.state_dict())
+    assert torch.equal(layer(x), base(x))
 
 
 def test_kinds_of_layers() -> None:
