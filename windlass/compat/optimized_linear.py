@@ -198,6 +198,7 @@ class LoRAOptimizedLinear(nn.Module):
             )
         self.input_dim, self.output_dim, self.bias, self.lora_config = input_dim, output_dim, bias, lora
         self.lora_scaling_factor = lora.lora_alpha / lora.lora_r
+        self.linear_cls, self.dtype, self.disabled = linear_cls, dtype, False
         if base is None and quantization_config is not None:
             base = QuantizedLinear(input_dim, output_dim, bias, quantization_config, dtype, device, linear_cls)
         elif base is None:
@@ -215,7 +216,32 @@ class LoRAOptimizedLinear(nn.Module):
         assert isinstance(found, torch.Tensor)
         return found
 
+    def init_lora(self) -> None:
+        """Freeze the base and train the adapters, unless the layer is disabled."""
+        self.base.requires_grad_(False)
+        if not self.disabled:
+            self.lora_weight_1.requires_grad_(True)
+            self.lora_weight_2.requires_grad_(True)
+
+    def disable(self) -> None:
+        """Remove the adapters, so that the layer is its frozen base alone; a packed base is unpacked."""
+        if self.disabled:
+            return
+        self.disabled = True
+        del self.lora_weight_1, self.lora_weight_2
+        if isinstance(self.base, QuantizedLinear):
+            packed = self.base
+            device = next(packed.parameters()).device
+            self.base = self.linear_cls(self.input_dim, self.output_dim, self.bias, device=device, dtype=self.dtype)
+            self.base.requires_grad_(False)
+            self.base.weight.copy_(packed.weight)
+            if self.bias:
+                self.base.bias.copy_(packed.get_parameter("bias"))
+
     def forward(self, input_tensor: torch.Tensor) -> torch.Tensor:
+        if self.disabled:
+            alone: torch.Tensor = self.base(input_tensor)
+            return alone
         adapted: torch.Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
         result: torch.Tensor = self.base(input_tensor) + self.lora_scaling_factor * adapted
         return result
@@ -227,8 +253,9 @@ def _rename_plain_weights(module: nn.Module, state_dict: dict[str, Any], prefix:
     for name in ("weight", "bias"):
         if f"{prefix}{name}" in state_dict:
             state_dict[f"{prefix}base.{name}"] = state_dict.pop(f"{prefix}{name}")
-    for name in ("lora_weight_1.weight", "lora_weight_2.weight"):  # adapters, which a plain state lacks, keep values
-        state_dict.setdefault(prefix + name, module.get_parameter(name).detach())
+    for name, parameter in module.named_parameters():  # adapters, which a plain state lacks, keep their values
+        if name.startswith("lora_weight"):
+            state_dict.setdefault(prefix + name, parameter.detach())
 
 
 class OptimizedLinear(nn.Module):
@@ -353,5 +380,4 @@ def init_lora(model: nn.Module) -> None:
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, LoRAOptimizedLinear):
-            module.lora_weight_1.requires_grad_(True)
-            module.lora_weight_2.requires_grad_(True)
+            module.init_lora()
