@@ -78,6 +78,10 @@ class _SingleWriterMonitor(Monitor):
         sections = {**off, self._section: monitor_config}
         self._monitor = monitor_writers.RunMonitor(SimpleNamespace(**sections))
 
+    def _from_writer(self, name: str) -> Any:
+        """Return an attribute of the writer; None if this rank does not write."""
+        return getattr(self._monitor.writer(self._section), name, None)
+
     def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]]) -> None:
         self._monitor.write_events(event_list)
 
@@ -87,11 +91,31 @@ class TensorBoardMonitor(_SingleWriterMonitor):
 
     _section = "tensorboard"
 
+    def __init__(self, tensorboard_config: Any) -> None:
+        super().__init__(tensorboard_config)
+        self.summary_writer = self._from_writer("summary_writer")
+
+    def get_summary_writer(self) -> Any:
+        """Return the SummaryWriter; None if this monitor is disabled or the rank is not 0."""
+        return self.summary_writer
+
+    def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]], flush: bool = True) -> None:
+        """Write the events. They are flushed at once, whatever `flush` is."""
+        super().write_events(event_list)
+
+    def flush(self) -> None:
+        """Flush values that a script added to the SummaryWriter."""
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
+
 
 class csvMonitor(_SingleWriterMonitor):
     """Writer of CSV files."""
 
     _section = "csv_monitor"
+
+    def __init__(self, csv_config: Any) -> None:
+        super().__init__(csv_config)
 
 
 class WandbMonitor(_SingleWriterMonitor):
@@ -99,8 +123,21 @@ class WandbMonitor(_SingleWriterMonitor):
 
     _section = "wandb"
 
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config)
+        self._run = self._from_writer("run")
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        """Log values to the run, as `wandb.log` does."""
+        if self._run is not None:
+            self._run.log(data, step=step, commit=commit)
+
 
 class CometMonitor(_SingleWriterMonitor):
     """Writer to Comet."""
 
     _section = "comet"
+
+    def __init__(self, comet_config: Any) -> None:
+        super().__init__(comet_config)
+        self.experiment = self._from_writer("experiment")

@@ -126,6 +126,10 @@ class RunMonitor:
         """True if any writer is enabled. A training loop may skip the computation of events otherwise."""
         return bool(self._writers)
 
+    def writer(self, name: str) -> EventWriter | None:
+        """Return the writer of a section of the configuration; None if this rank does not write there."""
+        return self._writers.get(name)
+
     def write_events(self, events: Iterable[tuple[str, SupportsFloat, int]]) -> None:
         """Write `(name, value, step)` triples to every writer. A value may be a one-element tensor."""
         if not self._writers:
@@ -184,7 +188,7 @@ class CsvWriter:
 
 
 class TensorBoardWriter:
-    """Writer of TensorBoard event files through torch's SummaryWriter.
+    """Writer of TensorBoard event files through torch's SummaryWriter, the attribute `summary_writer`.
 
     Raises:
         ConfigError: the package tensorboard is not installed.
@@ -197,23 +201,23 @@ class TensorBoardWriter:
             raise ConfigError(_missing_package_message("tensorboard", "tensorboard", "monitor", error)) from error
         make: Callable[..., Any] = SummaryWriter
         make_directory(folder)
-        self._writer = make(log_dir=str(folder))
+        self.summary_writer = make(log_dir=str(folder))
         for path in folder.glob(f"*.{os.getpid()}.*"):  # TensorBoard gives its file all permissions of the umask
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_IWOTH)
 
     def write(self, events: list[Event]) -> None:
         """Add the scalars and flush."""
         for name, value, step in events:
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            self.summary_writer.add_scalar(name, value, step)
+        self.summary_writer.flush()
 
     def close(self) -> None:
         """Finish the event file."""
-        self._writer.close()
+        self.summary_writer.close()
 
 
 class WandbWriter:
-    """Writer of a Weights & Biases run.
+    """Writer of a Weights & Biases run, the attribute `run`.
 
     Raises:
         ConfigError: the package wandb is not installed, or it can't start (no key, no network).
@@ -225,7 +229,7 @@ class WandbWriter:
         except ImportError as error:
             raise ConfigError(_missing_package_message("wandb", "wandb", "monitor", error)) from error
         try:
-            self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
+            self.run = wandb.init(project=section.project, group=section.group, entity=section.team)
         except Exception as error:  # wandb raises exceptions of its own: no key, no network, no such team
             raise ConfigError(
                 f"wandb.enabled is true but wandb cannot start ({error}): run `wandb login`, set WANDB_MODE=offline, "
@@ -238,15 +242,15 @@ class WandbWriter:
         for name, value, step in events:
             by_step.setdefault(step, {})[name] = value
         for step in sorted(by_step):
-            self._run.log(by_step[step], step=step)
+            self.run.log(by_step[step], step=step)
 
     def close(self) -> None:
         """Upload the remaining data."""
-        self._run.finish()
+        self.run.finish()
 
 
 class CometWriter:
-    """Writer of a Comet experiment.
+    """Writer of a Comet experiment, the attribute `experiment`.
 
     It logs a metric once `samples_log_interval` samples have passed since its last value.
 
@@ -260,7 +264,7 @@ class CometWriter:
         except ImportError as error:
             raise ConfigError(_missing_package_message("comet", "comet_ml", "comet", error)) from error
         try:
-            self._experiment = comet.start(
+            self.experiment = comet.start(
                 api_key=section.api_key,
                 project=section.project,
                 workspace=section.workspace,
@@ -269,7 +273,7 @@ class CometWriter:
                 online=section.online,
             )
             if section.experiment_name is not None:
-                self._experiment.set_name(section.experiment_name)
+                self.experiment.set_name(section.experiment_name)
         except Exception as error:  # comet_ml raises exceptions of its own: no key, no network, no such experiment
             raise ConfigError(
                 f"comet.enabled is true but comet_ml cannot start ({error}): set COMET_API_KEY, write comet.online "
@@ -284,11 +288,11 @@ class CometWriter:
             last = self._logged.get(name)
             if last is None or step - last >= self._interval:
                 self._logged[name] = step
-                self._experiment.log_metric(name, value, step=step)
+                self.experiment.log_metric(name, value, step=step)
 
     def close(self) -> None:
         """Upload the remaining data."""
-        self._experiment.end()
+        self.experiment.end()
 
 
 def _start_writer(name: str, make: Callable[[], EventWriter]) -> EventWriter:

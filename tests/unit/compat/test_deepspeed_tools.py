@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -386,9 +387,36 @@ def test_monitors_have_the_attributes_of_their_sections(tmp_path: Path) -> None:
 
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     config = get_monitor_config({"train_batch_size": 1, "csv_monitor": files, "wandb": {"group": "g"}})
-    csv, wandb = csvMonitor(config.csv_monitor), WandbMonitor(config.wandb)
+    csv, wandb = csvMonitor(csv_config=config.csv_monitor), WandbMonitor(wandb_config=config.wandb)
+    wandb.log({"loss": 1.0})  # it is disabled
     assert (csv.enabled, csv.output_path, csv.job_name) == (True, str(tmp_path), "run")
     assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")
+
+
+def test_monitors_give_what_they_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.compat.monitor_writers import CometMonitor, TensorBoardMonitor, WandbMonitor, get_monitor_config
+
+    said: list[Any] = []
+    run = SimpleNamespace(log=lambda data, **more: said.append((data, more)))
+    experiment = object()
+    for name, start, made in (("wandb", "init", run), ("comet_ml", "start", experiment)):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{start: lambda made=made, **_: made}))
+    on, path = {"enabled": True}, {"output_path": str(tmp_path), "job_name": "run"}
+    config = get_monitor_config({"train_batch_size": 1, "tensorboard": {**on, **path}, "wandb": on, "comet": on})
+    WandbMonitor(wandb_config=config.wandb).log({"a": 1}, step=2, commit=False)
+    assert said == [({"a": 1}, {"step": 2, "commit": False})]
+    assert CometMonitor(comet_config=config.comet).experiment is experiment
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoardMonitor(tensorboard_config=config.tensorboard)
+    board.write_events([("loss", 2.5, 10)], flush=False)
+    board.get_summary_writer().add_scalar("own", 1.0, 1)
+    board.flush()
+    events = reading.EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert events.Scalars("loss")[0].value == 2.5 and events.Scalars("own")[0].value == 1.0
+    board = TensorBoardMonitor(get_monitor_config({"train_batch_size": 1}).tensorboard)
+    board.flush()
+    assert board.get_summary_writer() is None and board.summary_writer is None
 
 
 def test_adamw_has_no_adam_w_mode(caplog: pytest.LogCaptureFixture) -> None:
