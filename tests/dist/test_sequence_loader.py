@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -209,7 +209,11 @@ def distributed_attention(tokens_first: bool, heads: int, keys: int, sizes: list
     start = sum(sizes[: axis.index])
     own = [x.detach().narrow(along, start, sizes[axis.index]).clone().requires_grad_() for x in full]
     layer = DistributedAttention(
-        lambda q, k, v: attend(q, k, v, tokens_first), axis.group.process_group, 2, 0 if tokens_first else 1
+        lambda q, k, v: attend(q, k, v, tokens_first),
+        axis.group.process_group,
+        2,
+        0 if tokens_first else 1,
+        num_kv_heads=keys,
     )
     actual = layer(*own, 1 if tokens_first else 0)
     check_close(actual, expected.narrow(along, start, sizes[axis.index]), "output")
@@ -246,8 +250,46 @@ def cross_entropy() -> None:
     check_close(own.grad, logits.grad.narrow(0, start, sizes[axis.index]), "gradient")
 
 
-def test_cross_entropy_of_all_tokens() -> None:
-    run_ranks(cross_entropy, 2)
+def sharded_cross_entropy() -> None:
+    """Shard tokens over one axis and the vocabulary over the other."""
+    from windlass.base.errors import ConfigError
+    from windlass.compat.distributed_attention import vocab_sequence_parallel_cross_entropy
+
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp, sp = pairs[rank // 2], pairs[2 + rank % 2]
+    torch.manual_seed(0)
+    logits, target = torch.randn(5, 2, 11, requires_grad=True), torch.randint(0, 11, (5, 2))
+    target[1, 0] = -1
+    tokens, words = [slice(3), slice(3, 5)][rank // 2], [slice(6), slice(6, 11)][rank % 2]
+    own = logits.detach()[tokens, :, words].clone().requires_grad_()
+    bounds = words.start or 0, words.stop
+    for reduction in ("none", "sum", "mean"):
+        expected = functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction=reduction
+        )
+        actual = vocab_sequence_parallel_cross_entropy(
+            own, target[tokens], sp, tp, *bounds, -1, reduction, reduction == "none"
+        )
+        check_close(actual.flatten(), expected.flatten(), reduction)
+        own.grad = logits.grad = None
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        check_close(own.grad, logits.grad[tokens, :, words], reduction)
+    alone = vocab_sequence_parallel_cross_entropy(own, target[tokens], None, tp, None, None, -1, "none", False)
+    assert alone.shape == target[tokens].shape
+    moved = {
+        "vocab_start_index": rank % 2 * 7,
+        "vocab_end_index": 6 if rank % 2 == 0 else 11,
+    }  # wrong on one rank of two
+    for wrong in (moved, {"backend": "liger"}, {"reduction": "mean"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            vocab_sequence_parallel_cross_entropy(own, target[tokens], sp, tp, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("of", "world"), [(cross_entropy, 2), (sharded_cross_entropy, 4)])
+def test_cross_entropy_of_all_tokens(of: Callable[[], None], world: int) -> None:
+    run_ranks(of, world)
 
 
 class _Layer(nn.Module):

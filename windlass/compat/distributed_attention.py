@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError
-from windlass.comm.mesh_axis import axis_from_process_group
-from windlass.parallel.autograd_collectives import gather_from_parallel_region
+from windlass.comm.mesh_axis import MeshAxis, axis_from_process_group, single_rank_axis
+from windlass.parallel.autograd_collectives import gather_from_parallel_region, reduce_from_parallel_region
 from windlass.parallel.sequence.ulysses_heads import swap_heads_for_tokens, swap_tokens_for_heads
 from windlass.parallel.sequence_loss import IGNORE_INDEX, cross_entropy_per_token
+from windlass.parallel.tensor.output_head_sharding import vocab_parallel_cross_entropy
 
 
 class DistributedAttention(nn.Module):
@@ -25,6 +26,7 @@ class DistributedAttention(nn.Module):
         sequence_process_group: the ranks along sp.
         scatter_idx, gather_idx: the dimensions of heads and of tokens: 2 and 0, or 2 and 1.
         sp_stream: ignored.
+        num_kv_heads: ignored: the keys of each call have their number.
 
     Raises:
         ConfigError: other dimensions are given.
@@ -39,13 +41,14 @@ class DistributedAttention(nn.Module):
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
             raise ConfigError(
                 f"scatter_idx = {scatter_idx}, gather_idx = {gather_idx}: heads lie along 2, tokens along 0 or 1"
             )
-        del sp_stream
+        del sp_stream, num_kv_heads
         self.local_attn = local_attention
         self.spg = sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
@@ -78,8 +81,7 @@ class DistributedAttention(nn.Module):
         batch = 1 - self.gather_idx if batch_dim_idx is None else batch_dim_idx
         tokens_first = batch == 1
         axis = self._axis
-        here = torch.tensor([query.shape[1 - batch]], device=query.device)
-        tokens = [int(count) for count in axis.all_gather(here).tolist()]
+        tokens = _sizes_along(axis, query, 1 - batch)
         members, heads = range(axis.size), query.shape[2]
         if axis.size > 1:
             query, key, value = (_heads_first(tensor, tokens_first) for tensor in (query, key, value))
@@ -95,24 +97,86 @@ class DistributedAttention(nn.Module):
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
-    sp_group: dist.ProcessGroup,
+    sp_group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
     ignore_index: int = IGNORE_INDEX,
+    reduction: str = "none",
+    gather_sequence_loss: bool = True,
+    backend: str = "torch",
 ) -> torch.Tensor:
     """Compute the cross entropy of the tokens of all ranks along sp, on every rank. Collective.
 
     Args:
-        vocab_parallel_logits: `[local tokens, samples, vocabulary]`.
+        vocab_parallel_logits: `[local tokens, samples, vocabulary]`, or the part of the vocabulary of a rank of
+            `tp_group`.
         target: `[local tokens, samples]`.
+        sp_group: the ranks along sp; None, only without `gather_sequence_loss`: the tokens are those of this rank.
+        tp_group: the ranks over which the vocabulary is sharded, in its order.
+        vocab_start_index, vocab_end_index: this rank's part of the vocabulary, checked against the logits of all ranks.
+        ignore_index: label of tokens whose loss is 0.
+        reduction: "none", or without `gather_sequence_loss` "sum" or "mean" over the tokens of all ranks along sp.
+        gather_sequence_loss: return the losses of the tokens of all ranks along sp, instead of those of this rank.
+        backend: "torch".
 
     Returns:
-        `[tokens, samples]`, in fp32. The backward keeps the gradient of the local tokens and does not sum over ranks,
-        so every rank has to compute the same loss from the result.
+        `[tokens, samples]`, in fp32, or a scalar. The backward keeps the gradient of the local tokens and does not sum
+        over ranks, so every rank has to compute the same loss from the result.
+
+    Raises:
+        ConfigError: an argument is unknown, or two of them contradict each other.
     """
-    flat = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1])
-    losses = cross_entropy_per_token(flat, target.reshape(-1), ignore_index=ignore_index).view(target.shape)
-    axis = axis_from_process_group(sp_group)
-    sizes = axis.all_gather(torch.tensor([target.shape[0]], device=target.device)).tolist()
-    return gather_from_parallel_region(losses, axis, 0, sizes)
+    if reduction not in ("none", "sum", "mean"):
+        raise ConfigError(f'reduction = {reduction!r} is unknown; write "none", "sum" or "mean"')
+    if backend != "torch":
+        raise ConfigError(f'backend = {backend!r} is not built; write "torch"')
+    if gather_sequence_loss and (reduction != "none" or sp_group is None):
+        raise ConfigError(
+            f"gather_sequence_loss is true, with reduction = {reduction!r} and sp_group = {sp_group}: it needs the "
+            'reduction "none" and a group; set it to False'
+        )
+    tp = single_rank_axis("tp") if tp_group is None else axis_from_process_group(tp_group)
+    sp = single_rank_axis("sp") if sp_group is None else axis_from_process_group(sp_group)
+    flat, labels = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1]), target.reshape(-1)
+    sizes = _vocabulary_sizes(tp, flat, vocab_start_index, vocab_end_index)
+    if tp.size == 1:
+        losses = cross_entropy_per_token(flat, labels, ignore_index=ignore_index)
+    else:
+        losses = vocab_parallel_cross_entropy(flat, labels, tp, sizes=sizes, ignore_index=ignore_index)
+    if gather_sequence_loss:
+        return gather_from_parallel_region(losses.view(target.shape), sp, 0, _sizes_along(sp, target, 0))
+    if reduction == "none":
+        return losses.view(target.shape)
+    total = reduce_from_parallel_region(losses.sum(), sp)
+    if reduction == "sum":
+        return total
+    return total / sp.all_reduce((labels != ignore_index).sum()).clamp(min=1)
+
+
+def _vocabulary_sizes(axis: MeshAxis, logits: torch.Tensor, start: int | None, stop: int | None) -> list[int]:
+    """Return the size of each rank's part of the vocabulary. Collective.
+
+    Raises:
+        ConfigError: on all ranks: the bounds of a rank are not those of its logits.
+    """
+    bounds = [-1 if bound is None else bound for bound in (start, stop)]
+    rows = axis.all_gather(torch.tensor([[logits.shape[1], *bounds]], device=logits.device)).tolist()
+    sizes = [size for size, _, _ in rows]
+    for rank, (size, first, last) in enumerate(rows):
+        here = sum(sizes[:rank])
+        if (first, last) not in ((-1, -1), (here, here + size)):
+            raise ConfigError(
+                f"vocab_start_index = {first}, vocab_end_index = {last} on rank {rank} of tp_group, whose logits are "
+                f"the words {here} to {here + size}; pass these, or None for both"
+            )
+    return sizes
+
+
+def _sizes_along(axis: MeshAxis, tensor: torch.Tensor, dim: int) -> list[int]:
+    """Return the size of each rank's tensor along `dim`. Collective."""
+    sizes: list[int] = axis.all_gather(torch.tensor([tensor.shape[dim]], device=tensor.device)).tolist()
+    return sizes
 
 
 def _heads_first(tensor: torch.Tensor, tokens_first: bool) -> torch.Tensor:

@@ -50,8 +50,8 @@ _SEQUENCES = {
         "windlass.compat.distributed_attention:DistributedAttention",
         "heads are dimension 2, tokens dimension 0 or 1, in any numbers; rotary_pos_emb is refused: apply it before",
     ),
-    "deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": works(
-        "windlass.compat.distributed_attention:vocab_sequence_parallel_cross_entropy"
+    "deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": differs(
+        "windlass.compat.distributed_attention:vocab_sequence_parallel_cross_entropy", 'backend "liger" is refused'
     ),
     "deepspeed.sequence.layer._SeqAllToAll": differs(
         "windlass.compat.sequence_exchange:SequenceAllToAll", "not overlapped; handle and num_kv_heads are refused"
