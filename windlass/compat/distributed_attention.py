@@ -138,7 +138,7 @@ def vocab_sequence_parallel_cross_entropy(
         )
     tp = single_rank_axis("tp") if tp_group is None else axis_from_process_group(tp_group)
     sp = single_rank_axis("sp") if sp_group is None else axis_from_process_group(sp_group)
-    flat, labels = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1]), target.reshape(-1)
+    flat, labels = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1]), target.reshape(-1).long()
     sizes = _vocabulary_sizes(tp, flat, vocab_start_index, vocab_end_index)
     if tp.size == 1:
         losses = cross_entropy_per_token(flat, labels, ignore_index=ignore_index)

@@ -239,12 +239,11 @@ class LoRAOptimizedLinear(nn.Module):
                 self.base.bias.copy_(packed.get_parameter("bias"))
 
     def forward(self, input_tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(input_tensor)
         if self.disabled:
-            alone: torch.Tensor = self.base(input_tensor)
-            return alone
+            return result
         adapted: torch.Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
-        result: torch.Tensor = self.base(input_tensor) + self.lora_scaling_factor * adapted
-        return result
+        return result + self.lora_scaling_factor * adapted
 
 
 def _rename_plain_weights(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
