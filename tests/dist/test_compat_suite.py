@@ -624,6 +624,22 @@ def test_script_creates_expert_groups() -> None:
     run_ranks(_experts_of_a_script, 4)
 
 
+def _activation_option_of_a_script() -> None:
+    from windlass.compat import activation_names
+    from windlass.compat.deepspeed_initialize import initialize
+
+    activation_names.partition_activations_in_checkpoint(True)
+    model, config = nn.Linear(6, 6), _config(1, activation_checkpointing={"profile": True})
+    engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    assert activation_names.PARTITION_ACTIVATIONS and not activation_names.PROFILE_TIME
+    assert not activation_names.is_configured(), "a script that asks still passes its mpu to configure"
+    engine.destroy()
+
+
+def test_an_activation_option_that_a_script_sets_stays() -> None:
+    run_ranks(_activation_option_of_a_script, 1)
+
+
 def _norms_of_parts() -> None:
     from windlass.compat import norm_functions
     from windlass.compat.pipeline_grid import PipelineParallelGrid
