@@ -385,6 +385,51 @@ def test_resized_parameter_is_named() -> None:
         assert all(text.startswith("'2.") and "has (9" in text for text in result)
 
 
+def resized_on_one_rank(stage: int) -> tuple[str, torch.Size]:
+    """Replace a weight by one of another size on the modifier rank alone."""
+    import windlass
+
+    engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    first, last = engine.module[0].weight, engine.module[2].weight
+    with (
+        pytest.raises(windlass.WindlassError) as refused,
+        windlass.zero.GatheredParameters([first, last], modifier_rank=0),
+        torch.no_grad(),
+    ):
+        first.fill_(2.0)
+        if dist.get_rank() == 0:
+            last.data = torch.zeros(9, 64)
+    assert (windlass.zero.full_param(first) == 2.0).all()
+    return str(refused.value), last.shape
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_size_changed_on_one_rank_raises_on_all(stage: int) -> None:
+    for text, shape in run_ranks(resized_on_one_rank, 2, stage, timeout=20.0):
+        assert "'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in text
+        assert shape == (8, 64)
+
+
+def cast_by_one_rank(stage: int) -> torch.Tensor:
+    """Set float32 values in 16-bit training, as a loader does on the rank that has read the file."""
+    import windlass
+
+    config = ds_config(Recipe(precision="bf16"), Setting(stage=stage))
+    engine = windlass.initialize(model=two_layers().bfloat16(), config=config)[0]
+    weight = engine.module[2].weight
+    with windlass.zero.GatheredParameters([weight], modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data = torch.full((8, 64), 1.001)
+    result = windlass.zero.full_param(weight).detach()
+    engine.destroy()
+    return result
+
+
+def test_modifier_may_set_values_in_the_dtype_of_the_master_weights() -> None:
+    for result in run_ranks(cast_by_one_rank, 2, 3, timeout=20.0):
+        assert (result == 1.001).all()
+
+
 def cast_during_a_run(stage: int) -> list[str]:
     """Cast the module for one step, then only for an evaluation."""
     import windlass

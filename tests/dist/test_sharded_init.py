@@ -397,6 +397,66 @@ def test_values_before_initialize_are_full_or_refused() -> None:
         assert torch.equal(seen["trained"], torch.ones(5, 7))
 
 
+def given_other_data() -> dict[str, Any]:
+    """Give a parameter constructed under `zero.Init` a tensor of other strides, dtype or shape on one rank."""
+    import windlass
+
+    rank, seen = torch.distributed.get_rank(), {}
+    with windlass.zero.Init():
+        layer = nn.Linear(3, 2)
+    given = {"strides": torch.arange(6.0).view(3, 2).t(), "dtype": torch.arange(6.0).double().view(2, 3)}
+    for name, data in given.items():
+        with windlass.zero.GatheredParameters([layer.weight], modifier_rank=0):
+            if rank == 0:
+                layer.weight.data = data
+        seen[name] = torch.equal(windlass.zero.full_param(layer.weight), data.float())
+        assert layer.weight.dtype == torch.float32
+    before = windlass.zero.full_param(layer.weight)
+    with (
+        pytest.raises(windlass.WindlassError, match=r"Linear.weight.*shape \(2, 3\).*given shape \(4, 3\)"),
+        windlass.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0),
+    ):
+        layer.bias.data.fill_(1.0)
+        if rank == 0:
+            layer.weight.data = torch.zeros(4, 3)
+    seen["shape"] = layer.weight.shape == (2, 3) and torch.equal(windlass.zero.full_param(layer.weight), before)
+    seen["other parameter"] = bool((windlass.zero.full_param(layer.bias) == 1.0).all())
+    return seen
+
+
+def test_other_data_inside_a_context_before_initialize() -> None:
+    for seen in run_ranks(given_other_data, 2, timeout=20.0):
+        assert all(seen.values()), seen
+
+
+def gather_that_fails() -> str:
+    """Return the class of a parameter after a context that could not be entered, and enter it again."""
+    import windlass
+    from windlass.zero.sharded_init.initial_shard import ShardedInit
+
+    with windlass.zero.Init():
+        layer = nn.Linear(3, 2)
+    full_value = ShardedInit.full_value
+
+    def fails(self: ShardedInit) -> torch.Tensor:
+        if "bias" in self.label:
+            raise MemoryError("no memory for the full value")
+        return full_value(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(ShardedInit, "full_value", fails)
+        with windlass.zero.GatheredParameters(list(layer.parameters())):
+            raise AssertionError("was entered")
+    left = type(layer.weight).__name__
+    with windlass.zero.GatheredParameters(list(layer.parameters())):
+        assert layer.weight.isfinite().all() and layer.bias.isfinite().all()
+    return left
+
+
+def test_context_that_fails_to_open_is_undone() -> None:
+    assert run_ranks(gather_that_fails, 2) == ["ShardedParameter"] * 2
+
+
 def forms() -> dict[str, Any]:
     """Use Init nested, disabled, on a built module, with casts, with files, and after an error."""
     import windlass

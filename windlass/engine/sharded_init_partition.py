@@ -41,7 +41,7 @@ class ShardedInitPartitioner:
     def __enter__(self) -> ShardedInitPartitioner:
         for parameter, init_shard in self._sharded_parameters:
             initial_shard.finish_parameter(parameter)
-            parameter.data = _placeholder(init_shard)
+            parameter.data = init_shard.placeholder()
         return self
 
     def __exit__(
@@ -51,7 +51,7 @@ class ShardedInitPartitioner:
             self._gather_local_parts()
             return
         for parameter, init_shard in self._sharded_parameters:  # restore the shards, which still have their values
-            parameter.data = _placeholder(init_shard)
+            parameter.data = init_shard.placeholder()
             initial_shard.shard_parameter(parameter, init_shard)
 
     def _gather_local_parts(self) -> None:
@@ -71,14 +71,6 @@ def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tupl
     """
     steps = max(1, math.isqrt(len(parameters)))
     return [pair for first in range(steps) for pair in parameters[first::steps]]
-
-
-def _placeholder(init_shard: ShardedInit) -> torch.Tensor:
-    """Return an expanded scalar of the parameter's shape, which takes memory for one element only.
-
-    Each has its own storage, so that two parameters are not mistaken for tied ones.
-    """
-    return torch.zeros((), dtype=init_shard.dtype, device=init_shard.device).expand(init_shard.shape)
 
 
 def _keep_local_part(parameter: nn.Parameter, full: torch.Tensor) -> None:

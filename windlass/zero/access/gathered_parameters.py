@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import GatherError
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
-from windlass.comm.rank_group import world_group
+from windlass.comm.rank_group import RankGroup, world_group
 from windlass.zero.access.shard_values import is_expert_only, part_param, set_part_param
 from windlass.zero.core.parameter_registry import ParameterLocation, find
 from windlass.zero.core.sharded_parameter import ShardedParameter, StateDictStub, mark_sharded, mark_unsharded, put_data
@@ -20,6 +20,7 @@ from windlass.zero.core.unit import ShardState
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import ShardedInit
 
+T = TypeVar("T")
 _open: set[int] = set()  # ids of the parameters that are inside a context
 
 
@@ -30,8 +31,9 @@ class GatheredParameters:
     context:
 
     - With `modifier_rank=None`, changes of the copy are lost.
-    - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights. This includes
-      parameters of the engine that are not sharded. After an exception in the context nothing is broadcast.
+    - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights. Parameters
+      keep their dtype and strides. This includes parameters of the engine that are not sharded. After an exception in
+      the context nothing is broadcast.
 
     Parameters that are neither sharded nor part of an engine are not touched, except while a model is being built under
     `zero.Init`: then the values of `modifier_rank` are broadcast for them too.
@@ -45,7 +47,8 @@ class GatheredParameters:
 
     Raises:
         GatherError: a parameter is inside another `GatheredParameters` already.
-        ModelError: a parameter was resized inside the context.
+        ModelError: a parameter was resized inside the context, by any rank if there is a `modifier_rank`. Raised on all
+            ranks that have the parameter. Its change is lost, and the other parameters are set.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class GatheredParameters:
         self._init_shards.sort(key=lambda item: item[1].number)
         placed = {id(p) for p, _ in [*self._places, *self._init_shards]}
         self._whole = [p for p in unique if id(p) not in placed]
+        # parameters whose data this context replaces
+        self._ids = {id(p) for p, _ in self._init_shards} | {id(p) for p, place in self._places if place.unit.reshards}
         self._rank = modifier_rank
         self._copied: list[tuple[nn.Parameter, ParameterLocation]] = []
 
@@ -75,21 +80,28 @@ class GatheredParameters:
             raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
         if any(id(p) in _open for p, _ in self._init_shards):
             raise GatherError("a parameter is inside another GatheredParameters already; leave that first")
+        _open.update(self._ids)
+        try:
+            self._gather()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _gather(self) -> None:
+        """Give the sharded parameters private copies of their full values. Collective."""
         for model in {id(place.model): place.model for _, place in self._places}.values():
             model.finish_update()
         for parameter, init_shard in self._init_shards:
-            _open.add(id(parameter))
             initial_shard.unshard_parameter(parameter, init_shard)
         sharded = [(p, place) for p, place in self._places if place.unit.reshards]
         copies = []
         for parameter, place in sharded:
             if place.unit.gather_codec is not None:  # gathered values are rounded, and a modifier would write them back
                 copies.append(part_param(parameter).to(place.unit.full.device, place.unit.dtype, copy=True))
-                _open.add(id(parameter))
                 continue
             with place.model.runtime.unsharded([place.unit], experts_only=is_expert_only(place), names=[place.name]):
                 copies.append(place.unit.parameter_view(place.unit.full, place.index).detach().clone())
-            _open.add(id(parameter))
         for (parameter, place), copy in zip(sharded, copies, strict=True):
             if isinstance(parameter, ShardedParameter):
                 mark_unsharded(parameter)
@@ -97,51 +109,110 @@ class GatheredParameters:
             place.unit.unmark_freed([place.index])
             place.unit.privately_held.add(place.index)
             self._copied.append((parameter, place))
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for parameter, init_shard in self._init_shards:
-            self._return(parameter, init_shard, changed=self._rank is not None and kind is None)
-        # Parameters of a model under construction that are not sharded yet: they will be sharded from the values of
-        # rank 0, so rank 0 needs the changes.
-        if self._rank is not None and kind is None and initial_shard.is_building():
-            for parameter in self._whole:
-                value = parameter.detach().contiguous()
-                world_group().broadcast(_bytes(value), self._rank)
-                parameter.detach().copy_(value)
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
-        resized = [(place, p.shape) for p, place in self._copied if p.shape != place.unit.shapes[place.index]]
-        if self._rank is not None and kind is None and not resized:
-            for parameter, place in self._places:
-                value = parameter.detach().clone(memory_format=torch.contiguous_format)
-                data = place.unit.dp_group.mesh.data
-                if data.size > 1:
-                    with WaitScope("broadcast", [place.name]):
-                        data.broadcast(_bytes(value), data.ranks.index(_modifier(place, self._rank)))
-                values.append((parameter, value))
-        for parameter, place in self._copied:
-            _open.discard(id(parameter))
-            place.unit.privately_held.discard(place.index)
-            place.model.masters.accept_version(parameter)  # changes are discarded, or set in the masters below
-            if place.unit.shard_state is ShardState.SHARDED:
-                mark_sharded(parameter, place.unit)
-            else:
-                put_data(parameter, place.unit.parameter_view(place.unit.full, place.index))
-        self._copied = []
-        for place, shape in resized if kind is None else ():
-            place.unit.require_shape(place.index, shape)
+        init_shapes = [(init_shard, p.shape) for p, init_shard in self._init_shards]
+        shapes = [(place, p.shape) for p, place in self._places]
+        try:
+            if kind is None and self._rank is not None:
+                init_shapes = self._assign_init_shards(self._rank)
+                self._broadcast_unsharded(self._rank)
+                values, shapes = self._broadcast(self._rank)
+        finally:
+            self._release()
+        if kind is not None:
+            return
+        for parameter, place in self._places:
+            # A parameter of a unit that is never resharded still has the size that it was given.
+            if parameter.shape != place.unit.shapes[place.index]:
+                put_data(parameter, place.unit.views()[place.index])
         for parameter, value in values:
             set_part_param(parameter, value)
+        for init_shard, shape in init_shapes:
+            init_shard.require_shape(shape)
+        for place, shape in shapes:
+            place.unit.require_shape(place.index, shape)
 
-    def _return(self, parameter: nn.Parameter, init_shard: ShardedInit, *, changed: bool) -> None:
-        """Shard the values of a parameter constructed under `zero.Init` again."""
-        _open.discard(id(parameter))
-        if changed:
-            assert self._rank is not None
-            init_shard.assign(parameter.detach(), init_shard.group.ranks.index(self._rank))
-        mark_sharded(parameter, init_shard)
+    def _assign_init_shards(self, rank: int) -> list[tuple[ShardedInit, torch.Size]]:
+        """Shard the values that `rank` gave to parameters constructed under `zero.Init`. Collective.
+
+        Returns:
+            The parameters that some rank resized, with the new shape, equal on all ranks. Their values are lost.
+        """
+        given = _exchanged([(init_shard.group, p.shape) for p, init_shard in self._init_shards])
+        resized = []
+        for (parameter, init_shard), of_ranks in zip(self._init_shards, given, strict=True):
+            if others := [shape for shape in of_ranks if shape != init_shard.shape]:
+                resized.append((init_shard, others[0]))
+            else:
+                init_shard.assign(parameter.detach(), init_shard.group.ranks.index(rank))
+        return resized
+
+    def _broadcast_unsharded(self, rank: int) -> None:
+        """Broadcast parameters of a model under construction that are not sharded yet. Collective.
+
+        They will be sharded from the values of rank 0, so rank 0 needs the changes.
+        """
+        for parameter in self._whole if initial_shard.is_building() else ():
+            value = parameter.detach().contiguous()
+            world_group().broadcast(_bytes(value), rank)
+            parameter.detach().copy_(value)
+
+    def _broadcast(
+        self, rank: int
+    ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[ParameterLocation, torch.Size]]]:
+        """Return the parameters of engines with the values of `rank`. Collective.
+
+        Returns:
+            The parameters with their values, and those that some rank resized, with the new shape. All ranks that have
+            a parameter find it in the same list, so they start the same collectives.
+        """
+        given = _exchanged([(place.unit.dp_group.mesh.data, (p.shape, p.dtype)) for p, place in self._places])
+        values, resized = [], []
+        for (parameter, place), of_ranks in zip(self._places, given, strict=True):
+            own = place.unit.shapes[place.index]
+            if others := [shape for shape, _ in of_ranks if shape != own]:
+                resized.append((place, others[0]))
+                continue
+            data = place.unit.dp_group.mesh.data
+            source = data.ranks.index(_modifier(place, rank))
+            # In the dtype that the modifier gave it, which may be that of the master weights.
+            value = torch.empty(own, dtype=of_ranks[source][1], device=place.unit.full.device)
+            if data.index == source:
+                value.copy_(parameter.detach())
+            if data.size > 1:
+                with WaitScope("broadcast", [place.name]):
+                    data.broadcast(_bytes(value), source)
+            values.append((parameter, value))
+        return values, resized
+
+    def _release(self) -> None:
+        """Drop the private copies, and shard the parameters again."""
+        _open.difference_update(self._ids)
+        for parameter, init_shard in self._init_shards:
+            if not isinstance(parameter, ShardedParameter):
+                put_data(parameter, init_shard.placeholder())
+                mark_sharded(parameter, init_shard)
+        for parameter, place in self._copied:
+            place.unit.privately_held.discard(place.index)
+            place.model.masters.accept_version(parameter)  # changes are discarded, or set in the masters afterwards
+            put_data(parameter, place.unit.views()[place.index])  # a sharded parameter keeps its shape
+            if place.unit.shard_state is ShardState.SHARDED:
+                mark_sharded(parameter, place.unit)
+        self._copied = []
+
+
+def _exchanged(local: list[tuple[RankGroup, T]]) -> list[tuple[T, ...]]:
+    """Return for each `(group, value)` the values of all ranks of its group, in the order of the group. Collective."""
+    exchanged: dict[int, Iterator[tuple[T, ...]]] = {}
+    for group, _ in local:
+        if id(group) not in exchanged:
+            of_ranks = group.all_gather_object([value for other, value in local if other is group])
+            exchanged[id(group)] = zip(*of_ranks, strict=True)
+    return [next(exchanged[id(group)]) for group, _ in local]
 
 
 def _modifier(place: ParameterLocation, rank: int) -> int:

@@ -325,5 +325,5 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         return
     init_shard.cast(dtype)
     mark_unsharded(parameter)
-    parameter.data = torch.empty((), dtype=dtype, device=init_shard.device).expand(init_shard.shape)
+    parameter.data = init_shard.placeholder()
     mark_sharded(parameter, init_shard)

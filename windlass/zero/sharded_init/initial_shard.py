@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
+from windlass.base.errors import ModelError
 from windlass.comm.point_to_point import exchange_tensors
 from windlass.comm.rank_group import RankGroup
 from windlass.zero.core.sharded_parameter import forget_sharded, mark_sharded, mark_unsharded
@@ -103,8 +104,35 @@ class ShardedInit:
         return flat.as_strided(self.shape, self.stride)
 
     def assign(self, values: torch.Tensor, source: int) -> None:
-        """Replace the values by those of the rank at index `source`. Values of other ranks are ignored. Collective."""
-        self.shard = scatter(self.group, source, [(flat_of(values), self.numel, self.dtype)], values.device)[0]
+        """Replace the values by those of the rank at index `source`. Values of other ranks are ignored. Collective.
+
+        The parameter keeps its dtype and strides.
+
+        Args:
+            values: Tensor of the parameter's shape.
+        """
+        flat = None
+        if self.group.index == source:
+            if values.dtype != self.dtype or values.stride() != self.stride:  # shards are in memory order
+                own = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+                values = own.copy_(values)
+            flat = flat_of(values)
+        self.shard = scatter(self.group, source, [(flat, self.numel, self.dtype)], self.device)[0]
+
+    def require_shape(self, shape: torch.Size) -> None:
+        """Raise ModelError if the parameter was given another shape."""
+        if shape != self.shape:
+            raise ModelError(
+                f"{self.label} has shape {tuple(self.shape)} and was given shape {tuple(shape)} inside "
+                "GatheredParameters; the change is lost. Construct the module with its new size under zero.Init"
+            )
+
+    def placeholder(self) -> torch.Tensor:
+        """Return an expanded scalar of the parameter's shape, which takes memory for one element only.
+
+        Each has its own storage, so that two parameters are not mistaken for tied ones.
+        """
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert the shard to another dtype."""
