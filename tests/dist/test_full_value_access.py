@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -428,6 +429,92 @@ def cast_by_one_rank(stage: int) -> torch.Tensor:
 def test_modifier_may_set_values_in_the_dtype_of_the_master_weights() -> None:
     for result in run_ranks(cast_by_one_rank, 2, 3, timeout=20.0):
         assert (result == 1.001).all()
+
+
+def replaced(stage: int, precision: str, directory: str) -> dict[str, Tensor]:
+    """Give parameters other memory and use each function that reads or sets their values. Return what it gave."""
+    import windlass
+
+    dtype, seen = Recipe(precision=precision).dtype, {}
+    model = two_layers().to(dtype)
+    model[0].weight.requires_grad_(False)
+    engine = windlass.initialize(
+        model=model, config=ds_config(Recipe(precision=precision, clipping=0.0), Setting(stage=stage))
+    )[0]
+    frozen, weight = model[0].weight, model[2].weight
+    saved, unchanged = windlass.zero.full_param(weight).detach(), weight.detach().clone()
+
+    def replace(value: float) -> None:
+        frozen.data, weight.data = torch.full_like(frozen, value), torch.full_like(weight, value)
+
+    engine.save_checkpoint(directory, tag="a")
+    replace(2.0)
+    state = engine.full_state_dict()
+    if dist.get_rank() == 0:
+        seen["full_state_dict"] = torch.stack([state["0.weight"].view(-1), state["2.weight"].view(-1)]) / 2.0
+    seen["full_param of a frozen parameter"] = windlass.zero.full_param(frozen) / 2.0
+    replace(3.0)
+    windlass.zero.set_full_param(weight, torch.full((8, 64), 5.0))
+    windlass.zero.set_full_param(frozen, torch.full((64, 8), 5.0))
+    seen["set_full_param"] = torch.cat([weight.detach().view(-1), frozen.detach().view(-1)]) / 5.0
+    seen["set_full_param, masters"] = windlass.zero.full_param(weight).detach() / 5.0
+    replace(3.0)
+    with windlass.zero.GatheredParameters([weight], modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data.fill_(6.0)
+    seen["GatheredParameters"] = weight.detach().clone() / 6.0
+    seen["GatheredParameters, masters"] = windlass.zero.full_param(weight).detach() / 6.0
+    weight.data = torch.full_like(weight, 7.0)
+    seen["local_param"] = windlass.zero.local_param(weight).clone() / 7.0
+    replace(4.0)
+    engine.load_checkpoint(directory, tag="a")
+    seen["load_checkpoint"] = (windlass.zero.full_param(weight).detach() == saved).float()
+    seen["load_checkpoint, parameter"] = (weight.detach() == unchanged).float()
+    replace(9.0)
+    engine.destroy()
+    seen["destroy"] = torch.cat([weight.detach().view(-1), frozen.detach().view(-1)]) / 9.0
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32")])
+def test_replaced_data_are_followed(stage: int, precision: str, tmp_path: Path) -> None:
+    for seen in run_ranks(replaced, 2, stage, precision, str(tmp_path)):
+        assert [what for what, ratio in seen.items() if not (ratio == 1.0).all()] == []
+
+
+def rearranged(stage: int) -> dict[str, bool]:
+    """Give parameters the memory of other parameters, or their own with another shape."""
+    import windlass
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    engine = windlass.initialize(model=model, config=ds_config(Recipe(), Setting(stage=stage)))[0]
+    first, second, third = (layer.weight for layer in model)
+    one, two, three = (p.detach().clone() for p in (first, second, third))
+    first.data, second.data = second.data, first.data
+    third.data = third.data.t()
+    full = [windlass.zero.full_param(p).detach() for p in (first, second, third)]
+    held = [p.detach().clone() for p in (first, second, third)]
+    seen = {
+        "full_param": all(torch.equal(*pair) for pair in zip(full, (two, one, three.t()), strict=True)),
+        "parameters": all(torch.equal(*pair) for pair in zip(held, (two, one, three.t()), strict=True)),
+    }
+    backup = first.data
+    first.data = torch.zeros(4, 4)
+    state = engine.full_state_dict()
+    seen["average saved"] = dist.get_rank() != 0 or not state["0.weight"].any()
+    first.data = backup
+    seen["restored after a full save"] = torch.equal(windlass.zero.full_param(first), two)
+    first.data = first.data[:2]
+    with pytest.raises(windlass.WindlassError, match=r"had shape \(4, 4\) at initialize and has \(2, 4\) now"):
+        windlass.zero.full_param(first)
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_rearranged_data_are_followed(stage: int) -> None:
+    for seen in run_ranks(rearranged, 2, stage):
+        assert all(seen.values()), seen
 
 
 def cast_during_a_run(stage: int) -> list[str]:

@@ -39,12 +39,16 @@ class _Sender:
 class FullParameterGather:
     """Gathering of the full parameters of units on rank 0. Collective over all ranks, each with its own units.
 
+    Parameters that a script gave other memory (`p.data = ...`) are read from there, and keep it.
+
     Attributes:
         entries: announcements of all parameters, on every rank.
     """
 
     def __init__(self, model: ShardedModel, units: Iterable[Unit], names: dict[int, list[str]]) -> None:
         self._model, self._units, self._mesh = model, list(units), model.mesh
+        for unit in self._units:
+            unit.current_views()  # raises here, and not between the transfers, if a parameter was cast or resized
         names = self._merge_names_of_stages(names)
         local = [
             ParameterAnnouncement(index, tuple(names[id(parameter)]), placement.global_shape, unit.dtype)
@@ -91,7 +95,7 @@ class FullParameterGather:
     def _gather_own_unit(self, unit_index: int, stage: int) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         unit, me = self._units[unit_index], self._mesh.world.ranks[self._mesh.world.index]
         with self._model.runtime.unsharded([unit]):
-            views = unit.views()
+            views = [view.contiguous() for view in unit.current_views()]
             with torch.no_grad():
                 full_tensors = (
                     gather_full_with_grad(view.detach(), placement, self._mesh.axes)

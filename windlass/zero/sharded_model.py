@@ -43,9 +43,9 @@ from windlass.zero.core.module_hooks import (
 )
 from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.script_gradients import ScriptGradients
-from windlass.zero.core.sharded_parameter import ShardedParameter, mark_unsharded, put_data, put_grad
+from windlass.zero.core.sharded_parameter import ShardedParameter, mark_unsharded, put_data, put_grad, raw_data
 from windlass.zero.core.step_agreement import StepAgreement
-from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data_group
+from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data_group, recapture_parameters
 from windlass.zero.core.unit_partition import Block, plan_units
 from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
 from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
@@ -605,9 +605,7 @@ class ShardedModel:
         """Make parameters views of their units again after they were given other memory (`p.data = ...`,
         `module.to(...)`). They keep their current values.
         """
-        for unit in self.units:
-            if not unit.reshards:
-                unit.recapture_parameters()
+        recapture_parameters([unit for unit in self.units if not unit.reshards])
 
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
         """Record that a script reads `.data` of a parameter, so that changes made through it are detected."""
@@ -652,6 +650,8 @@ class ShardedModel:
         self.callbacks.on_weights_edited()
         self.scheduler.sync(SyncPoint.STATE_CHANGE, experts_only=experts_only)
         self.finish_update()
+        # Otherwise new values would go to `full`, and the next recapture would overwrite them.
+        self.recapture_parameters()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
             # A peer may still run its backward and read this rank's shards in shared memory.
             group.barrier()
@@ -695,7 +695,8 @@ class ShardedModel:
             for parameter, view in zip(unit.parameters, unit.views(), strict=True):
                 if isinstance(parameter, ShardedParameter):
                     mark_unsharded(parameter)
-                put_data(parameter, view.clone())
+                # The parameter of a unit that is never resharded may have been given other memory, of any dtype.
+                put_data(parameter, (view if unit.reshards else raw_data(parameter)).clone())
                 put_grad(parameter, None)
             unit.unmark_freed(range(len(unit.parameters)))
         parameter_registry.unregister(self)

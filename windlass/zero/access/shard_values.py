@@ -59,7 +59,7 @@ def _whole(place: ParameterLocation) -> torch.Tensor:
     masters = place.model.masters
     if not masters.chunks_of(place.unit):
         with place.model.runtime.unsharded([place.unit], experts_only=is_expert_only(place)):
-            return place.unit.parameter_view(place.unit.full, place.index).detach().clone()
+            return place.unit.current_views()[place.index].clone(memory_format=torch.contiguous_format)
     place.model.recapture_parameters()
     return assemble(place, masters.read_span(place.unit, among=_ranks_with_parameter(place)))
 
@@ -246,6 +246,7 @@ def local_param(parameter: nn.Parameter) -> torch.Tensor:
     """
     place = _updated(parameter)
     masters = place.model.masters
+    place.model.recapture_parameters()
     with masters.resident([place.unit], alone=True):
         fragments = [piece for index, _, _, piece in masters.pieces(place.unit) if index == place.index]
         return _joined(place, fragments)

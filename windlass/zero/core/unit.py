@@ -188,10 +188,8 @@ class Unit:
 
     def move_to(self, buffer: TransportBuffer) -> None:
         """Copy the values of `full` to another `buffer` and use it from now on. Called for units that are never
-        resharded.
+        resharded, after `recapture_parameters`.
         """
-        # Parameters may have been given other memory; copy their values into `full` first.
-        self.recapture_parameters()
         buffer.local.copy_(self.full)
         self.buffer, self.full = buffer, buffer.local
         self._make_views()
@@ -385,14 +383,26 @@ class Unit:
         unmark_freed([self.parameters[index] for index in back])
         self._freed -= back
 
-    def recapture_parameters(self) -> None:
-        """Copy parameters that were given other memory into `full`, and make them views of it again.
+    def current_views(self) -> list[torch.Tensor]:
+        """Return `views`, with the memory that a script gave a parameter of a unit that is never resharded in its
+        place. A tensor given by a script may have any strides.
 
         Raises:
             ModelError: a parameter was resized, or has another dtype.
         """
+        moved = {} if self.reshards else self.moved_values()
+        return [moved.get(index, view) for index, view in enumerate(self._views)]
+
+    def moved_values(self) -> dict[int, torch.Tensor]:
+        """Return, by index, the values of parameters that are no longer the views of `full`, because a script gave
+        them other memory. Only for units that are never resharded.
+
+        Raises:
+            ModelError: a parameter was resized, or has another dtype.
+        """
+        moved: dict[int, torch.Tensor] = {}
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
-            if not view.numel() or parameter.data_ptr() == view.data_ptr():
+            if parameter.is_set_to(view):
                 continue
             self.require_shape(index, parameter.shape)
             given = raw_data(parameter)
@@ -403,11 +413,8 @@ class Unit:
                     "configuration, or cast the model before initialize; a cast for an evaluation must be undone "
                     "before the step"
                 )
-            with torch.no_grad():
-                view.copy_(given)
-            put_data(parameter, view)
-            # `put_data` does not increment the version, but the values may differ from those that autograd saved.
-            torch.autograd.graph.increment_version(parameter)
+            moved[index] = given
+        return moved
 
     def require_shape(self, index: int, shape: torch.Size) -> None:
         """Raise ModelError if the parameter at `index`, or its gradient, no longer has its original shape."""
@@ -436,6 +443,33 @@ class Unit:
     def parameter_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Return the shaped view of one parameter in a flat tensor over the full unit."""
         return flat.narrow(0, self.layout.offsets[index], self.layout.numels[index]).view(self.shapes[index])
+
+
+def recapture_parameters(units: Sequence[Unit]) -> None:
+    """Copy parameters that were given other memory into `full`, and make them views of it again.
+
+    Args:
+        units: All units of a model that are never resharded.
+
+    Raises:
+        ModelError: a parameter was resized, or has another dtype. No parameter is changed then.
+    """
+    moved = [(unit, index, given) for unit in units for index, given in unit.moved_values().items()]
+    if not moved:
+        return
+    # After `a.data, b.data = b.data, a.data` or `a.data = a.data.t()`, values lie in memory that is overwritten below.
+    spans = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.nbytes) for unit in units]
+    moved = [
+        (unit, index, given.clone() if any(start <= given.data_ptr() < stop for start, stop in spans) else given)
+        for unit, index, given in moved
+    ]
+    for unit, index, given in moved:
+        parameter, view = unit.parameters[index], unit.views()[index]
+        with torch.no_grad():
+            view.copy_(given)
+        put_data(parameter, view)
+        # `put_data` does not increment the version, but the values may differ from those that autograd saved.
+        torch.autograd.graph.increment_version(parameter)
 
 
 def expert_data_group(units: Sequence[Unit]) -> RankGroup | None:
