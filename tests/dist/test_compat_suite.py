@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.dist.harness import run_ranks
 from tests.dist.test_compat_engine import _net
+from windlass.base.errors import LossScalingError
 
 
 def _config(stage: int, **others: Any) -> dict[str, Any]:
@@ -187,7 +188,8 @@ def _scales() -> None:
         engine, optimizer, _, _ = initialize(model=_net(), config=_config(1, fp16=fp16, optimizer=adam))
         first = scale or 16
         assert (optimizer.dynamic_loss_scale, optimizer.scale_window) == (dynamic, 1)
-        assert optimizer.loss_scaler.loss_scale == first
+        assert optimizer.loss_scaler.loss_scale == optimizer.loss_scale == optimizer.cur_scale == first
+        assert optimizer.unscale_and_clip_grads([], 0.0, apply_scale=False) == first
         assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_iter == 0
         # as in DeepSpeed, the scale grows only after `window + 1` good steps
         for steps, factor in ((1, 1), (2, 2 if dynamic else 1)):
@@ -195,6 +197,17 @@ def _scales() -> None:
             engine.step()
             assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * factor
             assert optimizer.loss_scaler.cur_iter == steps
+        for owner, name in ((optimizer, "loss_scale"), (optimizer, "cur_scale"), (optimizer.loss_scaler, "cur_scale")):
+            setattr(owner, name, 4.0)
+            assert engine.loss_scale() == optimizer.loss_scaler.loss_scale == optimizer.loss_scale == 4.0
+            optimizer.loss_scale = 8
+        for value in (0, -1.0, float("nan"), float("inf"), *([0.5] if dynamic else [])):
+            with pytest.raises(LossScalingError, match="loss scale cannot be set to"):
+                optimizer.loss_scale = value
+        engine.backward(engine(torch.ones(2, 6).half()).mean())
+        with pytest.raises(LossScalingError, match="in the middle of a step"):
+            optimizer.loss_scale = 4.0
+        assert engine.loss_scale() == 8
         assert optimizer.offload_states() is None
         optimizer.reload_states()
         engine.destroy()

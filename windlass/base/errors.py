@@ -94,7 +94,7 @@ class GradientAccessError(ModelError, RuntimeError):
 
 
 class LossScalingError(ModelError, RuntimeError):
-    """Backward of a loss that was not multiplied by the loss scale."""
+    """Backward of a loss that was not multiplied by the loss scale, or a loss scale that cannot be set."""
 
 
 class DeviceMemoryError(WindlassError, RuntimeError):

@@ -193,7 +193,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             optimizer.parameter_offload = ParameterOffload(self)
         optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
         optimizer.backward = self.backward
-        optimizer.loss_scaler = LossScalerView(self._scaler, self.progress, self._config.fp16)
+        optimizer.loss_scaler = LossScalerView(
+            self._scaler, partial(setattr, optimizer, "loss_scale"), self.progress, self._config.fp16
+        )
         optimizer.dynamic_loss_scale = self._scaler.dynamic
         optimizer.scale_window, optimizer.min_loss_scale = (
             optimizer.loss_scaler.scale_window,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from windlass.config.precision_section import Fp16
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import DynamicLossScale, LossScale
@@ -47,16 +49,17 @@ def scale_of(scale: LossScale, *, zero: bool) -> LossScale:
 
 
 class LossScalerView:
-    """Read-only view of the engine's loss scale with DeepSpeed's attribute names.
+    """View of the engine's loss scale with DeepSpeed's attribute names. `cur_scale` can be set.
 
     Args:
         scale: the engine's loss scale.
+        set_scale: replaces it, between two steps.
         progress: the engine's counters.
         section: section `fp16` of the configuration.
     """
 
-    def __init__(self, scale: LossScale, progress: TrainingProgress, section: Fp16) -> None:
-        self._scale, self._progress = scale, progress
+    def __init__(self, scale: LossScale, set_scale: Callable[[float], None], progress: TrainingProgress, section: Fp16) -> None:
+        self._scale, self._set_scale, self._progress = scale, set_scale, progress
         self.dynamic = scale.dynamic
         self.dynamic_loss_scale, self.use_grad_scaling = scale.dynamic, section.enabled
         self.scale_window, self.min_scale = section.loss_scale_window, section.min_loss_scale
@@ -71,6 +74,10 @@ class LossScalerView:
     def cur_scale(self) -> float:
         """Current scale; same as `loss_scale`."""
         return self._scale.scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self._set_scale(scale)
 
     @property
     def cur_iter(self) -> int:

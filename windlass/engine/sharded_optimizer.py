@@ -25,6 +25,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model: the sharded model whose parameters it steps.
         step: called by `step()`: the engine's step.
         refresh: shards the model again, to include parameters that were not trained before.
+        get_loss_scale, set_loss_scale: read and replace the engine's loss scale.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         model: ShardedModel,
         step: Callable[[], None],
         refresh: Callable[[], None],
+        get_loss_scale: Callable[[], float],
+        set_loss_scale: Callable[[float], None],
     ) -> None:
         self.__dict__.update(
             optimizer.__dict__
@@ -40,13 +43,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.__dict__.pop("step", None)
         self.optimizer = optimizer
         self._model, self._step, self._refresh = model, step, refresh
+        self._get_loss_scale, self._set_loss_scale = get_loss_scale, set_loss_scale
         self.overflow = False
-        self.loss_scale = 1.0
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the next backward. It can be set between two steps of an engine with `fp16`.
+
+        Raises:
+            LossScalingError: set to a value that is out of range, without `fp16`, or in the middle of a step.
+        """
+        return self._get_loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._set_loss_scale(scale)
 
     @property
     def cur_scale(self) -> float:
         """Loss scale (older name)."""
         return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.loss_scale = scale
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Call `engine.step()`.

@@ -31,6 +31,7 @@ from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.model_refresh import (
     check_no_lost_gradients,
     drop_external_gradients,
+    has_pending_gradients,
     refresh_model,
     unfrozen_parameters,
 )
@@ -96,7 +97,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.config = config.raw
         self._optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
-            self._optimizer = ShardedOptimizer(optimizer, sharded, self._step_by_optimizer, self.refresh)
+            self._optimizer = ShardedOptimizer(
+                optimizer, sharded, self._step_by_optimizer, self.refresh, self.loss_scale, self._set_loss_scale
+            )
         # Public attribute. DeepSpeed's engine sets it to a placeholder object if there is no optimizer.
         self.optimizer: Any = self._optimizer
         self.lr_scheduler: Any = None
@@ -395,15 +398,33 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         scale = self._scaler.scale
         if not outcome.bad:
             self._scaler.update(not outcome.applied, where)
-        if self._scaler.scale != scale:
-            self._sharded.rescale_unstepped(self._scaler.scale / scale)
-            rescale_error_feedback(self._sharded, self._scaler.scale / scale)
-        self._optimizer.loss_scale = self._scaler.scale
+        self._follow_loss_scale(scale)
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)
         self._reporter.record_step(self._sharded.transport.traffic)
         if outcome.flags[1] > 0:  # set if the save failed on any rank, so that all ranks raise at the same step
             self._async_save.finish()
+
+    def _follow_loss_scale(self, before: float) -> None:
+        """Convert values that contain the loss scale, after it was `before`."""
+        if self._scaler.scale != before:
+            self._sharded.rescale_unstepped(self._scaler.scale / before)
+            rescale_error_feedback(self._sharded, self._scaler.scale / before)
+
+    def _set_loss_scale(self, scale: float) -> None:
+        """Replace the loss scale, as a script asks by `optimizer.loss_scale = scale`, the same on every rank."""
+        if not self._config.fp16.enabled and scale != self._scaler.scale:
+            raise LossScalingError(
+                f"the loss scale cannot be set to {scale!r}: without fp16 losses are not scaled; set fp16.enabled"
+            )
+        if self._loss_is_scaled or has_pending_gradients(self._sharded):
+            raise LossScalingError(
+                f"the loss scale cannot be set to {scale!r} in the middle of a step, whose gradients contain the scale "
+                f"{self._scaler.scale:g}; set it after engine.step() at the accumulation boundary"
+            )
+        before = self._scaler.scale
+        self._scaler.set_scale(scale)
+        self._follow_loss_scale(before)
 
     def _balance_routers(self) -> None:
         """Update router biases from the tokens chosen on all data-parallel ranks. Collective over these ranks."""

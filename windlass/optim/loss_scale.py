@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from windlass.base.errors import LossError
+from windlass.base.errors import LossError, LossScalingError
 from windlass.base.log import logger
 
 _MAX_SCALE = 2.0**126  # a larger scale would overflow the scaled loss in fp32, for any loss
@@ -34,6 +34,10 @@ class StaticLossScale:
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = float(scale)
+
+    def set_scale(self, scale: float) -> None:
+        """Replace the scale. Raises LossScalingError if it is not a positive number."""
+        self.scale = _checked_scale(scale)
 
     def update(self, overflow: bool, location: str = "") -> None:
         """Record the end of a step. On overflow, log a warning with `location`, the place of the first non-finite
@@ -90,6 +94,16 @@ class DynamicLossScale:
         self.on_min_scale = on_min_scale
         self.good_steps = 0
         self.hysteresis_left = hysteresis
+
+    def set_scale(self, scale: float) -> None:
+        """Replace the scale, and keep the count of good steps. Raises LossScalingError if it is below `min_scale`."""
+        scale = _checked_scale(scale)
+        if scale < self.min_scale:
+            raise LossScalingError(
+                f"the loss scale cannot be set to {scale:g}, below fp16.min_loss_scale {self.min_scale:g}; set a larger "
+                "one, or lower fp16.min_loss_scale"
+            )
+        self.scale = scale
 
     def update(self, overflow: bool, location: str = "") -> None:
         """Record the end of a step. `location` is the place of the first non-finite gradient (parameter, rank,
@@ -172,6 +186,14 @@ def make_loss_scale(fp16: Fp16Settings, on_min_scale: Literal["raise", "continue
         min_scale=fp16.min_loss_scale,
         on_min_scale=on_min_scale,
     )
+
+
+def _checked_scale(scale: float) -> float:
+    if not 0 < float(scale) <= _MAX_SCALE:
+        raise LossScalingError(
+            f"the loss scale cannot be set to {float(scale):g}; set a number above 0 and up to 2**126, such as 2**16"
+        )
+    return float(scale)
 
 
 def _format_location(where: str) -> str:
