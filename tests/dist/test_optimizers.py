@@ -455,3 +455,56 @@ def test_a_norm_that_overflows_clips_the_gradient_to_zero_as_in_torch() -> None:
         for wanted, found in by_stage:
             error, where = relative_error(found, wanted)
             assert error <= 1e-6, f"{where} is off by {error:.2e}"
+
+
+def reset_and_half_loaded(tier: str, folder: str) -> list[Any]:
+    """Load the states of a new optimizer after some steps, then those of the first parameter only."""
+    model = torch.nn.Linear(6, 6)
+    zero: dict[str, Any] = {"stage": 2}
+    if tier != "device":
+        zero["offload_optimizer"] = {"device": tier, "nvme_path": folder}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    engine = windlass.initialize(model=model, config=config)[0]
+
+    def train() -> None:
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.step()
+
+    first = engine.optimizer.state_dict()
+    train()
+    later = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(first)
+    states = [engine.optimizer.state_dict()["state"]]
+    train()
+    states.append({number: float(one["step"]) for number, one in engine.optimizer.state_dict()["state"].items()})
+    engine.optimizer.load_state_dict({**later, "state": {0: {**later["state"][0], "step": torch.tensor(7.0).double()}}})
+    held = engine.optimizer.state_dict()["state"]
+    states.append({number: float(one["step"]) for number, one in held.items()})
+    states.append(str(held[0]["step"].dtype))
+    engine.destroy()
+    return states
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_loaded_state_dict_replaces_all_states(tier: str, tmp_path: Any) -> None:
+    """Its step count has the dtype that torch's fused step reads; a parameter without saved states begins anew."""
+    for states in run_ranks(reset_and_half_loaded, 2, tier, str(tmp_path)):
+        assert states[:3] == [{}, {0: 1.0, 1: 1.0}, {0: 7.0}]
+        assert tier != "device" or states[3] == "torch.float32"
+
+
+def kept_choices() -> list[Any]:
+    model = torch.nn.Linear(6, 6)
+    optimizer = windlass.optim.CPUAdam(model.parameters(), state_dtype="8bit")
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    saved = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "state_dtype": "fp32"}]})
+    found = [optimizer.param_groups[0]["state_dtype"]]
+    engine.destroy()
+    return found
+
+
+def test_a_loaded_state_dict_keeps_the_dtype_of_states() -> None:
+    kept, = run_ranks(kept_choices, 1)
+    assert kept == [windlass.optim.CPUAdam([torch.ones(1)], state_dtype="8bit").param_groups[0]["state_dtype"]]

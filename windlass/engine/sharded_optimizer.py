@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ModelError, WindlassError
+from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
 from windlass.optim.elementwise_optimizers import enable_fused_step
 from windlass.zero.access.full_values import full_states, set_full_state
-from windlass.zero.access.shard_values import set_plain_state
+from windlass.zero.access.shard_values import keep_states, set_plain_state
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import check_parameters
-
-_IMPLEMENTATION_KEYS = ("fused", "foreach")  # group keys that select an implementation, which this run chooses itself
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -132,9 +131,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain torch optimizer's `state_dict()`, the same on every rank.
+        """Replace groups and states by a plain torch optimizer's `state_dict()`, the same on every rank. Collective.
 
-        The current `fused` and `foreach` are kept.
+        As in torch, a parameter without saved states begins with new ones. The groups keep their `fused`, `foreach`,
+        `capturable`, `differentiable` and `state_dtype`. States that differ between ranks, such as error feedback, are
+        in no such dict and stay.
         """
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
@@ -143,8 +144,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{[len(g['params']) for g in self.param_groups]}; build the optimizer with the same groups"
             )
         for group, saved in zip(self.param_groups, given, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", *_IMPLEMENTATION_KEYS)})
+            group.update({key: value for key, value in saved.items() if key not in {"params", *IMPLEMENTATION_KEYS}})
             for parameter, number in zip(group["params"], saved["params"], strict=True):
-                for key, value in state_dict["state"].get(number, {}).items():
+                states = state_dict["state"].get(number, {})
+                keep_states(parameter, states)
+                for key, value in states.items():
                     set_state = set_full_state if isinstance(value, torch.Tensor) else set_plain_state
                     set_state(parameter, key, value)

@@ -221,7 +221,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
             if _steps_segments(update) and value.shape == shape and key not in SCALAR_STATES:
                 _write(place, state, key, value.detach().reshape(-1)[start:stop].to(on, copy=True))
             elif value.dim() == 0 and (key in SCALAR_STATES or value.shape != shape):
-                state[key] = value.detach().clone()
+                state[key] = _number(place, key, value)
             else:
                 now = state.get(key)
                 is_single = update is not None and not shape and value.shape == shape
@@ -230,13 +230,23 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
                 _write(place, state, key, (value.view(1) if is_single else value).detach().to(on, copy=True))
 
 
+def keep_states(parameter: nn.Parameter, names: Collection[str]) -> None:
+    """Drop the optimizer states of this rank's fragments of the parameter, except those in `names`. Collective."""
+    place = _finished(parameter)
+    kept = {*names, *(f"{key}_scale" for key in _coded(place) if key in names)}
+    with place.model.masters.resident([place.unit], changes=True, among=_ranks_with_parameter(place)):
+        for _, _, state in _state(place):
+            for key in [key for key in state if key not in kept]:
+                del state[key]
+
+
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
     """Set the optimizer state `key` to a value that is not a tensor, as `part_states` returned it."""
     place = _updated(parameter)
     if isinstance(value, int | float) and _steps_segments(place.model.update):
         value = torch.tensor(float(value))  # old torch checkpoints have plain step counts; torch now requires tensors
     for _, _, state in _state(place):
-        state[key] = copy.deepcopy(value)
+        state[key] = _number(place, key, value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
@@ -342,7 +352,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
             )
         if value.dim() == 0:
             for _, state in states:
-                state[key] = value.detach().clone()
+                state[key] = _number(place, key, value)
             return
         for (_, state), part in zip(states, _split(value, [size for size, _ in states]), strict=True):
             _write(place, state, key, part.detach().to(on, copy=True))
@@ -393,6 +403,16 @@ def _split(value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 def _step_device(place: ParameterLocation) -> torch.device:
     chunks = place.model.masters.chunks_of(place.unit)
     return chunks[0].device if chunks else place.model.device
+
+
+def _number(place: ParameterLocation, key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a state that is one number, on the device and in the dtype in which a step reads it."""
+    update, parameter = place.model.update, place.unit.parameters[place.index]
+    groups = update.optimizer.param_groups if update is not None and key == "step" else ()
+    group = next((group for group in groups if any(one is parameter for one in group["params"])), {})
+    if group.get("fused") or group.get("capturable"):  # as in torch's `load_state_dict`
+        return value.detach().to(_step_device(place), torch.float32, copy=True)
+    return value.detach().clone()
 
 
 def _refuse_local_gradients(place: ParameterLocation) -> None:
