@@ -322,3 +322,27 @@ def average_of_before(folder: str) -> bool:
 
 def test_average_saved_before_its_first_update_restarts(tmp_path: Any) -> None:
     assert run_ranks(average_of_before, 2, str(tmp_path)) == [True, True]
+
+
+def with_other_implementations(folder: str) -> list[tuple[Any, Any]]:
+    """Load a checkpoint of torch's default implementation into engines that chose others."""
+    import windlass
+
+    found = []
+    for number, choice in enumerate(({}, {"foreach": True}, {"fused": False})):
+        model = net()
+        chosen = torch.optim.AdamW(model.parameters(), lr=1e-2, **choice)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+        engine = windlass.initialize(model=model, optimizer=chosen, config=config)[0]
+        if not number:
+            steps(engine, 0, 1)
+            engine.save_checkpoint(folder, tag="a")
+        engine.load_checkpoint(folder, tag="a")
+        found.append((chosen.param_groups[0]["foreach"], chosen.param_groups[0]["fused"]))
+        engine.destroy()
+    return found
+
+
+def test_a_load_keeps_the_implementation_of_this_run(tmp_path: Any) -> None:
+    (found,) = run_ranks(with_other_implementations, 1, str(tmp_path))
+    assert found[1:] == [(True, None), (None, False)]

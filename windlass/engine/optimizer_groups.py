@@ -16,6 +16,7 @@ from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.checkpoint.checkpoint_load import count_and_names
+from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
 from windlass.optim.one_bit_adam import count_earlier_steps
 from windlass.parallel.placement import get_global_name
 
@@ -96,7 +97,7 @@ def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: Gro
 def load_hyperparameters(
     optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata, applied_steps: int
 ) -> None:
-    """Load the saved hyper-parameters, and log what was matched.
+    """Load the saved hyper-parameters, except those that belong to a run, and log what was matched.
 
     Args:
         applied_steps: optimizer steps before the save. If another optimizer made them, an optimizer with phases counts
@@ -105,8 +106,7 @@ def load_hyperparameters(
     for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:
             continue
-        # states are converted to this run's dtype
-        values = {k: v for k, v in saved[number]["values"].items() if k != "state_dtype"}
+        values = {k: v for k, v in saved[number]["values"].items() if k not in IMPLEMENTATION_KEYS}
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     if not any("applied_steps" in group["values"] for group in saved) and count_earlier_steps(optimizer, applied_steps):
         counted = plural(applied_steps, "step")
