@@ -47,7 +47,7 @@ class Dropping(nn.Module):
         return nn.functional.dropout(self.layer(x), 0.5).square().mean()
 
 
-def engine_for(seed: int, **more: Any) -> Any:
+def engine_for(seed: int, accumulation: int = 1, **more: Any) -> Any:
     import random
 
     import numpy as np
@@ -58,6 +58,7 @@ def engine_for(seed: int, **more: Any) -> Any:
         seeded(seed + dist.get_rank())
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
@@ -152,6 +153,31 @@ def test_same_samples_on_another_number_of_ranks(before: int, after: int, tmp_pa
     assert left - repeated == Counter(range(SAMPLES)) - seen
     assert repeated.total() == -(SAMPLES - seen.total()) % after
     assert Counter(n for _, other in result for n in other) == Counter(range(SAMPLES))
+
+
+def saved_in_a_step(folder: str) -> list[list[int]]:
+    """Save after some micro-batches of steps of four, in the first step, the second one, and after a load."""
+    found = []
+    for tag, taken in (("first", 2), ("second", 6), ("resumed", 3)):
+        engine = engine_for(0, accumulation=4)
+        if tag == "resumed":
+            engine.load_checkpoint(folder, tag="second")
+        numbers = trained(engine, islice(epochs(engine), taken))[1]
+        engine.save_checkpoint(folder, tag=tag)
+        engine.destroy()
+        other = engine_for(50, accumulation=4)
+        other.load_checkpoint(folder, tag=tag)
+        again = trained(other, islice(epochs(other), taken))[1]
+        other.destroy()
+        found.append([numbers, again])
+    return found
+
+
+def test_a_save_within_a_step_resumes_at_the_first_sample_of_the_step(tmp_path: Any) -> None:
+    first, second, resumed = run_ranks(saved_in_a_step, 1, str(tmp_path))[0]
+    assert first[1] == first[0]
+    assert second[1][: 2 * MICRO] == second[0][4 * MICRO :]
+    assert resumed[0] == second[1][: 3 * MICRO] == resumed[1]
 
 
 class Fewer(Rows):

@@ -228,6 +228,8 @@ class CheckpointMethods(EngineParts):
         loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         if loaded is not None:
             self._reporter.record_checkpoint("load", loaded[0], time.monotonic() - begun)
+        if not self.progress.is_step_started:
+            self._note_step_start()
         for observer in self._observers:
             observer.after_load()
         return (None, None) if loaded is None else (loaded[0], self._loaded_client_state(loaded[1]))
@@ -250,6 +252,7 @@ class CheckpointMethods(EngineParts):
             scaler=self._scaler,
             lr_scheduler=self.lr_scheduler,
             training_dataloader=self.training_dataloader,
+            step_start_position=self._step_start_position,
             async_save=self._async_save,
             saved_tags=self.saved_tags,
             metadata=self._checkpoint_metadata(),

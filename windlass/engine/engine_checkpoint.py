@@ -93,6 +93,7 @@ class EngineState:
 
     Attributes:
         raw_config: the configuration as the script gave it.
+        step_start_position: data position at the start of the current step.
         metadata: plain data of the engine's class, saved beside the state under keys of its own.
         saved_tags: directories and tags of the checkpoints that the engine wrote; a save adds its own on the rank that
             removes old checkpoints.
@@ -106,6 +107,7 @@ class EngineState:
     scaler: LossScale
     lr_scheduler: Any
     training_dataloader: Any
+    step_start_position: dict[str, Any] | None
     async_save: AsyncSave
     saved_tags: set[tuple[str, str]]
     metadata: dict[str, Any]
@@ -139,7 +141,9 @@ def save_engine(
             f"nothing is saved: {model.disk_health.loss_reason}; earlier checkpoints are intact. {LOST}"
         )
     model.reducer.finish()
+    position = data_position(engine.training_dataloader)
     if has_pending_gradients(model):
+        position = engine.step_start_position
         logger.warning(
             "this checkpoint is saved in the middle of a step: it does not contain the gradients accumulated so "
             "far, and a resumed run repeats the step from its first micro-batch; save after step() at the "
@@ -174,7 +178,7 @@ def save_engine(
             collect_state_fragments(model.update, handle_of, states)
         if streams:
             streamed.append(StreamedFingerprint(model, units, absent))
-        return {**states.metadata(), "data": data_position(engine.training_dataloader), "tag": name}
+        return {**states.metadata(), "data": position, "tag": name}
 
     name = tag if tag is not None else f"global_step{engine.progress.global_steps}"
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)

@@ -38,6 +38,7 @@ class EngineParts:
         _sharded: the sharded model; `refresh` replaces it.
         _optimizer: None in an engine that only evaluates.
         _grad_norm: norm of the last step's gradient; None before the first step.
+        _step_start_position: data position at the start of the current step.
         _loss_weight: factor of the loss of the running micro-batch, usually 1 / accumulation steps.
         _loss_is_scaled: True if the loss of the next backward includes the loss scale.
     """
@@ -47,6 +48,7 @@ class EngineParts:
     progress: TrainingProgress
     lr_scheduler: Any
     training_dataloader: Any
+    _step_start_position: dict[str, Any] | None
     saved_tags: set[tuple[str, str]]
     _config: Config
     _sharded: ShardedModel
@@ -69,6 +71,10 @@ class EngineParts:
 
     def _attach(self, sharded: ShardedModel) -> None:
         """Connect the engine to a sharded model that it has built."""
+        raise NotImplementedError
+
+    def _note_step_start(self) -> None:
+        """Record the data position at which a step starts."""
         raise NotImplementedError
 
     def _make_callbacks(self) -> EngineCallbacks:

@@ -39,6 +39,7 @@ from windlass.engine.module_buffers import BufferDtypePolicy, BufferSynchronizer
 from windlass.engine.nonfinite_locator import NonFiniteLocator
 from windlass.engine.out_of_memory import FailedRun, batch_shape, note_out_of_memory
 from windlass.engine.query_methods import QueryMethods
+from windlass.engine.rng_and_data_position import data_position
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
@@ -103,7 +104,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         # Public attribute. DeepSpeed's engine sets it to a placeholder object if there is no optimizer.
         self.optimizer: Any = self._optimizer
         self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
+        self._step_start_position: dict[str, Any] | None = None  # data position at the start of the current step
+        self.training_dataloader = None
         self._reporter = EngineReporter(config, self, has_monitor=optimizer is not None)
         self._reporter.record_start(sharded)
         self._loss_weight = 1.0 / progress.batch.accumulation
@@ -117,6 +119,19 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.saved_tags: set[tuple[str, str]] = set()  # directories and tags of checkpoints that this engine wrote
         self._restore_gc = suspend_garbage_collection() if config.disable_python_gc else _nothing
         self._attach(sharded)
+
+    @property
+    def training_dataloader(self) -> Any:
+        """Loader whose position checkpoints contain."""
+        return self._training_dataloader
+
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Any) -> None:
+        self._training_dataloader = loader
+        self._note_step_start()
+
+    def _note_step_start(self) -> None:
+        self._step_start_position = data_position(self._training_dataloader)
 
     def _make_callbacks(self) -> EngineCallbacks:
         """Return the callables that the engine's sharded models call."""
@@ -350,6 +365,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self.progress.is_stepping = False
             self.progress.end_micro_batch()
             self._backwards_at_last_step_call = self._sharded.reducer.backward_count
+            if not self.progress.is_step_started:
+                self._note_step_start()
 
     def _step_by_optimizer(self) -> None:
         """Implement `engine.optimizer.step()`."""
