@@ -328,3 +328,35 @@ def refused(stage: int, more: dict[str, Any]) -> None:
 def test_what_it_cannot_do_is_refused(stage: int, more: dict[str, Any], text: str) -> None:
     with pytest.raises(RankError, match=f"(?s){text}"):
         run_ranks(refused, 2, stage, more)
+
+
+def refreshed(case: Case, moments: list[int]) -> list[dict[str, torch.Tensor]]:
+    """Return the parameters and states of each rank without a refresh, and with one after each number of steps."""
+    found = []
+    for at in (case.steps, *moments):
+        engine = start(specimen(case.model), case.config())
+        train(engine, case, 0, at)
+        if at < case.steps:
+            engine.refresh()
+        train(engine, case, at, case.steps)
+        found.append({**whole_params(engine.module), **errors_of(engine)})
+        engine.destroy()
+    return found
+
+
+ZERO_ONE = {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4}
+
+
+@pytest.mark.parametrize(
+    ("case", "moments"),
+    [
+        (with_params(replace(CASE, steps=5), codec="bf16", start_step=3), [2]),
+        (with_params(replace(CASE, steps=8), codec="bf16", overlap_steps=2), [5]),  # a message is in flight
+        (Case(optimizer="ZeroOneAdam", params=tuple(ZERO_ONE.items()), begin=0, steps=8), [3, 5]),
+    ],
+)
+def test_a_refresh_keeps_the_states_of_ranks(case: Case, moments: list[int]) -> None:
+    for straight, *others in run_ranks(refreshed, 2, case, moments):
+        for other in others:
+            assert straight.keys() == other.keys()
+            assert all(torch.equal(value, other[name]) for name, value in straight.items())

@@ -192,8 +192,10 @@ def test_contradictions_are_refused(zero: dict[str, Any], transport: str, text: 
 LOCO = Case(all_of("gradients", zeropp_loco_param={"err_beta": 0.5, "reset_T": 5}), optimizer="AdamW")
 
 
-def run_from(at: int, folder: str, saves: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """Train to the end, and save after `at` steps or continue from there. Return parameters and LoCo's states."""
+def run_from(
+    at: int, folder: str, saves: bool, refreshes: bool = False
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Train to the end, and save or refresh after `at` steps, or continue from there. Return parameters and LoCo's states."""
     subject = specimen(LOCO.model)
     engine = start(subject, LOCO.config)
     if not saves:
@@ -203,7 +205,7 @@ def run_from(at: int, folder: str, saves: bool) -> tuple[dict[str, torch.Tensor]
             subject.train(engine, subject.batch(Place(step, micro, dist.get_rank())), engine.backward)
             engine.step()
         if saves and step + 1 == at:
-            engine.save_checkpoint(folder)
+            engine.refresh() if refreshes else engine.save_checkpoint(folder)
     states = list(error_feedback_states(engine._sharded))
     found = {f"{one.name}/{one.key}": one.values.clone() for one in states}
     found |= whole_params(engine.module)
@@ -211,13 +213,15 @@ def run_from(at: int, folder: str, saves: bool) -> tuple[dict[str, torch.Tensor]
     return found, len(states)
 
 
-def test_error_feedback_of_gradients_is_saved(tmp_path: Path) -> None:
+def test_error_feedback_of_gradients_is_saved_and_refreshed(tmp_path: Path) -> None:
     at = 2  # after 4 reductions of a unit: the next but one drops the errors
     straight = run_ranks(run_from, 2, at, str(tmp_path), True)
     resumed = run_ranks(run_from, 2, at, str(tmp_path), False)
-    for (here, states), (there, _) in zip(straight, resumed, strict=True):
-        assert states and here.keys() == there.keys()
-        assert all(torch.equal(value, there[name]) for name, value in here.items())
+    refreshed = run_ranks(run_from, 2, at, str(tmp_path), True, True)
+    for (here, states), *others in zip(straight, resumed, refreshed, strict=True):
+        for there, _ in others:
+            assert states and here.keys() == there.keys()
+            assert all(torch.equal(value, there[name]) for name, value in here.items())
 
 
 class HalfUsed(torch.nn.Module):

@@ -16,6 +16,7 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.engine.parallelize import mesh_of_model
+from windlass.engine.rank_state_checkpoint import open_rank_states, rank_states
 from windlass.zero.access.shard_values import part_param, part_states, set_part_param, set_part_state, set_plain_state
 from windlass.zero.access.unfreezing import can_unfreeze, unfreeze
 from windlass.zero.core.collective_scheduler import SyncPoint
@@ -150,10 +151,11 @@ class _StateTransfer:
     def __init__(self, model: ShardedModel) -> None:
         self._states: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
         self._averages = list(model.averages.values())
+        model.finish_update()  # a transfer that is in flight changes states
         # every rank stays and keeps its own, see [Note: per-rank states]
         self._rank_states = {
             (id(state.unit.parameters[state.index]), state.key): state.values.cpu().clone()
-            for state in (model.update.rank_states() if model.update is not None else ())
+            for state in rank_states(model)
         }
         with torch.no_grad():
             for unit in model.units:
@@ -188,7 +190,9 @@ class _StateTransfer:
             for name, value in received.averages.items():
                 model.averages[name].set_part_param(parameter, value.to(model.device))
         self._states = []
-        for state in model.update.rank_states() if model.update is not None else ():
+        if self._rank_states:
+            open_rank_states(model, {key for _, key in self._rank_states})
+        for state in rank_states(model):
             values = self._rank_states.get((id(state.unit.parameters[state.index]), state.key))
             if values is not None:
                 state.values.copy_(values)

@@ -5,7 +5,7 @@ See [Note: per-rank states].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,7 @@ RANK_STATE_PREFIX = "rank_state/"
 
 def rank_state_shards(model: ShardedModel) -> list[FlatShard]:
     """Return this rank's rows of all per-rank states, in memory."""
-    return [_row(model, state) for state in _rank_states(model) if state.unit.is_primary_replica]
+    return [_row(model, state) for state in rank_states(model) if state.unit.is_primary_replica]
 
 
 class RankStateLoader:
@@ -50,8 +50,7 @@ class RankStateLoader:
         self.shards: list[FlatShard] = []
         self.was_relaid = False
         keys = {name.rpartition("/")[2] for name in saved if name.startswith(RANK_STATE_PREFIX)}
-        needless = model.update.open_rank_states(keys) if model.update is not None else frozenset()
-        needless |= open_error_feedback(model, keys)
+        needless = open_rank_states(model, keys)
         self.dropped = tuple(
             name for name in saved if name.startswith(RANK_STATE_PREFIX) and name.rpartition("/")[2] in needless
         )
@@ -61,7 +60,7 @@ class RankStateLoader:
                 f"{model.policy.stage} on {plural(ranks, 'rank')} are dropped: {', '.join(sorted(keys & needless))}; "
                 "continue at the stage and on the ranks of the checkpoint to keep them"
             )
-        for state in _rank_states(model):
+        for state in rank_states(model):
             row = _row(model, state)
             stored = saved.get(row.name)
             if stored is None or (stored.shape[:1] == (ranks,) and not state.follows_owners):
@@ -122,7 +121,14 @@ class _RelaidStorage:
         return self._rows.view(-1)
 
 
-def _rank_states(model: ShardedModel) -> Iterator[RankState]:
+def open_rank_states(model: ShardedModel, saved: Collection[str]) -> frozenset[str]:
+    """Let `rank_states` yield those with the names `saved`, to set them. Return the names that the model lacks."""
+    needless = model.update.open_rank_states(saved) if model.update is not None else frozenset()
+    return needless | open_error_feedback(model, saved)
+
+
+def rank_states(model: ShardedModel) -> Iterator[RankState]:
+    """Yield the states of a model that differ between ranks: those of its update, and of quantized reductions."""
     if model.update is not None:
         yield from model.update.rank_states()
         yield from error_feedback_states(model)
