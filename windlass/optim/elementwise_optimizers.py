@@ -103,22 +103,34 @@ def measure_state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) ->
     """
     most = 0
     for group in optimizer.param_groups:
-        probe = torch.zeros(_PROBE_ELEMENTS, dtype=dtype, requires_grad=True)
-        probe.grad = torch.zeros_like(probe)
-        twin: Any = object.__new__(type(optimizer))
-        twin.__dict__.update(optimizer.__dict__)
-        twin.__dict__.pop("step", None)  # a scheduler may have set a wrapper here that would step the original
-        twin.state, twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
-            defaultdict(dict),
-            OrderedDict(),
-            OrderedDict(),
-        )
-        plain = {key: False for key in ("capturable", "fused") if group.get(key)}
-        twin.param_groups = [{**group, **plain, "params": [probe]}]
-        twin.step()
-        states = [value for value in twin.state[probe].values() if isinstance(value, torch.Tensor) and value.dim()]
+        state = probe_state(optimizer, group, torch.zeros(_PROBE_ELEMENTS, dtype=dtype))
+        states = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
         most = max(most, -(-sum(state.numel() * state.element_size() for state in states) // _PROBE_ELEMENTS))
     return most
+
+
+def probe_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
+    """Return the state that one step of `optimizer` makes for a parameter `values` in a group like `group`.
+
+    The optimizer itself stays unchanged.
+    """
+    probe = values.requires_grad_()
+    probe.grad = torch.zeros_like(probe)
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler may have set a wrapper here that would step the original
+    twin.state, twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
+        defaultdict(dict),
+        OrderedDict(),
+        OrderedDict(),
+    )
+    plain = {key: False for key in ("capturable", "fused") if group.get(key)}
+    if "bias_correction" in group:
+        plain["bias_correction"] = True  # without it some classes are stepped by an engine only, with the same states
+    twin.param_groups = [{**group, **plain, "params": [probe]}]
+    twin.step()
+    state: dict[str, Any] = twin.state[probe]
+    return state
 
 
 def _all_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -100,8 +100,8 @@ class DynamicLossScale:
         scale = _checked_scale(scale)
         if scale < self.min_scale:
             raise LossScalingError(
-                f"the loss scale cannot be set to {scale:g}, below fp16.min_loss_scale {self.min_scale:g}; set a larger "
-                "one, or lower fp16.min_loss_scale"
+                f"the loss scale cannot be set to {scale:g}, below fp16.min_loss_scale {self.min_scale:g}; set a "
+                "larger one, or lower fp16.min_loss_scale"
             )
         self.scale = scale
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.optim import Lamb, Lion, Muon
+from windlass.optim import Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam
 from windlass.optim.elementwise_optimizers import enable_fused_step, is_elementwise, supports_grad_scale
 
 O = torch.optim  # noqa: E741
@@ -194,6 +194,13 @@ def test_grad_scale_divides_gradients_and_found_inf_skips(cls: Any, options: dic
     run(plain, 1, seed=7)
     run(scaled, 1, seed=7)
     torch.testing.assert_close(weights(scaled), weights(plain), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [OneBitAdam, ZeroOneAdam])
+def test_state_bytes_without_bias_correction_are_predicted(cls: Any) -> None:
+    from windlass.optim.elementwise_optimizers import measure_state_bytes
+
+    assert measure_state_bytes(cls([torch.nn.Parameter(torch.ones(4))], bias_correction=False), torch.float32) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
