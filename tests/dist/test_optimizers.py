@@ -506,5 +506,5 @@ def kept_choices() -> list[Any]:
 
 
 def test_a_loaded_state_dict_keeps_the_dtype_of_states() -> None:
-    kept, = run_ranks(kept_choices, 1)
+    (kept,) = run_ranks(kept_choices, 1)
     assert kept == [windlass.optim.CPUAdam([torch.ones(1)], state_dtype="8bit").param_groups[0]["state_dtype"]]

@@ -346,3 +346,49 @@ def with_other_implementations(folder: str) -> list[tuple[Any, Any]]:
 def test_a_load_keeps_the_implementation_of_this_run(tmp_path: Any) -> None:
     (found,) = run_ranks(with_other_implementations, 1, str(tmp_path))
     assert found[1:] == [(True, None), (None, False)]
+
+
+def with_other_optimizers(stage: int, folder: str) -> list[str]:
+    """Return the errors of loads into other optimizers than the one that saved, each of which then takes a step."""
+    import windlass
+
+    makers = {
+        "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
+        "Lion": lambda parameters: windlass.optim.Lion(parameters, lr=1e-2),
+        "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+        "Muon": lambda parameters: windlass.optim.Muon(parameters, lr=1e-2),
+    }
+    found = []
+    for number, (name, make) in enumerate(makers.items()):
+        for strict in (True, False):
+            model = net()
+            groups = [
+                {"params": [p for p in model.parameters() if (p.dim() > 1) is matrices]} for matrices in (True, False)
+            ]
+            config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+            engine = windlass.initialize(model=model, optimizer=make(groups), config=config)[0]
+            steps(engine, 0, 1)
+            if not number and strict:
+                engine.save_checkpoint(folder, tag="a")
+            before = engine.optimizer.state_dict()["state"], whole(engine)
+            try:
+                engine.load_checkpoint(folder, tag="a", load_optimizer_strict=strict)
+            except windlass.WindlassError as error:
+                assert strict
+                found.append(f"{name}: {error}")
+                after = engine.optimizer.state_dict()["state"], whole(engine)
+                torch.testing.assert_close(after, before, rtol=0, atol=0)
+            steps(engine, 1, 2)
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_states_of_another_optimizer_are_refused_or_left_out(stage: int, tmp_path: Any) -> None:
+    for adagrad, sgd, muon in run_ranks(with_other_optimizers, 2, stage, str(tmp_path)):
+        assert adagrad.startswith("Adagrad: ") and "exp_avg, exp_avg_sq, step of" in adagrad
+        assert "Adagrad needs sum" in adagrad and "load_optimizer_states=False" in adagrad
+        assert "SGD needs momentum_buffer" in sgd
+        assert "Muon needs momentum_buffer" in muon

@@ -192,10 +192,11 @@ def test_contradictions_are_refused(zero: dict[str, Any], transport: str, text: 
 LOCO = Case(all_of("gradients", zeropp_loco_param={"err_beta": 0.5, "reset_T": 5}), optimizer="AdamW")
 
 
-def run_from(
-    at: int, folder: str, saves: bool, refreshes: bool = False
-) -> tuple[dict[str, torch.Tensor], int]:
-    """Train to the end, and save or refresh after `at` steps, or continue from there. Return parameters and LoCo's states."""
+def run_from(at: int, folder: str, saves: bool, refreshes: bool = False) -> tuple[dict[str, torch.Tensor], int]:
+    """Train to the end, and save or refresh after `at` steps, or continue from there.
+
+    Return parameters and LoCo's states.
+    """
     subject = specimen(LOCO.model)
     engine = start(subject, LOCO.config)
     if not saves:

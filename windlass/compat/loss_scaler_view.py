@@ -58,7 +58,9 @@ class LossScalerView:
         section: section `fp16` of the configuration.
     """
 
-    def __init__(self, scale: LossScale, set_scale: Callable[[float], None], progress: TrainingProgress, section: Fp16) -> None:
+    def __init__(
+        self, scale: LossScale, set_scale: Callable[[float], None], progress: TrainingProgress, section: Fp16
+    ) -> None:
         self._scale, self._set_scale, self._progress = scale, set_scale, progress
         self.dynamic = scale.dynamic
         self.dynamic_loss_scale, self.use_grad_scaling = scale.dynamic, section.enabled

@@ -13,9 +13,14 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.torch_state_dicts import IMPLEMENTATION_KEYS
 from windlass.engine.optimizer_groups import GroupMatch, GroupMetadata
-from windlass.optim.elementwise_optimizers import SCALAR_STATES
+from windlass.optim.cpu_lamb import CPULamb
+from windlass.optim.elementwise_optimizers import SCALAR_STATES, get_step_class, is_elementwise, probe_state
+from windlass.optim.lamb import Lamb
+from windlass.optim.muon import Muon
 
 _LARGEST = 1 << 63
+_STATE_OPTIONS = ("amsgrad", "centered", "momentum")  # hyper-parameters that decide which states a step needs
+_WHOLE_WITH_KNOWN_STATES = (CPULamb, Lamb, Muon, torch.optim.Muon)
 
 
 def require_compatible(saved: Any, current: Any, where: str) -> None:
@@ -65,6 +70,47 @@ def check_saved_groups(optimizer: torch.optim.Optimizer, match: GroupMatch, save
         for key, value in values.items():
             if key in group and key not in IMPLEMENTATION_KEYS:
                 require_compatible(value, group[key], f"the hyper-parameter {key!r} of optimizer group {number}")
+
+
+def find_unfit_states(
+    optimizer: torch.optim.Optimizer,
+    match: GroupMatch,
+    current: GroupMetadata,
+    saved: GroupMetadata,
+    states: Mapping[str, Mapping[str, str]],
+) -> dict[str, str]:
+    """Return the parameters whose saved states another optimizer made: states that a step needs are missing.
+
+    Only classes are compared whose states are known before a step.
+
+    Args:
+        current: `group_metadata` of the optimizer.
+        saved: that of the checkpoint.
+        states: names and kinds of the saved states, by parameter.
+
+    Returns:
+        The reason, by name of the parameter.
+    """
+    found: dict[str, str] = {}
+    if not (is_elementwise(optimizer) or get_step_class(optimizer) in _WHOLE_WITH_KNOWN_STATES):
+        return found
+    for number, (group, source) in enumerate(zip(optimizer.param_groups, match.source, strict=True)):
+        loaded = {} if source is None else saved[source]["values"]
+        options = {**group, **{key: loaded[key] for key in _STATE_OPTIONS if key in loaded and key in group}}
+        needed: dict[int, set[str]] = {}  # by number of dimensions
+        for name, parameter in zip(current[number]["parameters"], group["params"], strict=True):
+            if not (given := states.get(name)):
+                continue
+            dims = 1 if is_elementwise(optimizer) else parameter.dim()
+            if dims not in needed:
+                probed = probe_state(optimizer, {**options, "lr": float(group["lr"])}, torch.zeros((2,) * dims))
+                needed[dims] = set(probed) - SCALAR_STATES - {f"{key}_scale" for key in probed}
+            if missing := needed[dims] - set(given):
+                found[name] = (
+                    f"the checkpoint has the states {', '.join(sorted(given))} of {name!r}, and "
+                    f"{type(optimizer).__name__} needs {', '.join(sorted(missing))}"
+                )
+    return found
 
 
 def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ from windlass.engine.checkpoint_validation import (
     check_saved_groups,
     check_saved_position,
     check_scalar_states,
+    find_unfit_states,
 )
 from windlass.engine.error_feedback_states import rescale_error_feedback
 from windlass.engine.extra_state import collect_plain_extra_states, set_extra_states
@@ -63,7 +64,13 @@ from windlass.engine.full_weights import load_with_function, require_unchanged_m
 from windlass.engine.metadata_merge import merge_metadata
 from windlass.engine.model_refresh import has_pending_gradients
 from windlass.engine.offloaded_storage import OffloadedChunkStorage
-from windlass.engine.optimizer_groups import group_metadata, load_hyperparameters, match_groups, require_complete_match
+from windlass.engine.optimizer_groups import (
+    GroupMatch,
+    group_metadata,
+    load_hyperparameters,
+    match_groups,
+    require_complete_match,
+)
 from windlass.engine.optimizer_state_loading import ChunkLoadStorage, plan_state_loading
 from windlass.engine.optimizer_state_saving import StateFragments, collect_state_fragments, merge_state_metadata
 from windlass.engine.parameter_fragments import ChunkSaveStorage, parameter_fragments
@@ -326,6 +333,11 @@ def load_engine(
     matched = match_groups(here, plain["groups"])
     if groups_too and options.load_optimizer_strict:
         require_complete_match(matched, here, plain["groups"])
+    unfit: dict[str, str] = {}
+    if groups_too:
+        ranks.run_on_all(
+            "comparing the optimizers", lambda: unfit.update(_unfit_states(engine, matched, plain, options))
+        )
     position = plain.get("data") if options.load_data_position else None
     ranks.run_on_all("checking the data position", lambda: check_data_position(engine.training_dataloader, position))
 
@@ -354,7 +366,16 @@ def load_engine(
             if lost and not frozen_are_intact:
                 model.discard_disk_state()
             loaded_state, is_exact = _load_tensors(
-                engine, directory, opened[0], saved, groups_too, options, order, check, lambda: overwrites.append(True)
+                engine,
+                directory,
+                opened[0],
+                saved,
+                groups_too,
+                options,
+                order,
+                check,
+                lambda: overwrites.append(True),
+                unfit,
             )
         _verify_fingerprint(
             model, units, loaded_state, is_exact, frozen_parameter_names(model) if trainable_only else frozenset()
@@ -406,6 +427,29 @@ def load_engine(
             ", ".join(unknown[:3]),
         )
     return str(loaded_state.path), loaded_state.plain
+
+
+def _unfit_states(
+    engine: EngineState, matched: GroupMatch, plain: dict[str, Any], options: LoadOptions
+) -> dict[str, str]:
+    """Return why saved states of parameters do not fit this optimizer, by parameter.
+
+    Raises:
+        CheckpointError: there is one, and states must match.
+    """
+    assert engine.optimizer is not None
+    check_saved_groups(engine.optimizer, matched, plain["groups"])
+    here = group_metadata(engine.optimizer, engine.sharded.model)
+    unfit = find_unfit_states(engine.optimizer.optimizer, matched, here, plain["groups"], plain.get("states", {}))
+    if unfit and options.load_optimizer_strict:
+        raise CheckpointError(
+            f"{next(iter(unfit.values()))}: it was saved by another optimizer. Load it with that optimizer, or begin "
+            "with new states: load_optimizer_states=False"
+        )
+    if unfit:
+        begin = f"{plural(len(unfit), 'parameter')} without states, because the saved ones do not fit"
+        logger.info(f"{begin}: {next(iter(unfit.values()))}")
+    return unfit
 
 
 def _tag_to_load(engine: EngineState, directory: str) -> str | None:
@@ -474,12 +518,14 @@ def _load_tensors(
     parameter_order: ParameterOrder | None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], None],
     on_overwrite: Callable[[], object],
+    without_states: Collection[str],
 ) -> tuple[LoadedState, tuple[bool, bool]]:
     """Read the checkpoint into the engine's tensors on their tiers, chunk by chunk.
 
     Args:
         saved: every tensor of the checkpoint, on the meta device.
         on_overwrite: called on all ranks before the first of the engine's tensors is filled.
+        without_states: parameters whose saved states are not loaded.
 
     Returns:
         The loaded state, and whether parameters and states are now bit by bit equal to the saved ones.
@@ -499,7 +545,9 @@ def _load_tensors(
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
     counts: dict[str, torch.Tensor] = {}
     if with_states:
-        ranks.run_on_all("preparing to load", lambda: plan_state_loading(model, plain, saved, handle_of, counts))
+        ranks.run_on_all(
+            "preparing to load", lambda: plan_state_loading(model, plain, saved, handle_of, counts, without_states)
+        )
     states = [shard for handle in handles.values() for shard in handle.shards]
     rank_states = RankStateLoader(model, saved) if with_states else None
     dropped: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,6 +218,7 @@ def plan_state_loading(
     saved_tensors: dict[str, torch.Tensor],
     storage_of: Callable[[UpdateChunk], ChunkLoadStorage],
     scalar_tensors: dict[str, torch.Tensor],
+    without_states: Collection[str] = (),
 ) -> None:
     """Plan which states each chunk reads.
 
@@ -225,6 +226,7 @@ def plan_state_loading(
         metadata: the checkpoint's metadata of states.
         saved_tensors: every tensor of the checkpoint by name, on the meta device.
         scalar_tensors: receives the step counts by name, which are loaded before all other tensors.
+        without_states: names of parameters that begin without states.
 
     Raises:
         CheckpointError: a state that this optimizer cannot have.
@@ -234,6 +236,9 @@ def plan_state_loading(
     formats = update.formats()
     for entry in update.state_entries():
         handle = storage_of(entry.chunk)
+        if entry.name in without_states:
+            handle.expect_states(entry, {})
+            continue
         values = metadata.get("values", {}).get(entry.name, {})
         loose = {key: copy.deepcopy(value) for key, value in values.items()}
         handle.expect_states(entry, loose)
