@@ -150,7 +150,7 @@ def save_engine(
     model.reducer.finish()
     position = data_position(engine.training_dataloader)
     if has_pending_gradients(model):
-        position = engine.step_start_position
+        position = engine.step_start_position or position
         logger.warning(
             "this checkpoint is saved in the middle of a step: it does not contain the gradients accumulated so "
             "far, and a resumed run repeats the step from its first micro-batch; save after step() at the "

@@ -50,6 +50,14 @@ def data_position(loader: Any) -> dict[str, Any] | None:
     return (loader.state_dict() or None) if isinstance(loader, _RESUMABLE) else None
 
 
+def step_start_position(loader: Any) -> dict[str, Any] | None:
+    """Return `data_position` for the start of a step. None for a repeated loader of another library: its state may be
+    large, and this is called in every step.
+    """
+    own = loader.loader if isinstance(loader, CyclingLoader) else loader
+    return data_position(loader) if isinstance(own, _RESUMABLE) else None
+
+
 def check_data_position(loader: Any, state: dict[str, Any] | None) -> None:
     """Raise CheckpointError if the loader cannot resume from a `data_position`."""
     if state is None or not isinstance(loader, _RESUMABLE):

@@ -39,7 +39,7 @@ from windlass.engine.module_buffers import BufferDtypePolicy, BufferSynchronizer
 from windlass.engine.nonfinite_locator import NonFiniteLocator
 from windlass.engine.out_of_memory import FailedRun, batch_shape, note_out_of_memory
 from windlass.engine.query_methods import QueryMethods
-from windlass.engine.rng_and_data_position import data_position
+from windlass.engine.rng_and_data_position import step_start_position
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
@@ -131,7 +131,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._note_step_start()
 
     def _note_step_start(self) -> None:
-        self._step_start_position = data_position(self._training_dataloader)
+        self._step_start_position = step_start_position(self._training_dataloader)
 
     def _make_callbacks(self) -> EngineCallbacks:
         """Return the callables that the engine's sharded models call."""
