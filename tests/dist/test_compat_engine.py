@@ -66,11 +66,13 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
         }
         for owner, names in expected["at_every_stage"].items():
             missing[f"{owner} {stage}"] = [name for name in names if not hasattr(owners[owner], name)]
+            missing[f"kinds of {owner} {stage}"] = _other_kinds(owners[owner], names, expected["attributes"].get(owner, []))
         if stage == 3:
             for owner, names in expected["at_stage_3"].items():
                 missing.setdefault(f"{owner} {stage}", []).extend(
                     name for name in names if not hasattr(owners[owner], name)
                 )
+                missing[f"kinds of {owner} at stage 3"] = _other_kinds(owners[owner], names, expected["attributes"].get(owner, []))
         else:
             missing[f"param {stage}"] = [name for name in ("ds_id", "ds_status") if hasattr(owners["param"], name)]
         engine.destroy()
@@ -78,8 +80,15 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
     return missing
 
 
+def _other_kinds(owner: Any, names: list[str], attributes: list[str]) -> list[str]:
+    """Return the attributes that are bound methods here, and the methods that can't be called."""
+    known = [name for name in names if hasattr(owner, name)]
+    wrong = [name for name in known if name in attributes and inspect.ismethod(getattr(owner, name))]
+    return wrong + [name for name in known if name not in attributes and not callable(getattr(owner, name))]
+
+
 def test_every_member_that_clients_use_exists() -> None:
-    """Every member exists at every stage. Parameters have `ds_*` at stage 3 only, until the engine is destroyed."""
+    """Every member exists at every stage, as a method or as an attribute like DeepSpeed's. Parameters have `ds_*` at stage 3 only, until the engine is destroyed."""
     assert {key: names for key, names in run_ranks(_members, 2, [0, 1, 2, 3])[0].items() if names} == {}
 
 
@@ -262,9 +271,12 @@ def _batch_changes() -> list[float]:
     engine = _engine(2)
     _step(engine)
     engine.set_train_batch_size(3 * 2 * engine.world_size)
-    assert engine.gradient_accumulation_steps() == 3 and engine.config["gradient_accumulation_steps"] == 3
+    assert engine.gradient_accumulation_steps() == 3 and engine._config.gradient_accumulation_steps == 3
+    assert engine.config == _config(2)  # the script's own dict, from which it may build another engine
     engine.set_train_micro_batch_size(4)
     assert engine.get_batch_info() == (3 * 4 * engine.world_size, 4, 3)
+    assert engine._config.train_batch_size == 3 * 4 * engine.world_size
+    assert engine._config.train_micro_batch_size_per_gpu == 4
     for _ in range(3):
         _step(engine)
     assert engine.global_steps == 2
@@ -301,6 +313,32 @@ def test_batch_size_can_change_between_steps() -> None:
         optimizer.zero_grad()
     expected = [p.detach().double().sum().item() for p in net.parameters()]
     assert run_ranks(_batch_changes, 2)[0] == pytest.approx(expected, abs=1e-5)
+
+
+def _engine_configs() -> None:
+    from windlass.compat.not_built import NotBuiltError
+
+    engine = _engine(1, fp16={"enabled": True}, gradient_accumulation_steps=3)
+    known = engine._config
+    assert (known.train_batch_size, known.gradient_accumulation_steps) == (6, 3)  # only two sizes were given
+    assert engine.communication_data_type == torch.float16
+    known.zero_enabled = False  # Megatron-DeepSpeed, while it loads a checkpoint
+    assert known.zero_enabled is False and engine.zero_optimization_stage() == 1
+    with pytest.raises(NotBuiltError, match="set_train_batch_size"):
+        known.train_batch_size = 12
+    with pytest.raises(NotBuiltError, match="gradient_clipping = 0.5"):
+        known.gradient_clipping = 0.5
+    with pytest.raises(NotBuiltError, match="communication_data_type in the configuration"):
+        engine.communication_data_type = torch.float32
+    engine.destroy()
+    engine = _engine(1, fp16={"enabled": True}, communication_data_type="bf16")
+    assert engine.communication_data_type == torch.bfloat16
+    engine.destroy()
+
+
+def test_configuration_of_an_engine() -> None:
+    """`engine._config` has the batch sizes in use. A value that can't take effect any more is refused."""
+    run_ranks(_engine_configs, 1)
 
 
 def _compiled(stage: int) -> tuple[list[float], list[float], bool]:

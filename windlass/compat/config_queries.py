@@ -103,7 +103,6 @@ COMPUTED_ANSWERS: dict[str, Callable[[Any], Any]] = {
     "postscale_gradients": lambda c: not c.prescale_gradients,
     "clip_fp32_gradients": lambda c: False,
     "get_data_types": _param_and_accumulation_dtypes,
-    "communication_data_type": lambda c: parse_dtype(c.dtype_table().reduce_dtype),
     "torch_autocast_dtype": lambda c: parse_dtype(c.torch_autocast.dtype or "bf16"),
     "torch_autocast_lower_precision_safe_modules": lambda c: list(c.torch_autocast.lower_precision_safe_modules or ()),
     "initial_dynamic_scale": lambda c: 2**c.fp16.initial_scale_power,

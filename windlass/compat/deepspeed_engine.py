@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.base.tensor_tree import iterate_tensors
@@ -23,7 +24,7 @@ from windlass.compat.checkpoint_file_names import CheckpointFileNames
 from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
-from windlass.compat.engine_config import asked
+from windlass.compat.engine_config import EngineConfig, asked
 from windlass.compat.engine_groups import groups_of_engine, set_current_engine
 from windlass.compat.flops_profiler import EngineFlopsProfiler
 from windlass.compat.full_state_dicts import FullStateDicts
@@ -60,7 +61,6 @@ from windlass.compat.script_config import load_ds_config
 from windlass.compat.stand_in_version import VERSION
 from windlass.compat.strict_mode import VARIABLE, is_strict
 from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
-from windlass.config import Config
 from windlass.engine.training_engine import Engine
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.zero.core.script_gradients import format_foreign_gradients
@@ -132,7 +132,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     loaded_checkpoint_dp_world_size: Any = None
     flatten = staticmethod(torch._utils._flatten_dense_tensors)
     unflatten = staticmethod(torch._utils._unflatten_dense_tensors)
-    _config: Config
+    _config: EngineConfig
     _groups: Any = None
     collate_fn: Any = None
     _saved_config: Any = None
@@ -149,7 +149,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         collate_fn: Any,
     ) -> None:
         """Store the arguments of `initialize`, which scripts read back. Collective."""
-        self.config, self.mpu, self._config = given_config, mpu, asked(self._config)
+        self.config, self.mpu, self._config = given_config, mpu, asked(self._config, self.progress.batch)
         self._saved_config = json.loads(json.dumps(load_ds_config(given_config), default=str))
         self._scaler = scale_of(self._scaler, zero=self.zero_optimization())
         self._publish_groups()
@@ -473,6 +473,19 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         return any(isinstance(module, LoRAOptimizedLinear) for module in self.module.modules())
 
     @property
+    def communication_data_type(self) -> torch.dtype:
+        """Value of `communication_data_type`; without the key fp16 or bf16 if enabled, else fp32. Read-only."""
+        trained = "fp16" if self.fp16_enabled() else "bf16" if self.bfloat16_enabled() else "fp32"
+        return parse_dtype(self._config.communication_data_type or trained)
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: Any) -> None:
+        raise NotBuiltError(
+            f"engine.communication_data_type = {value}: the buffers of the reductions exist already; write "
+            "communication_data_type in the configuration"
+        )
+
+    @property
     def monitor(self) -> Any:
         """Monitor that writes to TensorBoard, W&B and CSV files; None without an optimizer."""
         return self._reporter.monitor
@@ -561,15 +574,16 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
                 f"ranks = {micro * ranks}"
             )
         self.set_batch_sizes(train_batch_size, micro, train_batch_size // (micro * ranks))
-        self.config["train_batch_size"] = train_batch_size
-        self.config["gradient_accumulation_steps"] = self.gradient_accumulation_steps()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the number of samples in a micro-batch, with the same number of micro-batches in a step."""
         steps = self.gradient_accumulation_steps()
         self.set_batch_sizes(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
-        self.config["train_batch_size"] = self.train_batch_size()
-        self.config["train_micro_batch_size_per_gpu"] = micro_batch_size
+
+    def set_batch_sizes(self, train_batch_size: int, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """Change the batch sizes like `Engine.set_batch_sizes`, and those of `engine._config`."""
+        super().set_batch_sizes(train_batch_size, micro_batch_size, gradient_accumulation_steps)
+        self._config.record_batch(self.progress.batch)
 
     def compile(
         self,

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import PrivateAttr
+
 from windlass.compat.config_queries import COMPUTED_ANSWERS
-from windlass.config import Config
+from windlass.compat.not_built import NotBuiltError
+from windlass.config import BatchSizes, Config, batch_sizes
 
 
 class EngineConfig(Config):
-    """Configuration with DeepSpeed's names for some of its values."""
+    """Configuration with DeepSpeed's names for some of its values.
+
+    The batch sizes are those in use. Assigning a value raises, except `zero_enabled`.
+    """
+
+    _zero_enabled: bool = PrivateAttr()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "zero_enabled":
+            self._zero_enabled = bool(value)
+        elif name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            way = _SETTERS.get(name, "write it in the configuration")
+            raise NotBuiltError(f"engine._config.{name} = {value!r}: the engine is built with the former value; {way}")
+
+    def record_batch(self, batch: BatchSizes) -> None:
+        """Set the three batch sizes."""
+        self.__dict__.update(zip(batch_sizes.KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
 
     @property
     def param_dtype(self) -> str | None:
@@ -38,8 +59,12 @@ class EngineConfig(Config):
 
     @property
     def zero_enabled(self) -> bool:
-        """True if the ZeRO stage is above 0."""
-        return self.zero_optimization.stage > 0
+        """True if the ZeRO stage is above 0, unless the script assigned a value.
+
+        Scripts assign False around `load_checkpoint`, so that DeepSpeed reads no optimizer files. Here the arguments
+        of `load_checkpoint` alone decide what it reads, and nothing else follows the value.
+        """
+        return self._zero_enabled
 
     @property
     def float16_config(self) -> Any:
@@ -74,10 +99,19 @@ class EngineConfig(Config):
         return found
 
 
-def asked(config: Config) -> EngineConfig:
-    """Return the same values as an `EngineConfig`."""
+_SETTERS = {
+    batch_sizes.TRAIN: "call engine.set_train_batch_size",
+    batch_sizes.MICRO: "call engine.set_train_micro_batch_size",
+    batch_sizes.ACCUMULATION: "call engine.set_train_batch_size",
+}
+
+
+def asked(config: Config, batch: BatchSizes) -> EngineConfig:
+    """Return the same values as an `EngineConfig`, with the batch sizes in use."""
     made = EngineConfig.model_construct(
         _fields_set=set(config.model_fields_set), **{name: getattr(config, name) for name in type(config).model_fields}
     )
-    object.__setattr__(made, "__pydantic_private__", config.__pydantic_private__)
+    private = {**(config.__pydantic_private__ or {}), "_zero_enabled": config.zero_optimization.stage > 0}
+    object.__setattr__(made, "__pydantic_private__", private)
+    made.record_batch(batch)
     return made

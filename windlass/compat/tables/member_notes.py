@@ -17,6 +17,11 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
         "with 16-bit parameters they keep their dtype, as in DeepSpeed since 0.19, except the statistics of torch's "
         "norm layers, which get the dtype of the weights",
     ),
+    "engine.communication_data_type": differs(
+        "windlass.compat.deepspeed_engine:DeepSpeedEngine.communication_data_type",
+        "DeepSpeed's answer; without the key, gradients of fp16 and bf16 parameters are accumulated and reduced in fp32. "
+        "Assigning raises: the key of the configuration sets it",
+    ),
     "engine.compile": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.compile",
         "torch.compile of the module's forward, or at stage 3 of the forward of each block; no DeepCompile schedules",
