@@ -22,9 +22,9 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for all other parameters, in one optimizer.
 
-    Matrices (parameters of more dimensions are flattened to [first, rest]) follow `torch.optim.Muon`: B <- mu B + (1 -
-    mu) g, O = `orthogonalize`(Nesterov(B)), w <- (1 - lr wd) w - lr s(shape) O. All other parameters follow
-    `torch.optim.AdamW`.
+    Matrices follow `torch.optim.Muon`: B <- mu B + (1 - mu) g, O = `orthogonalize`(Nesterov(B)), w <- (1 - lr wd) w -
+    lr s(shape) O. A parameter of three dimensions is a stack of matrices (experts), one of more is flattened to [first,
+    rest]. All other parameters follow `torch.optim.AdamW`.
 
     The key `use_muon` of a group decides whether its parameters are hidden matrices; without it, the attribute
     `use_muon` of a parameter; without that, a parameter of two or more dimensions is one. Embeddings and output heads
@@ -160,7 +160,7 @@ class Muon(torch.optim.Optimizer):
         buffer, momentum, lr = state["momentum_buffer"], group["momentum"], group["lr"]
         buffer.lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-        matrix = update.flatten(1)
+        matrix = update if update.ndim == 3 else update.flatten(1)
         matrix = orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.add_(matrix.view_as(parameter), alpha=-lr * _lr_adjustment(matrix, group["adjust_lr_fn"]))
@@ -199,20 +199,22 @@ def orthogonalize(
     bf16.
 
     Args:
-        matrix: [rows, columns], any floating-point dtype; not modified.
+        matrix: [rows, columns] or [matrices, rows, columns], any floating-point dtype; not modified.
 
     Returns:
-        [rows, columns] in bf16, with singular values near 1 (between about 0.5 and 1.5 with the default coefficients).
+        The same shape in bf16, with singular values near 1 (between about 0.5 and 1.5 with the default coefficients).
     """
     a, b, c = coefficients
-    tall = matrix.size(0) > matrix.size(1)
+    tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.bfloat16()
-    x = x.T if tall else x  # the smaller side first, so that A is the smaller Gram matrix
-    x = x / x.norm().clamp(min=eps)  # the quintic needs a spectral norm below 1, and the Frobenius norm bounds it
+    x = x.mT if tall else x  # the smaller side first, so that A is the smaller Gram matrix
+    # The quintic needs a spectral norm below 1, and the Frobenius norm bounds it.
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def is_hidden_matrix(parameter: torch.Tensor) -> bool:
@@ -261,7 +263,7 @@ def _embeddings_and_heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _lr_adjustment(matrix: torch.Tensor, adjust_lr_fn: str | None) -> float:
-    rows, columns = matrix.shape
+    rows, columns = matrix.shape[-2:]
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))

@@ -158,6 +158,34 @@ def test_muon_update_is_the_direction_of_the_optimizer() -> None:
         torch.testing.assert_close(before - 0.5 * direction, weight.detach(), rtol=2e-2, atol=3e-3)  # bf16
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "matrix", "scale"),
+    [
+        ((3, 8, 4), {}, (8, 4), 2**0.5),  # experts
+        ((3, 8, 4), {"is_expert_group": True}, (8, 4), 2**0.5),
+        ((6, 2, 5, 3), {}, (6, 30), (5 / 3) ** 0.5),  # a convolution, scaled by the sizes of its kernel
+        ((6, 2, 5, 3), {"is_expert_group": True}, (5, 3), (5 / 3) ** 0.5),
+        ((8, 3), {"num_heads": 2}, (4, 3), (4 / 3) ** 0.5),
+    ],
+)
+def test_muon_update_of_a_stack_of_matrices(
+    shape: tuple[int, ...], options: dict[str, Any], matrix: tuple[int, int], scale: float
+) -> None:
+    torch.manual_seed(0)
+    grad = torch.randn(shape)
+    found = muon_update(grad, torch.zeros(shape), **options)
+    alone = [muon_update(one, torch.zeros(matrix)) for one in grad.view(-1, *matrix)]
+    expected = torch.stack(alone).view(shape) * (scale / max(1.0, matrix[0] / matrix[1]) ** 0.5)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=3e-3)  # bf16
+
+
+def test_muon_update_keeps_its_momentum_after_an_overflow() -> None:
+    momentum, grad = torch.ones(2, 3), torch.tensor([[1.0, 2.0, 3.0], [4.0, torch.inf, 6.0]])
+    assert torch.equal(muon_update(grad.clone(), momentum), grad) and torch.equal(momentum, torch.ones(2, 3))
+    with pytest.raises(ValueError, match="no 4 heads"):
+        muon_update(torch.ones(2, 3), momentum, num_heads=4)
+
+
 def test_zero_grad_honors_set_to_none() -> None:
     for none in (True, False):
         parameter = nn.Parameter(torch.ones(2))

@@ -64,15 +64,36 @@ def muon_update(
     ns_steps: int = 5,
     nesterov: bool = True,
     ns_method: str = "gram",
+    is_expert_group: bool = False,
+    num_heads: int | None = None,
 ) -> torch.Tensor:
-    """Return Muon's direction for one matrix, before the learning rate. Updates `momentum` in place.
+    """Return Muon's direction for a matrix or a stack of matrices, before the learning rate. Updates `momentum` in place.
+
+    A gradient that is not finite is returned as it is, and leaves `momentum` unchanged.
 
     Args:
-        grad: `[rows, columns]`, or more dimensions, of which all but the first are flattened.
+        grad: `[..., rows, columns]`. Without `is_expert_group` four dimensions, those of a convolution, are flattened to
+            one matrix `[first, rest]`.
         momentum: running mean of the gradients, in the shape of `grad`.
         ns_method: ignored: the Newton-Schulz iteration is always used.
+        is_expert_group: never flatten.
+        num_heads: number of attention heads along the rows of a matrix; each is orthogonalized by itself.
+
+    Raises:
+        ValueError: `num_heads` does not divide the rows of a matrix.
     """
-    momentum.lerp_(grad, 1 - beta)
-    matrix = (grad.lerp(momentum, beta) if nesterov else momentum).flatten(1)
-    update = muon.orthogonalize(matrix, muon.NS_COEFFICIENTS, ns_steps)
-    return (update * math.sqrt(max(1.0, matrix.size(0) / matrix.size(1)))).view_as(grad)
+    finite = torch.isfinite(grad).all()
+    momentum.copy_(torch.where(finite, momentum.lerp(grad, 1 - beta), momentum))
+    matrices = grad.lerp(momentum, beta) if nesterov else momentum
+    rows, columns = grad.shape[-2:]
+    if num_heads is not None:
+        if grad.ndim != 2 or num_heads < 1 or rows % num_heads:
+            raise ValueError(f"muon_update: a gradient of shape {tuple(grad.shape)} has no {num_heads} heads of equal rows")
+        rows //= num_heads
+        matrices = matrices.view(num_heads, rows, columns)
+    elif grad.ndim == 4 and not is_expert_group:
+        matrices = matrices.flatten(1)
+    elif grad.ndim > 3:
+        matrices = matrices.flatten(0, -3)
+    update = muon.orthogonalize(matrices, muon.NS_COEFFICIENTS, ns_steps) * math.sqrt(max(1.0, rows / columns))
+    return torch.where(finite, update.reshape(grad.shape).to(grad.dtype), grad)
