@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -194,7 +195,7 @@ class CheckpointMethods(EngineParts):
         Accumulated gradients are dropped, unless `load_module_only`: the next micro-batch begins a new step.
 
         Args:
-            tag: the tag in the file `latest` by default.
+            tag: the tag in the file `latest` by default; `.` for `load_dir` itself.
             custom_load_fn: loads parameters and buffers in place of the default, as `custom_load_fn(src=state_dict,
                 dst=module)` on every rank, with the full saved state dictionary and all parameters gathered. Changes
                 that it makes on rank 0 are kept. Each rank needs memory for the full model.
@@ -225,6 +226,8 @@ class CheckpointMethods(EngineParts):
             custom_load_fn=custom_load_fn,
         )
         begun = time.monotonic()
+        if tag == ".":
+            load_dir, tag = os.path.split(os.path.abspath(load_dir))
         loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         if loaded is not None:
             self._reporter.record_checkpoint("load", loaded[0], time.monotonic() - begun)
