@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,27 @@ def test_compile_in_place(stage: int) -> None:
     """Compiled models have the same losses. At stage 3 each block's forward is compiled."""
     expected, actual, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
     assert actual == pytest.approx(expected, abs=1e-6) and was
+
+
+def _compile_calls() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    net = nn.Linear(6, 1)  # the only block of its model
+    engine = initialize(model=net, model_parameters=net.parameters(), config=_config(3))[0]
+    own = net.forward = partial(nn.Linear.forward, net)
+    engine.compile(backend="eager", compile_kwargs={"backend": "unknown"})
+    compiled = net.forward
+    assert engine.is_compiled and compiled is not own
+    engine.compile(backend="eager")
+    assert net.forward is compiled
+    assert _step(engine).isfinite()
+    engine.destroy()
+    assert net.forward is own
+
+
+def test_compile_once_and_undo() -> None:
+    """The argument `backend` wins, a second call does nothing, and `destroy` restores a `forward` of the script."""
+    run_ranks(_compile_calls, 1)
 
 
 def _gathered_by_hand() -> None:

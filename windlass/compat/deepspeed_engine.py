@@ -162,7 +162,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         if isinstance(self.training_dataloader, DeepSpeedDataLoader):
             self.training_dataloader.tput_timer = self.tput_timer
-        self._compiled: list[nn.Module] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []  # with the `forward` that a script set on the object, or None
         if self._optimizer is not None:
             self._add_optimizer_attributes(self._optimizer)
         elif self.zero_optimization_stage() == 3:
@@ -592,26 +592,33 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module in place with torch.compile.
+        """Compile the module in place with torch.compile. A second call does nothing.
 
         Below stage 3 this compiles the module's forward. At stage 3, where hooks unshard and reshard weights between
-        blocks, it compiles the forward of each block.
+        blocks, it compiles the forward of each block. `backend` takes precedence over that of `compile_kwargs`.
 
         Raises:
             NotBuiltError: a DeepCompile schedule, or compiled autograd, is requested.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError("engine.compile: schedules of DeepCompile and compiled autograd are not built")
-        options = {"backend": backend, **(compile_kwargs or {})}
+        if self.is_compiled:
+            return
+        options = {**(compile_kwargs or {}), "backend": backend}
+        if "backend" in (compile_kwargs or {}):
+            logger.warning("engine.compile uses backend %r, not that of compile_kwargs; pass it as backend", backend)
         for module in self._sharded.compile_safe():
+            self._compiled.append((module, module.__dict__.get("forward")))
             module.forward = torch.compile(module.forward, **options)
-            self._compiled.append(module)
 
     def destroy(self) -> None:
         """Destroy the engine like `Engine.destroy`, and undo `compile`."""
         compiled = self.__dict__.get("_compiled", [])  # absent if `initialize` failed half-way
-        for module in compiled:
-            module.__dict__.pop("forward", None)
+        for module, forward in compiled:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
         compiled.clear()
         super().destroy()
 

@@ -742,7 +742,7 @@ class ShardedModel:
         """
         if not any(unit.reshards for unit in self.units):
             return [self.model]
-        of_blocks = {id(block.module): block.module for block in self._blocks if block.module is not self.model}
+        of_blocks = {id(block.module): block.module for block in self._blocks}
         return [
             module
             for module in of_blocks.values()
