@@ -217,6 +217,34 @@ def test_optimizer_shows_the_loss_scale() -> None:
     run_ranks(_scales, 1)
 
 
+def _own_scale_and_clip() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    engine, optimizer, _, _ = initialize(
+        model=_net(), config=_config(1, fp16=fp16, optimizer=sgd, gradient_clipping=5.0)
+    )
+    assert (optimizer.clip_grad, optimizer.custom_loss_scaler, optimizer.external_loss_scale) == (5.0, False, None)
+    norms = []
+    for call in (optimizer.loss_scaler.backward, engine.backward, optimizer.loss_scaler.backward):
+        before = [p.detach().float().clone() for p in engine.module.parameters()]
+        call(engine(torch.ones(2, 6).half()).float().square().mean())
+        engine.step()
+        moved = [p.detach().float() - q for p, q in zip(engine.module.parameters(), before, strict=True)]
+        norms.append(torch.stack([one.norm() for one in moved]).norm().item())
+        optimizer.override_loss_scale(32.0)
+        assert engine.loss_scale() == optimizer.loss_scale == optimizer.external_loss_scale == 32.0
+        optimizer.clip_grad = 0.01
+    assert engine.global_steps == 3 and norms[0] > 0.1 and norms[1:] == pytest.approx([0.01, 0.01], rel=0.05)
+    engine.destroy()
+
+
+def test_a_script_sets_the_scale_and_the_clipping() -> None:
+    """Gradients are divided by the scale of `override_loss_scale` and clipped to `clip_grad`."""
+    run_ranks(_own_scale_and_clip, 1)
+
+
 def _masters_by_group(stages: list[int]) -> None:
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.zero import full_param

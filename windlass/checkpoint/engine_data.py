@@ -85,6 +85,7 @@ class _SavedScale(_EngineDataModel):
     scale: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
     good_steps: Annotated[int, Field(strict=True, ge=-1, lt=1 << 63)] | None = None
     hysteresis_left: Annotated[int, Field(strict=True, lt=1 << 31, ge=0)] | None = None
+    cur_iter: Count | None = None
 
     @model_validator(mode="after")
     def _require_both_fields(self) -> _SavedScale:

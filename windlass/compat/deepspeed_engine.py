@@ -29,7 +29,7 @@ from windlass.compat.engine_groups import groups_of_engine, set_current_engine
 from windlass.compat.flops_profiler import EngineFlopsProfiler
 from windlass.compat.full_state_dicts import FullStateDicts
 from windlass.compat.gradient_unscaling import GradientUnscaling
-from windlass.compat.loss_scaler_view import LossScalerView, scale_of
+from windlass.compat.loss_scaler_view import DynamicLossScalerView, LossScalerView, scale_of
 from windlass.compat.not_built import NotBuiltError
 from windlass.compat.optimized_linear import LoRAOptimizedLinear
 from windlass.compat.optimizer_classes import KIND_ATTRIBUTE as KIND
@@ -62,6 +62,7 @@ from windlass.compat.stand_in_version import VERSION
 from windlass.compat.strict_mode import VARIABLE, is_strict
 from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.engine.training_engine import Engine
+from windlass.optim.loss_scale import StaticLossScale
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.zero.core.script_gradients import format_foreign_gradients
 from windlass.zero.core.sharded_parameter import raw_grad
@@ -193,9 +194,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             optimizer.parameter_offload = ParameterOffload(self)
         optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
         optimizer.backward = self.backward
-        optimizer.loss_scaler = LossScalerView(
-            self._scaler, partial(setattr, optimizer, "loss_scale"), self.progress, self._config.fp16
-        )
+        view = DynamicLossScalerView if self._scaler.dynamic else LossScalerView
+        set_scale = partial(setattr, optimizer, "loss_scale")
+        optimizer.loss_scaler = view(self._scaler, set_scale, self.progress, self._config.fp16, self.scale)
         optimizer.dynamic_loss_scale = self._scaler.dynamic
         optimizer.scale_window, optimizer.min_loss_scale = (
             optimizer.loss_scaler.scale_window,
@@ -211,10 +212,13 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         setattr(optimizer, KIND, kind := optimizer_kind_of(self._config))
         if kind == "basic":
             pass_for_basic(optimizer, self._config, named=self.client_optimizer is None)
+        else:
+            optimizer.clip_grad = self._config.gradient_clipping
+            optimizer.custom_loss_scaler, optimizer.external_loss_scale = False, None
+        if kind not in ("basic", "bf16"):
+            optimizer.override_loss_scale = self._override_loss_scale
         if kind in ("fused", "unfused", "stages 1 and 2"):
-            optimizer.unscale_and_clip_grads = GradientUnscaling(
-                optimizer, self._config.gradient_clipping, takes_gradients=kind != "unfused"
-            )
+            optimizer.unscale_and_clip_grads = GradientUnscaling(optimizer, takes_gradients=kind != "unfused")
         if name := MASTER_ATTRIBUTES.get(self.zero_optimization_stage()):
             setattr(optimizer, name, MasterWeightGroups(optimizer))
             setattr(optimizer, PARAMETER_ATTRIBUTES[self.zero_optimization_stage()], ParameterGroups(optimizer))
@@ -237,6 +241,17 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             "optimizer.quantize_nontrainable_params",
             "set zero_quantized_nontrainable_weights, with which each gather of a frozen weight is quantized",
         )
+
+    def _override_loss_scale(self, loss_scale: float) -> None:
+        """Scale losses by a constant from the next step on, in place of the scale of the configuration."""
+        self.optimizer.loss_scale = loss_scale
+        self._scaler = StaticLossScale(loss_scale)
+        self.optimizer.custom_loss_scaler, self.optimizer.external_loss_scale = True, loss_scale
+
+    def gradient_clipping(self) -> float:
+        """Return the norm above which gradients are clipped: `optimizer.clip_grad`, which a script may change."""
+        own = getattr(self._optimizer, KIND, "basic") == "basic"  # then a `clip_grad` is that of the script's class
+        return self._config.gradient_clipping if own else float(self.optimizer.clip_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""

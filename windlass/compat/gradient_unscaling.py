@@ -25,13 +25,12 @@ class GradientUnscaling:
     """Callable that unscales and clips the gradients that it is given. The engine's step does not call it.
 
     Args:
-        optimizer: optimizer with the current `loss_scale`.
-        max_norm: `gradient_clipping` of the configuration.
+        optimizer: optimizer with the current `loss_scale` and `clip_grad`.
         takes_gradients: False for the optimizer kind whose method takes only the norm, and scales its own gradients.
     """
 
-    def __init__(self, optimizer: Any, max_norm: float, takes_gradients: bool) -> None:
-        self._optimizer, self._max_norm, self._takes_gradients = optimizer, max_norm, takes_gradients
+    def __init__(self, optimizer: Any, takes_gradients: bool) -> None:
+        self._optimizer, self._takes_gradients = optimizer, takes_gradients
 
     def __call__(self, *args: Any, apply_scale: bool = True, **kwargs: Any) -> float:
         """Divide gradients by the combined scale in place, and return it.
@@ -44,7 +43,7 @@ class GradientUnscaling:
         """
         names = ("grad_groups_flat", "total_norm") if self._takes_gradients else ("total_norm",)
         given = dict(zip((*names, "apply_scale"), args, strict=False)) | kwargs
-        scale = combined_scale(given["total_norm"], self._optimizer.loss_scale, self._max_norm)
+        scale = combined_scale(given["total_norm"], self._optimizer.loss_scale, self._optimizer.clip_grad)
         if given.get("apply_scale", apply_scale):
             if not self._takes_gradients:
                 raise NotBuiltError(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from windlass.config.precision_section import Fp16
 from windlass.engine.training_progress import TrainingProgress
@@ -13,10 +16,16 @@ class DeepSpeedLossScale(DynamicLossScale):
     """Dynamic loss scale that doubles by the rule of DeepSpeed since 0.19.
 
     The scale doubles after `window + 1` good steps in a row, and after every `window` further ones.
+
+    Attributes:
+        cur_iter: number of updates.
     """
+
+    cur_iter = 0
 
     def update(self, overflow: bool, location: str = "") -> None:
         """Update the scale after a step; see `DynamicLossScale`."""
+        self.cur_iter += 1
         if overflow:
             super().update(overflow, location)
             return
@@ -26,6 +35,16 @@ class DeepSpeedLossScale(DynamicLossScale):
         stable = self.good_steps - 1
         if stable and stable % self.window == 0:
             self.grow()
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state to save, as plain numbers."""
+        return {**super().state_dict(), "cur_iter": self.cur_iter}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore a `state_dict()`, also that of a `DynamicLossScale`, which counts no updates."""
+        super().load_state_dict(state)
+        if "good_steps" in state:
+            self.cur_iter = int(state.get("cur_iter", self.good_steps))
 
 
 def scale_of(scale: LossScale, *, zero: bool) -> LossScale:
@@ -56,12 +75,19 @@ class LossScalerView:
         set_scale: replaces it, between two steps.
         progress: the engine's counters.
         section: section `fp16` of the configuration.
+        scale_loss: multiplies a loss by the scale, and prepares the engine for its backward.
     """
 
     def __init__(
-        self, scale: LossScale, set_scale: Callable[[float], None], progress: TrainingProgress, section: Fp16
+        self,
+        scale: LossScale,
+        set_scale: Callable[[float], None],
+        progress: TrainingProgress,
+        section: Fp16,
+        scale_loss: Callable[[Any], Any],
     ) -> None:
         self._scale, self._set_scale, self._progress = scale, set_scale, progress
+        self.scale_loss = scale_loss
         self.dynamic = scale.dynamic
         self.dynamic_loss_scale, self.use_grad_scaling = scale.dynamic, section.enabled
         self.scale_window, self.min_scale = section.loss_scale_window, section.min_loss_scale
@@ -85,3 +111,47 @@ class LossScalerView:
     def cur_iter(self) -> int:
         """Number of steps so far, including skipped ones."""
         return self._progress.global_steps
+
+    def update_scale(self, overflow: bool) -> None:
+        """Update the scale, as `engine.step` does after each step."""
+        self._scale.update(overflow)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backpropagate a loss times the scale."""
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+
+class DynamicLossScalerView(LossScalerView):
+    """View of a dynamic loss scale."""
+
+    _scale: DeepSpeedLossScale
+
+    @property
+    def cur_iter(self) -> int:
+        """Number of updates of the scale."""
+        return self._scale.cur_iter
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """`cur_iter` before the last overflow; -1 without one."""
+        return self._scale.cur_iter - 1 - self._scale.good_steps
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Number of overflows until the scale is halved."""
+        return self._scale.hysteresis_left
+
+    @property
+    def delayed_shift(self) -> int:
+        """Value of `hysteresis`."""
+        return self._scale.hysteresis
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        """Value of `consecutive_hysteresis`."""
+        return self._scale.consecutive_hysteresis
+
+    @property
+    def raise_error_at_min_scale(self) -> bool:
+        """True if an overflow at the minimum scale is an error."""
+        return self._scale.on_min_scale == "raise"

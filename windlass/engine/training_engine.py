@@ -385,7 +385,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         section = self._config.zero_optimization.offload_optimizer
         try:
             outcome = self._sharded.step(
-                self._config.gradient_clipping,
+                self.gradient_clipping(),
                 self._scaler.scale,
                 skip_overflow=fp16,
                 flags=flags,

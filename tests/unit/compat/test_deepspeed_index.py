@@ -103,7 +103,8 @@ def test_dynamic_loss_scale_is_restored(tmp_path: Path) -> None:
     state = trained()
     state.scaler = {"dynamic": True, "cur_scale": 512.0, "cur_iter": 10, "last_overflow_iter": 6, "cur_hysteresis": 2}
     write(tmp_path, "t", state, stage=1, ranks=1)
-    assert StoredCheckpoint(tmp_path).plain["loss_scale"] == {"scale": 512.0, "good_steps": 3, "hysteresis_left": 2}
+    expected = {"scale": 512.0, "good_steps": 3, "hysteresis_left": 2, "cur_iter": 10}
+    assert StoredCheckpoint(tmp_path).plain["loss_scale"] == expected
 
 
 # tests of content that must never be executed

@@ -18,7 +18,7 @@ from torch import nn
 from tests.unit.compat.test_deepspeed_tools import one_rank
 from windlass.base.errors import ConfigError
 from windlass.compat.config_models import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
-from windlass.compat.loss_scaler_view import scale_of
+from windlass.compat.loss_scaler_view import DeepSpeedLossScale, DynamicLossScalerView, scale_of
 from windlass.compat.memory_estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs,
@@ -32,7 +32,9 @@ from windlass.compat.precision import Precision
 from windlass.compat.z3_leaf_modules import get_z3_leaf_modules, mark_fine_grained_modules
 from windlass.compat.zero_functions import apply_to_tensors_only
 from windlass.compat.zero_linear import InsertPostInitMethodToModuleSubClasses, replace_linear, zero3_linear_wrap
-from windlass.config import load_config
+from windlass.config import BatchSizes, load_config
+from windlass.config.precision_section import Fp16
+from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -184,11 +186,20 @@ def test_dynamic_loss_scale_equals_deepspeed(
     made = DynamicLossScale(4.0, window, hysteresis, consecutive, min_scale=1.0)
     for zero in (True, False):
         scale = scale_of(made, zero=zero)
-        results = []
-        for step in "gggggogogggoogggg":
-            scale.update(step == "o")
-            results.append(scale.scale)
+        assert isinstance(scale, DeepSpeedLossScale)
+        view = DynamicLossScalerView(scale, TrainingProgress(BatchSizes(1, 1, 1)), Fp16(), lambda loss: loss)
+        assert view.last_overflow_iter == -1 and view.raise_error_at_min_scale == zero
+        steps, results = "gggggogogggoogggg", []
+        for number, step in enumerate(steps, 1):
+            view.update_scale(step == "o")
+            results.append(view.cur_scale)
+            assert view.cur_iter == number and view.last_overflow_iter == steps.rfind("o", 0, number)
         assert results == (scales if zero else scale_at_stage_0(window))
+        assert (view.delayed_shift, view.consecutive_hysteresis) == (hysteresis if zero else 1, consecutive)
+        assert 1 <= view.cur_hysteresis <= view.delayed_shift
+        again = scale_of(made, zero=zero)
+        again.load_state_dict(scale.state_dict())
+        assert vars(again) == vars(scale)
     fixed = StaticLossScale(2.0)
     assert scale_of(fixed, zero=True) is fixed
 

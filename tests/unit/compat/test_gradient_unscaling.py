@@ -20,7 +20,7 @@ def test_gradients_are_unscaled_and_clipped_as_torch_does(max_norm: float) -> No
     norm = torch.stack([one.norm() for one in given]).norm()
     if max_norm:
         torch.nn.utils.clip_grad_norm_(expected, max_norm)
-    unscale = GradientUnscaling(SimpleNamespace(loss_scale=8.0), max_norm, takes_gradients=True)
+    unscale = GradientUnscaling(SimpleNamespace(loss_scale=8.0, clip_grad=max_norm), takes_gradients=True)
     nested = [[given[0]], given[1]]
     scale = unscale(nested, norm, apply_scale=False)
     assert given[1].item() == 12.0
@@ -30,7 +30,7 @@ def test_gradients_are_unscaled_and_clipped_as_torch_does(max_norm: float) -> No
 
 
 def test_unfused_optimizer_returns_the_factor_alone() -> None:
-    unscale = GradientUnscaling(SimpleNamespace(loss_scale=2.0), 1.0, takes_gradients=False)
+    unscale = GradientUnscaling(SimpleNamespace(loss_scale=2.0, clip_grad=1.0), takes_gradients=False)
     assert unscale(4.0, False) == unscale(4.0, apply_scale=False) == pytest.approx(4.0)
     with pytest.raises(NotBuiltError, match="apply_scale=False"):
         unscale(4.0)

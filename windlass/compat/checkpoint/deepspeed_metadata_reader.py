@@ -67,6 +67,7 @@ def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[s
         "scale": float(facts["cur_scale"]),
         "good_steps": int(facts["cur_iter"]) - int(facts["last_overflow_iter"]) - 1,
         "hysteresis_left": int(facts.get("cur_hysteresis", 1)),
+        "cur_iter": int(facts["cur_iter"]),
     }
 
 

@@ -56,7 +56,7 @@ def loss_scale_fields(loss_scaling: Mapping[str, Any], plain: Mapping[str, Any])
             and `raises`.
     """
     saved = plain.get("loss_scale", {})
-    steps = int(plain["engine"]["global_steps"])
+    steps = int(saved.get("cur_iter", plain["engine"]["global_steps"]))
     facts = {
         "dynamic_loss_scale": bool(loss_scaling["dynamic"]),
         "cur_scale": float(saved.get("scale", 1.0)),
