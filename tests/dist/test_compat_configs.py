@@ -291,6 +291,12 @@ def monitored(folder: str) -> list[str]:
     engine = initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]
     engine.monitor.write_events([("Own", 0.5, 7)])
     engine.destroy()
+    plain = initialize(model=nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 2})[0]
+    assert not plain.monitor.enabled  # no optimizer and no section
+    plain.destroy()
+    evaluation = initialize(model=nn.Linear(4, 4), config=config)[0]
+    evaluation.monitor.write_events([("Accuracy", 0.75, 7)])
+    evaluation.destroy()
     return (Path(folder) / "run" / "Mine_loss.csv").read_text().split()
 
 
@@ -298,4 +304,5 @@ def test_monitor_writes_metrics_of_the_script(tmp_path: Path) -> None:
     result = run_ranks(monitored, 2, str(tmp_path))[0]
     assert result == ["step,loss", "0,0.0", "1,0.5", "2,1.0"], "once, by rank 0"
     assert (tmp_path / "run" / "Own.csv").read_text().split() == ["step,Own", "7,0.5"]
+    assert (tmp_path / "run" / "Accuracy.csv").read_text().split() == ["step,Accuracy", "7,0.75"]
     assert (tmp_path / "run" / "Mine_best_so_far.csv").exists()

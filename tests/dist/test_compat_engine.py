@@ -419,6 +419,28 @@ def test_manual_all_gather_of_parameters() -> None:
     run_ranks(_gathered_by_hand, 2)
 
 
+def _ids_read_on_one_rank() -> list[int]:
+    from windlass.compat.partition_parameters import Init
+
+    first = _engine(3)
+    with Init(config_dict_or_path=_config(3)):
+        made = nn.Linear(6, 1)
+    if first.global_rank == 0:
+        assert first.module[0].weight.ds_id == first.module[0].weight.ds_id
+        assert made.weight.ds_id == made.weight.ds_id != made.bias.ds_id
+    second = _engine(3)
+    ids = [p.ds_id for engine in (first, second) for p in engine.module.parameters()]
+    for engine in (first, second):
+        engine.destroy()
+    return ids
+
+
+def test_ids_are_equal_on_all_ranks() -> None:
+    """Reading `ds_id` on one rank only does not change the ids of other parameters."""
+    one, other = run_ranks(_ids_read_on_one_rank, 2)
+    assert one == other == list(range(one[0], one[0] + len(one)))
+
+
 def _wrong(what: str) -> None:
     from types import SimpleNamespace
 

@@ -52,7 +52,7 @@ from windlass.compat.optimizer_group_views import (
     padded_gradients_in_fp32,
 )
 from windlass.compat.parallel_state_queries import ParallelStateQueries
-from windlass.compat.parameter_attributes import enable_state_dict_stubs, mark_external
+from windlass.compat.parameter_attributes import enable_state_dict_stubs, mark_external, number_parameters
 from windlass.compat.parameter_offload import ParameterOffload
 from windlass.compat.precision import Precision
 from windlass.compat.rank_logging import logger as script_logger
@@ -62,6 +62,7 @@ from windlass.compat.stand_in_version import VERSION
 from windlass.compat.strict_mode import VARIABLE, is_strict
 from windlass.compat.wall_clock_timers import SynchronizedWallClockTimer, ThroughputTimer
 from windlass.engine.training_engine import Engine
+from windlass.observe.monitor_writers import RunMonitor
 from windlass.optim.loss_scale import StaticLossScale
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.zero.core.script_gradients import format_foreign_gradients
@@ -127,6 +128,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     local_all_to_all_group: Any = None
     checkpoint_engine: Any = None
     _flops_profiler: EngineFlopsProfiler | None = None
+    _script_monitor: RunMonitor | None = None
     random_ltd_scheduler: Any = None
     torch_autocast_z0_gradscaler: Any = None
     loaded_checkpoint_mp_world_size: Any = None
@@ -306,6 +308,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
     def _attach(self, sharded: ShardedModel) -> None:
         super()._attach(sharded)
         enable_state_dict_stubs(sharded)
+        number_parameters(sharded)
         if self._groups is not None:  # re-attached with another layout
             self._publish_groups()
 
@@ -502,8 +505,15 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     @property
     def monitor(self) -> Any:
-        """Monitor that writes to TensorBoard, W&B and CSV files; None without an optimizer."""
-        return self._reporter.monitor
+        """Monitor that writes to TensorBoard, W&B and CSV files.
+
+        An engine without an optimizer writes nothing by itself, and opens them at the first access.
+        """
+        if self._reporter.monitor is not None:
+            return self._reporter.monitor
+        if self._script_monitor is None:
+            self._script_monitor = RunMonitor(self._config, self.global_rank)
+        return self._script_monitor
 
     @property
     def flops_profiler(self) -> EngineFlopsProfiler | None:
@@ -627,7 +637,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             module.forward = torch.compile(module.forward, **options)
 
     def destroy(self) -> None:
-        """Destroy the engine like `Engine.destroy`, and undo `compile`."""
+        """Destroy the engine like `Engine.destroy`, undo `compile`, and close the monitor."""
         compiled = self.__dict__.get("_compiled", [])  # absent if `initialize` failed half-way
         for module, forward in compiled:
             if forward is None:
@@ -635,6 +645,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
             else:
                 module.forward = forward
         compiled.clear()
+        if self._script_monitor is not None:
+            self._script_monitor.close()
         super().destroy()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:

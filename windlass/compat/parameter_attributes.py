@@ -33,9 +33,12 @@ from windlass.zero.sharded_init.context import active_init
 from windlass.zero.sharded_model import ShardedModel
 
 _id_counter = count()
-_ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # ids of a sharded model's parameters
-_sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # ids of parameters under zero.Init
-_active_by_owner: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
+_ids: WeakIdKeyDictionary = WeakIdKeyDictionary()  # ids of parameters of sharded models
+# Ids of parameters under zero.Init have a range of their own: they are given at the first read, which may be on one rank
+# only, and must not change those of later models.
+_init_id_counter = count(1 << 32)
+_sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_active_by_owner: WeakKeyDictionary[Any, WeakIdKeyDictionary] = WeakKeyDictionary()
 _external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
 _expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # name of the expert group, by parameter
 _used_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that a module returned to another
@@ -57,6 +60,17 @@ def install_parameter_attributes() -> None:
 def enable_state_dict_stubs(model: ShardedModel) -> None:
     """Make `state_dict()` return stubs for the sharded parameters of `model`; for other models it keeps raising."""
     _stub_models.add(model)
+
+
+def number_parameters(model: ShardedModel) -> None:
+    """Give each parameter of `model` a `ds_id`, equal on all ranks if they call this for the same models.
+
+    A parameter that has one keeps it.
+    """
+    of_units = (parameter for unit in model.units for parameter in unit.parameters)
+    for parameter in (*model.model.parameters(), *of_units):  # a script may have taken one out of its module
+        if parameter not in _ids:
+            _ids[parameter] = next(_id_counter)
 
 
 def mark_expert(parameter: nn.Parameter, group_name: str) -> None:
@@ -152,11 +166,13 @@ def _ds_id(parameter: nn.Parameter) -> int:
     place = find(parameter)
     if place is None:
         init_shard = initial_shard.find(parameter)
-        return _sharded_init_ids.setdefault(init_shard, next(_id_counter))
-    known = _ids.get(place.model)
-    if known is None:  # assign all ids at once, in model order, so that they are the same on every rank
-        known = _ids[place.model] = {id(p): next(_id_counter) for p in place.model.model.parameters()}
-    return known.setdefault(id(parameter), next(_id_counter))
+        if init_shard not in _sharded_init_ids:
+            _sharded_init_ids[init_shard] = next(_init_id_counter)
+        return _sharded_init_ids[init_shard]
+    if parameter not in _ids:  # of an engine of `windlass.initialize`
+        number_parameters(place.model)
+    found: int = _ids[parameter]
+    return found
 
 
 def _ds_status(parameter: nn.Parameter) -> Any:
@@ -165,7 +181,8 @@ def _ds_status(parameter: nn.Parameter) -> Any:
 
 def _active_modules(parameter: nn.Parameter) -> set[int]:
     holder = _owner_of(parameter)
-    return _active_by_owner.setdefault(holder, {}).setdefault(id(parameter), set())
+    found: set[int] = _active_by_owner.setdefault(holder, WeakIdKeyDictionary()).setdefault(parameter, set())
+    return found
 
 
 def _owner_of(parameter: nn.Parameter) -> Any:
