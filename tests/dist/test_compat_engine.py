@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import logging
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
     """Return the missing ones of the members that clients use and of DeepSpeed's public engine methods."""
     expected = json.loads(MEMBERS.read_text())
     missing: dict[str, list[str]] = {}
+    attributes = defaultdict(list, expected["attributes"])
     for stage in stages:
         engine = _engine(stage)
         _step(engine)
@@ -67,13 +69,13 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
         }
         for owner, names in expected["at_every_stage"].items():
             missing[f"{owner} {stage}"] = [name for name in names if not hasattr(owners[owner], name)]
-            missing[f"kinds of {owner} {stage}"] = _other_kinds(owners[owner], names, expected["attributes"].get(owner, []))
+            missing[f"kinds of {owner} {stage}"] = _other_kinds(owners[owner], names, attributes[owner])
         if stage == 3:
             for owner, names in expected["at_stage_3"].items():
                 missing.setdefault(f"{owner} {stage}", []).extend(
                     name for name in names if not hasattr(owners[owner], name)
                 )
-                missing[f"kinds of {owner} at stage 3"] = _other_kinds(owners[owner], names, expected["attributes"].get(owner, []))
+                missing[f"kinds of {owner} at stage 3"] = _other_kinds(owners[owner], names, attributes[owner])
         else:
             missing[f"param {stage}"] = [name for name in ("ds_id", "ds_status") if hasattr(owners["param"], name)]
         engine.destroy()
@@ -82,14 +84,17 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
 
 
 def _other_kinds(owner: Any, names: list[str], attributes: list[str]) -> list[str]:
-    """Return the attributes that are bound methods here, and the methods that can't be called."""
+    """Return the names of `attributes` that are bound methods, and the other names that can't be called."""
     known = [name for name in names if hasattr(owner, name)]
     wrong = [name for name in known if name in attributes and inspect.ismethod(getattr(owner, name))]
     return wrong + [name for name in known if name not in attributes and not callable(getattr(owner, name))]
 
 
 def test_every_member_that_clients_use_exists() -> None:
-    """Every member exists at every stage, as a method or as an attribute like DeepSpeed's. Parameters have `ds_*` at stage 3 only, until the engine is destroyed."""
+    """Every member exists at every stage, as a method or as an attribute like DeepSpeed's.
+
+    Parameters have `ds_*` at stage 3 only, until the engine is destroyed.
+    """
     assert {key: names for key, names in run_ranks(_members, 2, [0, 1, 2, 3])[0].items() if names} == {}
 
 

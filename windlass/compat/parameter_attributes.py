@@ -34,8 +34,8 @@ from windlass.zero.sharded_model import ShardedModel
 
 _id_counter = count()
 _ids: WeakIdKeyDictionary = WeakIdKeyDictionary()  # ids of parameters of sharded models
-# Ids of parameters under zero.Init have a range of their own: they are given at the first read, which may be on one rank
-# only, and must not change those of later models.
+# Ids of parameters under zero.Init have a range of their own: they are given at the first read, which may be on one
+# rank only, and must not change those of later models.
 _init_id_counter = count(1 << 32)
 _sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _active_by_owner: WeakKeyDictionary[Any, WeakIdKeyDictionary] = WeakKeyDictionary()
@@ -169,7 +169,7 @@ def _ds_id(parameter: nn.Parameter) -> int:
         if init_shard not in _sharded_init_ids:
             _sharded_init_ids[init_shard] = next(_init_id_counter)
         return _sharded_init_ids[init_shard]
-    if parameter not in _ids:  # of an engine of `windlass.initialize`
+    if parameter not in _ids:  # the engine is one of `windlass.initialize`
         number_parameters(place.model)
     found: int = _ids[parameter]
     return found

@@ -67,13 +67,13 @@ def muon_update(
     is_expert_group: bool = False,
     num_heads: int | None = None,
 ) -> torch.Tensor:
-    """Return Muon's direction for a matrix or a stack of matrices, before the learning rate. Updates `momentum` in place.
+    """Return Muon's direction for a matrix or a stack of matrices, before the learning rate.
 
-    A gradient that is not finite is returned as it is, and leaves `momentum` unchanged.
+    Updates `momentum` in place. A gradient that is not finite is returned as it is, and leaves `momentum` unchanged.
 
     Args:
-        grad: `[..., rows, columns]`. Without `is_expert_group` four dimensions, those of a convolution, are flattened to
-            one matrix `[first, rest]`.
+        grad: `[..., rows, columns]`. Four dimensions, those of a convolution, are flattened to one matrix `[first,
+            rest]`, unless `is_expert_group`.
         momentum: running mean of the gradients, in the shape of `grad`.
         ns_method: ignored: the Newton-Schulz iteration is always used.
         is_expert_group: never flatten.
@@ -88,7 +88,7 @@ def muon_update(
     rows, columns = grad.shape[-2:]
     if num_heads is not None:
         if grad.ndim != 2 or num_heads < 1 or rows % num_heads:
-            raise ValueError(f"muon_update: a gradient of shape {tuple(grad.shape)} has no {num_heads} heads of equal rows")
+            raise ValueError(f"muon_update: {num_heads} heads do not divide a gradient of shape {tuple(grad.shape)}")
         rows //= num_heads
         matrices = matrices.view(num_heads, rows, columns)
     elif grad.ndim == 4 and not is_expert_group:

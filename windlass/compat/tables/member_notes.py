@@ -19,8 +19,12 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     ),
     "engine.communication_data_type": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.communication_data_type",
-        "DeepSpeed's answer; without the key, gradients of fp16 and bf16 parameters are accumulated and reduced in fp32. "
-        "Assigning raises: the key of the configuration sets it",
+        "DeepSpeed's answer; without the key, gradients are reduced in the accumulation dtype. Assigning raises: write "
+        "the key of the configuration",
+    ),
+    "engine._config": differs(
+        "windlass.compat.engine_config:EngineConfig",
+        "assigning to `zero_enabled` changes its value and nothing else; assigning to any other key raises",
     ),
     "engine.compile": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.compile",

@@ -136,7 +136,10 @@ _RUNTIME: dict[str, StandInEntry] = {
     ),
     "deepspeed.runtime.utils.see_memory_usage": _SEE,
     "deepspeed.runtime.data_pipeline.constants": works("windlass.compat.data_pipeline_constants"),
-    "deepspeed.runtime.lr_schedules": works("windlass.compat.lr_schedule_arguments"),
+    "deepspeed.runtime.lr_schedules": differs(
+        "windlass.compat.lr_schedule_arguments",
+        "the first step of WarmupCosineLR runs at warmup_min_ratio, where DeepSpeed runs it at 0 for any ratio",
+    ),
     "deepspeed.runtime.constants": works(_WORDS, "without the help texts"),
     **_rows_for("deepspeed.runtime.config", _WORDS, _OPTIMIZER_NAMES),
     "deepspeed.runtime.dataloader.RepeatingLoader": works("windlass.compat.repeating_loader:RepeatingLoader"),
