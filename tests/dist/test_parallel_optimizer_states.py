@@ -45,9 +45,9 @@ _MATRIX_CASES = [
 def exact(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
     """Return the result of Muon's iteration in float64: X <- a X + b (X X') X + c (X X')^2 X from X / |X|."""
     a, b, c = coefficients
-    x = matrix.double() / matrix.double().norm().clamp(min=eps)
+    x = matrix.double() / matrix.double().norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + b * gram @ x + c * gram @ gram @ x
     return x.to(matrix.dtype)
 
