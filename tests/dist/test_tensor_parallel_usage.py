@@ -196,6 +196,21 @@ def test_dropout_differs_on_sharded_and_agrees_on_replicated_activations(options
         assert seen["again"] < EXACT
 
 
+def router_with_noise() -> torch.Tensor:
+    """Return a router's gradient. Nothing but its noise is random, and ranks start with different generator states."""
+    axis = tensor_axis()
+    model = build("mixtral", router_jitter_noise=0.3).train()
+    torch.manual_seed(50 + axis.index)
+    apply_tensor_parallel(model, axis)
+    model(**language(0)).loss.backward()
+    return model.model.layers[0].mlp.gate.weight.grad
+
+
+def test_routers_draw_the_same_noise_on_all_ranks() -> None:
+    first, second = run_ranks(router_with_noise, 2)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-7)
+
+
 def replicated_attention() -> tuple[torch.Tensor, bool, float]:
     """Replicated attention between sharded hidden states drops the same weights on all ranks."""
     axis = tensor_axis()

@@ -114,8 +114,7 @@ class _PlanApplier:
         """Apply all shards of the plan, then adapt attention modules to their local heads and shard the sequence of
         layer stacks.
         """
-        if self._has_dropout:
-            sync_rng_states(self._axis)
+        sync_rng_states(self._axis)
         for shard in self._plan.shards:
             self._apply_shard(shard)
         for heads in self._plan.head_partitions:

@@ -1,12 +1,13 @@
 """Random numbers in a model with sharded layers: equal for replicated activations, different for sharded ones.
 
 [Note: dropout in sharded layers] Dropout on replicated activations (hidden states between blocks) must drop the same
-elements on all ranks; otherwise ranks compute with different inputs. Dropout on sharded activations (heads, features of
-a feed-forward layer, tokens between blocks under `tp_sequence_norms`) must drop different elements; otherwise all ranks
-use the same pattern. Therefore:
+elements on all ranks, and routers must add the same noise; otherwise ranks compute with different inputs, and
+replicated parameters drift apart. Dropout on sharded activations (heads, features of a feed-forward layer, tokens
+between blocks under `tp_sequence_norms`) must drop different elements; otherwise all ranks use the same pattern.
+Therefore:
 
-- All ranks of the axis use generators in the same state. `sync_rng_states` copies the first rank's state; seeds of
-  ranks along other axes may differ.
+- All ranks of the axis use generators in the same state. `sync_rng_states` copies the first rank's state, for every
+  model, since nothing shows that a router draws; seeds of ranks along other axes may differ.
 - Between the first column of a chain and its row, numbers come from a generator seeded with one number of the shared
   generator and the rank's index. A caller that restores the shared generator (activation checkpointing before a
   recomputation) thus gets the same numbers again. No other state is kept.
