@@ -244,6 +244,29 @@ def test_module_only(tmp_path: Any) -> None:
         assert result == {"error": 0.0, "steps": 0, "states": [], "rates": [0.001, 0.01], "random": True}
 
 
+def random_states_of_another_layout(folder: str) -> tuple[bool, bool]:
+    """Return whether random states are restored along dp, where they were saved, and along tp."""
+    import windlass
+
+    restored = []
+    for parallel in ({}, {}, {"tp": 2}):
+        config = {"train_micro_batch_size_per_gpu": 4, "parallel": parallel}
+        model = net(layers=4)
+        engine = windlass.initialize(model=model, optimizer=optimizer(trained(model)), config=config)[0]
+        torch.manual_seed(dist.get_rank())
+        if not restored:
+            engine.save_checkpoint(folder)
+        torch.manual_seed(77)
+        engine.load_checkpoint(folder)
+        restored.append(torch.initial_seed() != 77)
+        engine.destroy()
+    return restored[1], restored[2]
+
+
+def test_random_states_are_not_restored_into_another_layout(tmp_path: Any) -> None:
+    assert run_ranks(random_states_of_another_layout, 2, str(tmp_path)) == [(True, False)] * 2
+
+
 def with_a_schedule(folder: str) -> list[float]:
     """Return the rates after a schedule with one group is loaded into one with two."""
     import windlass

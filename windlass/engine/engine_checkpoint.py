@@ -466,11 +466,17 @@ def _restore_position(
     if options.load_progress:
         parts.append(f"step {engine.progress.global_steps}")
         random = (loaded.rank_plain or {}).get("random")
-        if loaded.saved_world_size == engine.sharded.mesh.world.size and random is not None:
+        saved, here = loaded.plain["layout"].get("axes") or {}, engine.sharded.mesh.grid
+        # Ranks along tp must draw the same numbers, and ranks that compute other samples should not.
+        moved = [axis for axis in ("pp", "sp", "tp") if axis in saved and saved[axis] != here.size(axis)]
+        if loaded.saved_world_size != engine.sharded.mesh.world.size or random is None:
+            parts.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
+        elif moved:
+            sizes = ", ".join(f"{axis} {saved[axis]}" for axis in moved)
+            parts.append(f"random states unchanged (saved with {sizes})")
+        else:
             set_rng_state(random, engine.sharded.device)
             parts.append("random states as saved")
-        else:
-            parts.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
     if place := set_data_position(engine.training_dataloader, position):
         parts.append(f"data at {place}")
     if parts:
