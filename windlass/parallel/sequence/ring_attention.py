@@ -176,6 +176,8 @@ def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor,
     Returns:
         `[samples, heads, local tokens, value features]`; 0 for queries that see no key.
     """
+    # Fused kernels need contiguous features: torch's CPU kernel computes wrong values from others, without an error.
+    query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
     kernels = TileKernels(query, key, value, context.score_spec)
     output: torch.Tensor = _RingAttention.apply(context, kernels, query, key, value)
     return output

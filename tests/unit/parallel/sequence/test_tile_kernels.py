@@ -101,6 +101,18 @@ def test_head_size_of_values_may_differ_from_keys() -> None:
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-10)
 
 
+def test_features_need_not_be_contiguous() -> None:
+    heads_last = [tensor.detach().transpose(2, 3).contiguous().transpose(2, 3) for tensor in inputs(torch.float32)]
+    actual = [tensor.requires_grad_() for tensor in heads_last]
+    assert all(tensor.stride(-1) > 1 for tensor in actual)
+    expected = inputs(torch.float32)
+    sight, _ = sight_and_mask("packed")
+    for tensors in (actual, expected):
+        sequence_attention(*tensors, mask_of(sight, CAUSAL)).square().sum().backward()
+    for item, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(item.grad, other.grad)
+
+
 def test_torch_kernels_are_used_where_supported() -> None:
     q, k, v = inputs(torch.float32)
     assert isinstance(TileKernels(q, k, v, ScoreSpec(1.0, None, CAUSAL))._fused, FlashTileKernel)
