@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class StageTransfers:
     def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
         self._axis, self._device, self.has_dynamic_shapes = axis, device, has_dynamic_shapes
         self._sent_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # by stage and key
-        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}
+        self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}  # their skeletons are pickled
         self._active_layouts: dict[
             tuple[int, int, int], MessageLayout
         ] = {}  # layouts of messages of unfinished micro-batches: kind, stage, micro-batch
@@ -127,15 +127,13 @@ class StageTransfers:
         Raises:
             ModelError: the layout differs from that of an earlier micro-batch with an equal key.
         """
-        # Kept for the returning gradient, whose shapes are those of the differentiable tensors.
-        self._active_layouts[_ACTIVATION, stage, micro_batch] = layout
         if self.is_single_rank:
             self._handed_over[stage + 1, micro_batch] = tensors, layout
             return
         known = None if self.has_dynamic_shapes else self._sent_layouts.get((stage, key))
         if known is None:
-            self._sent_layouts[stage, key] = layout
             self._send_header(stage, layout)
+            self._sent_layouts[stage, key] = layout
         elif not known.matches(layout):
             # The receiver allocates memory by the layout that it stored for this key.
             raise ModelError(
@@ -144,6 +142,9 @@ class StageTransfers:
                 "dynamic_shape=True; after parameters were frozen or unfrozen, call reset_activation_shape() on every "
                 "rank"
             )
+        # Kept for the returning gradient, whose shapes are those of the differentiable tensors, and for
+        # `send_failed_activation`: from here on the receiver has the layout and waits for its tensors.
+        self._active_layouts[_ACTIVATION, stage, micro_batch] = layout
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, tensors)
 
     def receive_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
@@ -178,6 +179,8 @@ class StageTransfers:
                 self._take_received(_ACTIVATION, stage, micro_batch),
                 self._active_layouts[_GRADIENT, stage, micro_batch],
             )
+            # Not when the header arrives: an error of a foreign class must leave both ranks at the same position.
+            form = replace(form, skeleton=pickle.loads(form.skeleton))
         leaves, through = [], []
         for tensor, sheet in zip(tensors, form.tensor_specs, strict=True):
             if sheet.requires_grad and torch.is_grad_enabled():
@@ -221,10 +224,11 @@ class StageTransfers:
 
     def send_failed_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
         """Send a message without values in place of `send_activation`, because this rank or one before it failed."""
-        form = None if self.has_dynamic_shapes else self._sent_layouts.get((stage, key))
+        form = self._active_layouts.get((_ACTIVATION, stage, micro_batch))
+        if form is None and not self.has_dynamic_shapes:
+            form = self._sent_layouts.get((stage, key))
         if form is None:
             # The receiver waits for a header: an empty one ends the exchange.
-            self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
             self._send_header(stage, None)
             return
         self._active_layouts[_ACTIVATION, stage, micro_batch] = form
@@ -349,7 +353,8 @@ class StageTransfers:
 
     def _send_header(self, stage: int, layout: MessageLayout | None) -> None:
         """Send a layout; None means that this rank failed and that no activation follows."""
-        text = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8)
+        packed = None if layout is None else replace(layout, skeleton=pickle.dumps(layout.skeleton))
+        text = torch.frombuffer(bytearray(pickle.dumps(packed)), dtype=torch.uint8)
         length = torch.tensor([text.numel()])
         works = [w for t in (length, text) for w in self._start([t], stage + 1, _tag(_HEADER, stage), sends=True)]
         going = self._sending.setdefault((_HEADER, stage), {})
@@ -358,6 +363,7 @@ class StageTransfers:
         self._limit_in_flight(_HEADER, stage)
 
     def _receive_header(self, stage: int) -> MessageLayout | None:
+        """Receive a layout, whose skeleton is still pickled."""
         length = torch.zeros(1, dtype=torch.int64)
         self._receive_header_into(length, stage)
         text = torch.zeros(int(length), dtype=torch.uint8)
