@@ -28,6 +28,7 @@ from tests.dist.pipeline_engine_runs import (
 from tests.oracle import relative_error
 
 BOUND = 1e-5
+SEQUENCE_NORMS = (("parallel", {"pp": 2, "tp": 2, "tp_sequence_norms": True}),)
 
 
 def _hold(case: Case, ranks: int) -> list[Came]:
@@ -111,6 +112,8 @@ def test_run_resumes_in_another_layout(before: Case, after: Case, tmp_path: Path
             Case(name="llama tied", beside=("tp",), stage=2, schedule="zero-bubble", optimizer="SGD"),
             marks=pytest.mark.slow,
         ),
+        Case(name="llama", beside=("tp",), stage=1, config=SEQUENCE_NORMS),
+        Case(name="llama", beside=("tp",), stage=1, schedule="interleaved", chunks=2, config=SEQUENCE_NORMS),
         Case(name="llama", beside=("sp",), stage=3, micros=3),
         pytest.param(
             Case(name="llama tied", beside=("sp",), stage=1, schedule="interleaved", chunks=2), marks=pytest.mark.slow

@@ -169,7 +169,7 @@ def compute_tensor_parallel_volumes(
     and in backward. It has six if its forward runs twice. (Five if the recomputation stops at the last tensor that
     backward needs, as torch's non-reentrant checkpointing does; six are counted.) With sequence-sharded norms each
     all-reduce becomes an all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2),
-    and a stage has two more all-gathers: of its output, and of the gradient of its input. The embedding has one
+    and a model chunk has two more all-gathers: of its output, and of the gradient of its input. The embedding has one
     all-reduce in forward, the head one in backward. The loss of a sharded vocabulary has three all-reduces of one
     float32 per token: maximum logit, sum, and target logit. If a token goes to `top_k` experts, each layer all-reduces
     the gradients of their weights, one float32 each.
@@ -177,7 +177,7 @@ def compute_tensor_parallel_volumes(
     often, ends = layers * (6 if workload.recompute else 4), int(is_first_stage) + int(is_last_stage)
     one = _bytes_from_others(activation_bytes, ranks) * workload.micro_batches
     if workload.tp_sequence_norms:
-        yield CommVolume("tp", "all_gather", "activations", (often + 2) * one)
+        yield CommVolume("tp", "all_gather", "activations", (often + 2 * workload.virtual_stages) * one)
         yield CommVolume("tp", "reduce_scatter", "activations", often * one)
         often = 0
     yield CommVolume("tp", "all_reduce", "activations", 2 * (often + ends) * one)

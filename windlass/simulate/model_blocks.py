@@ -49,6 +49,11 @@ class ModelChunk:
     number: int
     blocks: list[SimulatedBlock]
 
+    @property
+    def has_layers(self) -> bool:
+        """True if a layer is in the chunk, and not only the embedding or the head."""
+        return any(block.kind == "layer" for block in self.blocks)
+
 
 def rank_sizes(work: StepWork) -> LayerSizes:
     """Return the sizes of one rank's part of a layer."""

@@ -59,7 +59,7 @@ class StageTasks:
             self._run(block, block.forward, backward=False)
             self.zero.release(block)
             self._save_input(block)
-        if self.work.volumes.tp_sequence_norms and chunk is self.chunks[-1]:
+        if self.work.volumes.tp_sequence_norms and chunk.has_layers:
             self._over_tp("all_gather", self.activation_bytes, "output")
         return self.lanes.flush()
 
@@ -94,7 +94,7 @@ class StageTasks:
                 self.zero.release(block, in_use=following)
         if part is not ActionKind.BACKWARD_INPUT:
             self.zero.end_chunk_backward()
-        if self.work.volumes.tp_sequence_norms and chunk is self.chunks[0] and part is not ActionKind.BACKWARD_WEIGHT:
+        if self.work.volumes.tp_sequence_norms and chunk.has_layers and part is not ActionKind.BACKWARD_WEIGHT:
             self._over_tp("all_gather", self.activation_bytes, "gradient of the input")
         return self.lanes.flush()
 

@@ -75,6 +75,7 @@ AXIS_CASES = [
     (4, {"ep": 2, "tp": 2}, 2, {}),
     (4, {"ep": 2, "sp": 2}, 2, {}),
     (4, {"pp": 2, "tp": 2}, 0, {}),
+    (4, {"pp": 2, "tp": 2, "tp_sequence_norms": True}, 0, {"schedule": "interleaved", "virtual_stages": 2}),
     (4, {"pp": 2}, 3, {}),
     (4, {"pp": 2}, 3, {"unshard_per": "micro-batch"}),
     (4, {"pp": 2, "ep": 2}, 1, {}),
@@ -108,7 +109,7 @@ def test_simulated_bytes_equal_the_formulas(
             of[operation] = of.get(operation, 0) + volume.nbytes
         _add_scalars(expected, grid, pipe, 2 if axes.get("recompute") else 1)
         if axes.get("tp_sequence_norms"):  # gradients of two norms a layer, which the formulas leave out
-            expected["data"] = {"replicate": DENSE.layers * 2 * DENSE.hidden * 4}
+            expected["data"] = {"replicate": DENSE.layers // grid.pp * 2 * DENSE.hidden * 4}
         assert found[pipe] == expected
 
 

@@ -32,6 +32,8 @@ class LayerStack:
 def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerStack]:
     """Return the layer stacks of a model in which the plan shards a module.
 
+    A layer without shards ends a stack: it needs full sequences, or it is a stub before the next pipeline stage.
+
     Direct parameters and norms of a layer are applied token by token. Attention and feed-forward modules with only
     sharded parameters all-gather the sequence and reduce-scatter it again, at the same cost as without sequence
     sharding. Any other module with a matrix (a router and its experts, replicated attention) receives full sequences.
@@ -39,18 +41,23 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     Raises:
         ModelError: the model has no list of layers, or a chain extends beyond its module.
     """
-    stacks: dict[str, LayerStack] = {}
+    stacks: list[LayerStack] = []
+    list_before: str | None = None  # name of the list whose element was added last
     for name, layer in find_blocks(model):
-        if name and any(shard.rank_ranges for shard in plan.shards if is_inside(shard.name, name)):
-            stack = stacks.setdefault(name.rpartition(".")[0], LayerStack([]))
-            stack.layers.append(name)
-            _add_layer(name, layer, plan, stack)
+        if not name or not any(shard.rank_ranges for shard in plan.shards if is_inside(shard.name, name)):
+            list_before = None
+            continue
+        if name.rpartition(".")[0] != list_before:
+            stacks.append(LayerStack([]))
+        list_before = name.rpartition(".")[0]
+        stacks[-1].layers.append(name)
+        _add_layer(name, layer, plan, stacks[-1])
     if not stacks:
         raise ModelError(
             "tp_sequence_norms shards activations between the layers of a ModuleList, and the model has no ModuleList "
             "with sharded layers; leave out tp_sequence_norms"
         )
-    return list(stacks.values())
+    return stacks
 
 
 def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: LayerStack) -> None:
