@@ -97,7 +97,7 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
     },
     "checkpointing": {
         "none": FeatureValue("all activations are kept"),
-        "reentrant": FeatureValue("torch's reentrant activation checkpointing"),
+        "reentrant": FeatureValue("torch's reentrant activation checkpointing (in a pipeline: not with zero-bubble)"),
         "nonreentrant": FeatureValue("torch's non-reentrant activation checkpointing"),
         "host": FeatureValue("windlass.checkpointing.checkpoint saves inputs in host memory"),
         "nvme": FeatureValue("windlass.checkpointing.checkpoint saves inputs in files"),

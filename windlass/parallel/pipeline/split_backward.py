@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from windlass.base.errors import ModelError
+
 
 @dataclass(eq=False)
 class _EntryNode:
@@ -71,7 +73,11 @@ class SplitBackward:
         return bool(self._edges or self._groups)
 
     def backward_inputs(self) -> None:
-        """Compute the gradients of the stage's inputs."""
+        """Compute the gradients of the stage's inputs.
+
+        Raises:
+            ModelError: a part of the stage uses reentrant activation checkpointing.
+        """
         graph = _StageGraph([edge.node for edge in self._edges], self._input_leaves)
         self._groups = graph.groups()
         entries = {entry for group in self._groups for entry in group.entries}
@@ -85,6 +91,14 @@ class SplitBackward:
                 edges, seeds = [edge for edge, _ in on_path], [seed for _, seed in on_path]
                 # retain_graph: the second part runs through the same graph.
                 torch.autograd.backward(edges, seeds, retain_graph=True, inputs=self._input_leaves)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise ModelError(
+                'pipeline.schedule is "zero-bubble", whose backward computes gradients of inputs before those of '
+                "parameters, and reentrant activation checkpointing computes both at once; pass use_reentrant=False to "
+                'torch.utils.checkpoint, or write "1f1b"'
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()

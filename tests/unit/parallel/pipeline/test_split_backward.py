@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from windlass.base.errors import ModelError
 from windlass.parallel.activation_checkpoint_api import checkpoint
 from windlass.parallel.pipeline.split_backward import SplitBackward
 
@@ -111,6 +112,14 @@ def test_two_parts_equal_one_backward(build: Callable[[], nn.Module], learns: tu
         assert want.grad is None or torch.allclose(have.grad, want.grad, rtol=1e-12, atol=1e-12), name
     for have, want in zip(given, wanted_inputs, strict=True):
         assert want.grad is None or torch.equal(have.grad, want.grad)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(nn.Linear(4, 4), x, use_reentrant=True)
+    later = SplitBackward([get_gradient_edge(out)], [torch.ones(2, 4)], [x])
+    with pytest.raises(ModelError, match='zero-bubble.*use_reentrant=False.*or write "1f1b"'):
+        later.backward_inputs()
 
 
 def test_parameter_gradients_are_accumulated_once() -> None:
