@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from tests.dist.harness import run_ranks
 from tests.hf_experts import FAMILIES, language
+from windlass.base.errors import ModelError, PeerError
 from windlass.parallel.experts import MixtureOfExperts, StackedMLP, enable_router_bias_updates, update_router_biases
+from windlass.parallel.pipeline.layer_specs import LayerSpec
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 
 STEPS, MICROS, RATE, LR = 3, 2, 0.01, 0.1
 BOUND = 1e-5
@@ -171,6 +174,49 @@ def refused() -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+class Routed(nn.Module):
+    """Layer of a pipeline with a balanced router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = MixtureOfExperts(
+            *(8, StackedMLP(8, 4, 4), 4), k=1, drop_tokens=False, expert_bias_update_rate=RATE
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixture(x)[0]
+
+
+def biases_of_stages(drops_a_batch: bool) -> Tensor:
+    """Return this stage's bias after one step, which may follow a batch that was dropped."""
+    import windlass
+
+    torch.manual_seed(0)
+    layers = [LayerSpec(Routed) for _ in range(2)]
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "parallel": {"pp": 2}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    model: Any = PipelineSequential(layers, loss_fn=lambda out, y: out.square().mean(), num_stages=2)
+    engine: Any = windlass.initialize(model=model, config=config)[0]
+    if drops_a_batch:
+        loss_fn, engine.module.loss_fn = engine.module.loss_fn, lambda out, y: out  # not a scalar
+        lopsided = torch.ones(1, 500, 8)
+        with pytest.raises((ModelError, PeerError), match="his batch is dropped on all ranks"):
+            engine.train_batch(iter([(lopsided, lopsided)] * 2))
+        engine.module.loss_fn = loss_fn
+    x = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(1))
+    engine.train_batch(iter([(x, x)] * 2))
+    (bias,) = biases(engine.module)
+    engine.destroy()
+    return bias
+
+
+def test_tokens_of_a_dropped_pipeline_batch_do_not_count() -> None:
+    for expected, actual in zip(
+        run_ranks(biases_of_stages, 2, False), run_ranks(biases_of_stages, 2, True), strict=True
+    ):
+        assert torch.equal(expected, actual) and expected.any()
 
 
 def test_update_rate_without_a_router_bias_is_refused() -> None:

@@ -25,6 +25,7 @@ from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
+from windlass.parallel.experts import RouterBias
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 
@@ -58,6 +59,7 @@ class EngineParts:
     _observers: list[EngineObserver]
     _reporter: EngineReporter
     _failed_call_barrier: FailedCallBarrier
+    _router_balances: list[RouterBias]
     _grad_norm: float | None
     _loss_weight: float
     _loss_is_scaled: bool
