@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from tests.hf_models import t5
 from tests.oracle import relative_error
 from windlass.comm.mesh import build_mesh
 from windlass.comm.mesh_shape import MeshShape
+from windlass.parallel.experts import MixtureOfExperts as MoE
+from windlass.parallel.experts import StackedMLP
 from windlass.parallel.placement import Placement, compute_shard_range, get_placement, make_ranges_along, set_placement
 from windlass.parallel.tensor import apply_tensor_parallel
 
@@ -110,6 +113,63 @@ def test_table_shards_an_unknown_model() -> None:
     for logits, parameters in run_ranks(strange, 2):
         assert logits < EXACT
         assert parameters[0] < EXACT, parameters
+
+
+class Mixed(nn.Module):
+    """User-defined model with mixtures of experts."""
+
+    def __init__(self, expert: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "mlp": nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8)),
+                    "moe": MoE(
+                        8, copy.deepcopy(expert), 4, k=2, drop_tokens=False, top2_2nd_expert_sampling=False, **options
+                    ),
+                }
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        loss = hidden.new_zeros(())
+        for step in self.steps:
+            hidden = hidden + step["mlp"](hidden)
+            routed, balance, _ = step["moe"](hidden)
+            hidden, loss = hidden + routed, loss + balance
+        return hidden.square().mean() + 0.1 * loss
+
+
+def expert_of(kind: str) -> nn.Module:
+    if kind == "stacked":
+        return StackedMLP(8, 16, 4)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def of_mixtures(kind: str, sharded: bool) -> tuple[tuple[float, str], set[str]]:
+    """Return the error of the gradients under tensor parallelism, and the parameters of experts that are sharded."""
+    torch.manual_seed(0)
+    options = {"use_residual": kind == "residual", "enable_expert_tensor_parallelism": sharded}
+    plain, axis = Mixed(expert_of(kind), **options), tensor_axis()
+    model = copy.deepcopy(plain)
+    apply_tensor_parallel(model, axis)
+    hidden = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+    plain(hidden).backward(), model(hidden).backward()
+    added_up(model, axis)
+    error = relative_error(
+        whole_gradients(model, axis), {name: parameter.grad for name, parameter in plain.named_parameters()}
+    )
+    cut = {name for name, parameter in model.named_parameters() if get_placement(parameter).sharded_axes}
+    return error, {name for name in cut if ".experts." in name or ".gate." in name}
+
+
+@pytest.mark.parametrize("kind", ["modules", "residual", "stacked"])
+def test_experts_are_sharded_only_if_the_layer_enables_it(kind: str) -> None:
+    for sharded in (False, True):
+        for error, cut in run_ranks(of_mixtures, 2, kind, sharded):
+            assert error[0] < EXACT, error
+            assert bool(cut) is sharded and not any(".gate." in name for name in cut)
 
 
 def of_relative_positions() -> tuple[float, tuple[float, str], list[int]]:

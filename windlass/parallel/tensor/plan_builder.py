@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts
 from windlass.parallel.tensor.block_tracing import find_blocks, trace_block, trace_known_layers
 from windlass.parallel.tensor.dependency_chains import ChainResolver, find_dependency_chains
 from windlass.parallel.tensor.find_language_model import find_language_model
@@ -88,11 +89,31 @@ def collect_plan_entries(
     }
     entries = {**ends, **vocabulary}
     num_planned = len(entries)
+    entries = {**_replicated_in_mixtures(model), **entries}
     _add_traced_entries(model, entries, strict=not plan)
     sources = ["the model's own tp_plan"] if plan else []
     sources += ["the names and sizes of its layers"] if len(entries) > num_planned else []
     sources += ["the table"] if table_entries else []
     return entries, sources
+
+
+def _replicated_in_mixtures(model: nn.Module) -> dict[str, PlanEntry]:
+    """Return entries for what is replicated in each `MixtureOfExperts`: its router, and its experts unless it enables
+    tensor parallelism for them.
+    """
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            inside = [f"{name}.{one}".lstrip(".") for one in ("deepspeed_moe.gate", "coefficient")]
+            if not module.enable_expert_tensor_parallelism:
+                inside.append(f"{name}.deepspeed_moe.experts".lstrip("."))
+            names += inside
+            names += [layer.name for layer in find_linear_layers(module, name) if _is_in_any(layer.name, inside)]
+    return {name: PlanEntry(name, ShardStyle.REPLICATED) for name in names}
+
+
+def _is_in_any(name: str, modules: list[str]) -> bool:
+    return any(is_inside(name, one) for one in modules)
 
 
 def _apply_table(entries: dict[str, PlanEntry], table_entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
