@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         use_tutel: no effect; rows are sorted here without it.
         enable_expert_tensor_parallelism: tensor parallelism also shards each expert. False: each rank along tp holds
             whole experts, which all these ranks run on the same tokens. The residual and the shared expert are sharded
-            in either case.
+            in either case. Experts that are also distributed over ranks must be a `StackedMLP` for this.
         top2_2nd_expert_sampling: with `k` = 2, sample the second expert, in training only (DeepSpeed also samples in
             evaluation). No effect if a bias balances the router.
         score_function, num_expert_groups, num_limited_groups, normalize_weights, routed_scaling_factor: see

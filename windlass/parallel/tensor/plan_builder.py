@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.parallel.experts.expert_list import Experts
 from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts
 from windlass.parallel.tensor.block_tracing import find_blocks, trace_block, trace_known_layers
 from windlass.parallel.tensor.dependency_chains import ChainResolver, find_dependency_chains
@@ -48,6 +49,8 @@ def build_tensor_parallel_plan(
         ConfigError: the table is invalid.
         ModelError: a module cannot be sharded. The message names it and shows a table entry for it.
     """
+    if ranks > 1:
+        _check_distributed_experts(model)
     entries, sources = collect_plan_entries(model, tensor_table)
     resolver = ChainResolver(model, entries, ranks)
     shards = [shard for chain in find_dependency_chains(entries) for shard in resolver.shards_of(chain)]
@@ -95,6 +98,21 @@ def collect_plan_entries(
     sources += ["the names and sizes of its layers"] if len(entries) > num_planned else []
     sources += ["the table"] if table_entries else []
     return entries, sources
+
+
+def _check_distributed_experts(model: nn.Module) -> None:
+    """Raise a ModelError if expert modules that are distributed over ranks are to be sharded too: along ep, a parameter
+    of one rank is either a part of a parameter of all ranks, or an expert's whole parameter.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts) and module.enable_expert_tensor_parallelism:
+            experts = module.deepspeed_moe["experts"]
+            if isinstance(experts, Experts) and experts.axis.size > 1:
+                raise ModelError(
+                    f"{name} has enable_expert_tensor_parallelism=True, and its experts are separate modules, which "
+                    f"parallel.ep distributes over {experts.axis.size} ranks; pass a StackedMLP as the expert, or "
+                    "enable_expert_tensor_parallelism=False"
+                )
 
 
 def _replicated_in_mixtures(model: nn.Module) -> dict[str, PlanEntry]:

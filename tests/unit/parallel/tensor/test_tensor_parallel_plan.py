@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from tests.causal_models import CAUSAL, build
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_axis import single_rank_axis
+from windlass.parallel.experts import MixtureOfExperts
 from windlass.parallel.placement import has_placement
 from windlass.parallel.tensor import ShardStyle, apply_tensor_parallel, build_tensor_parallel_plan
 from windlass.parallel.tensor.rank_ranges import count_rank_elements
@@ -308,3 +310,14 @@ def test_impossible_sizes_are_refused() -> None:
     flat = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     with pytest.raises(ModelError, match="tp_sequence_norms shards activations between the layers of a ModuleList"):
         apply_tensor_parallel(flat, single_rank_axis("tp"), tp_sequence_norms=True)
+
+
+def test_distributed_expert_modules_are_not_sharded() -> None:
+    mixture = MixtureOfExperts(
+        8, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), 2, enable_expert_tensor_parallelism=True
+    )
+    model = nn.ModuleDict({"mixture": mixture})
+    build_tensor_parallel_plan(model, 2)
+    mixture.deepspeed_moe["experts"].axis = SimpleNamespace(size=2)
+    with pytest.raises(ModelError, match="mixture has enable_expert_tensor_parallelism=True.* over 2 ranks; pass a St"):
+        build_tensor_parallel_plan(model, 2)
