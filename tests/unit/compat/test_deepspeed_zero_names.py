@@ -187,7 +187,8 @@ def test_dynamic_loss_scale_equals_deepspeed(
     for zero in (True, False):
         scale = scale_of(made, zero=zero)
         assert isinstance(scale, DeepSpeedLossScale)
-        view = DynamicLossScalerView(scale, TrainingProgress(BatchSizes(1, 1, 1)), Fp16(), lambda loss: loss)
+        progress = TrainingProgress(BatchSizes(1, 1, 1))
+        view = DynamicLossScalerView(scale, lambda value: None, progress, Fp16(), lambda loss: loss)
         assert view.last_overflow_iter == -1 and view.raise_error_at_min_scale == zero
         steps, results = "gggggogogggoogggg", []
         for number, step in enumerate(steps, 1):
