@@ -374,6 +374,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self._optimizer is not None
+        self._sharded.runtime.end_failed_backwards()
         check_no_lost_gradients(self._sharded)
         if by_hand := drop_external_gradients(self._sharded):
             self._report_external_gradients(by_hand)

@@ -225,6 +225,7 @@ class ShardedModel:
                 will_reduce=lambda: bool(self.slots) and callbacks.reduces_this_backward(),
                 on_backward_begin=callbacks.on_backward_begin,
                 on_backward_end=self._on_backward_end,
+                on_backward_failed=self.reducer.end_failed_backward,
                 after_unshard_all=self._after_unshard_all,
             ),
         )
@@ -407,6 +408,7 @@ class ShardedModel:
 
         A step does this itself.
         """
+        self.runtime.end_failed_backwards()
         self.scheduler.sync(SyncPoint.GRADIENT_READ)
         self.agreement.reduce_remaining()
 

@@ -305,12 +305,20 @@ class GradientReducer:
         Args:
             reduce_remaining: `CollectiveScheduler.reduce_remaining`.
         """
+        reduces = self._callbacks.reduces_this_backward()
+        self._end_backward(reduce_remaining if reduces else None)
+
+    def end_failed_backward(self) -> None:
+        """Finish a backward that raised: its gradients stay accumulated on this rank, unreduced."""
+        self._end_backward(None)
+
+    def _end_backward(self, reduce_remaining: Callable[[Sequence[int], Callable[[int], bool]], None] | None) -> None:
         if self._touched:
             self.backward_count += 1
             if not self._contiguous:
                 for slot in self.slots:
                     self._move_all_to_buffer(slot)
-            if self._callbacks.reduces_this_backward():
+            if reduce_remaining is not None:
                 reduce_remaining(range(len(self.slots)), lambda number: bool(self.slots[number].written))
             elif self._shards_gradients:
                 # The ring buffers are needed by the next backward.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from weakref import ref
 
 import torch
 
@@ -37,12 +39,14 @@ class RuntimeCallbacks:
         will_reduce: Returns True if the backward that begins will reduce gradients.
         on_backward_begin: Called when an outermost backward outside a forward begins.
         on_backward_end: Called when the outermost backward has ended and its units are resharded.
+        on_backward_failed: Called in place of `on_backward_end` if the backward raised, at the next use of the model.
         after_unshard_all: Called when the units of `unsharded` are unsharded, with the ranks that took part; None: all.
     """
 
     will_reduce: Callable[[], bool]
     on_backward_begin: Callable[[], None]
     on_backward_end: Callable[[], None]
+    on_backward_failed: Callable[[], None]
     after_unshard_all: Callable[[RankGroup | None], None]
 
 
@@ -54,6 +58,11 @@ class UnshardRuntime:
     is complete: autograd runs ready nodes in reverse order of their creation, so every node of the block has run by
     then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of a
     block's own gradients is not sufficient: the backward of the layers below still needs frozen weights.
+
+    [Note: a backward that raised] torch calls no callback at the end of a backward that raised, but drops it. So an
+    open backward whose callback is gone has raised, and so has any that is open while none runs. The next forward,
+    backward or step ends it, on this rank alone: nothing is reduced, and the gradients that arrived stay accumulated,
+    as in plain PyTorch, unless the script drops them.
     """
 
     def __init__(
@@ -73,7 +82,7 @@ class UnshardRuntime:
                     self._units_of_block[id(block)].append(unit)
         self._call_stack: list[BlockCall] = []
         self._depth = 0
-        self._open_backwards: set[int] = set()
+        self._open_backwards: dict[int, ref[Callable[[], None]]] = {}  # with the callback of its end
         # By unit: calls whose backward runs.
         self._calls_in_backward: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._had_backward = False
@@ -90,6 +99,7 @@ class UnshardRuntime:
     def begin_model_forward(self) -> None:
         """Begin a forward of the outermost module."""
         self._depth += 1  # first, because `end_model_forward` is called even if this method raises
+        self.end_failed_backwards()
         # A recomputation inside a backward is part of that backward's phase.
         if self._depth == 1 and current_backward_id() < 0:
             self.prefetcher.begin_forward(had_backward=self._had_backward)
@@ -99,7 +109,7 @@ class UnshardRuntime:
     @property
     def is_running(self) -> bool:
         """True during a forward or a backward."""
-        return self._depth > 0 or bool(self._open_backwards)
+        return self._depth > 0 or any(self._is_open(number) for number in self._open_backwards)
 
     def end_model_forward(self) -> None:
         """End a forward of the outermost module, after success or failure."""
@@ -207,12 +217,29 @@ class UnshardRuntime:
         """
         number = current_backward_id()
         if number >= 0 and number not in self._open_backwards:
+            self.end_failed_backwards()
             # A backward inside a forward (`_depth` > 0) belongs to the phase of the forward.
             if not self._open_backwards and not self._depth:
                 self._callbacks.on_backward_begin()
                 self.scheduler.begin_phase(BACKWARD, reduces=self._callbacks.will_reduce())
-            self._open_backwards.add(number)
-            queue_end_of_backward(lambda: self._end_backward(number))
+            end = partial(self._end_backward, number)
+            self._open_backwards[number] = ref(end)
+            queue_end_of_backward(end)
+
+    def end_failed_backwards(self) -> None:
+        """End the backwards that raised: see [Note: a backward that raised]. Local."""
+        if self._forget_failed_backwards() and not self._open_backwards:
+            self._reshard_after_backward()
+            self._callbacks.on_backward_failed()
+
+    def _is_open(self, number: int) -> bool:
+        return current_backward_id() >= 0 and self._open_backwards[number]() is not None
+
+    def _forget_failed_backwards(self) -> bool:
+        failed = [number for number in self._open_backwards if not self._is_open(number)]
+        for number in failed:
+            del self._open_backwards[number]
+        return bool(failed)
 
     def reshard_all(self) -> None:
         """Reshard all units that are not in use, and clear `keep_unsharded`.
@@ -288,18 +315,22 @@ class UnshardRuntime:
         unit.reshard()
 
     def _end_backward(self, number: int) -> None:
-        self._open_backwards.discard(number)
+        del self._open_backwards[number]
+        self._forget_failed_backwards()  # nested ones, whose error the script caught inside this one
         if self._open_backwards:
             return
         # The next forward may then use this step's trace as its prediction.
         self._had_backward = True
+        self._reshard_after_backward()
+        self._callbacks.on_backward_end()
+        self.scheduler.end_phase(BACKWARD)
+
+    def _reshard_after_backward(self) -> None:
         # Blocks whose inputs need no gradient have no end-of-backward hook.
         for active in self._calls_in_backward.values():
             active.clear()
         for unit in self.units:
             self.reshard(unit, keep_if_reused=False)
-        self._callbacks.on_backward_end()
-        self.scheduler.end_phase(BACKWARD)
 
 
 def _is_view_of_unit(tensor: torch.Tensor, unit: Unit) -> bool:

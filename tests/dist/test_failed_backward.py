@@ -1,0 +1,125 @@
+"""Tests of a backward that raises, of which the script catches the error: the result equals plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.dist.equivalence_runs import whole_params
+from tests.dist.harness import run_ranks
+
+STEPS = 4
+SETTINGS = {  # stage, contiguous_gradients, drops: the script calls zero_grad after the error
+    "contiguous": (1, True, True),
+    "gradients in .grad": (1, False, True),
+    "gradients in .grad stay": (0, False, False),
+    "sharded gradients": (2, True, True),
+    "sharded parameters": (3, True, True),
+    "sharded parameters, gradients stay": (3, True, False),
+}
+
+
+class Failing(torch.autograd.Function):
+    """Identity whose backward raises while `fails` is set."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Failing.fails:
+            raise torch.OutOfMemoryError("no memory for this gradient")
+        return gradient
+
+
+class Chain(nn.Module):
+    """Layers whose backward fails after two of them have their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            x = Failing.apply(x) if number == 1 else x
+        return (x**2).mean()
+
+
+def _batch(step: int, attempt: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * attempt + rank))
+
+
+def trained(stage: int, contiguous: bool, drops: bool, forward_again: bool) -> tuple[dict[str, Tensor], int]:
+    """Return the parameters after steps of which every second one has a failed backward first, and the units that stay
+    unsharded after the next forward has begun.
+    """
+    import windlass
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {
+            "stage": stage,
+            "contiguous_gradients": contiguous,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+    engine = windlass.initialize(model=Chain(), config=config)[0]
+    rank, live = dist.get_rank(), 0
+    for step in range(STEPS):
+        loss = engine(_batch(step, 0, rank))
+        if step % 2:
+            again = engine(_batch(step, 1, rank))
+            Failing.fails = True
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.backward(loss)
+            Failing.fails = False
+            if drops:
+                engine.zero_grad()
+            loss = engine(_batch(step, 1, rank)) if forward_again else again
+            live = max(live, engine._sharded.runtime.live_numel() if forward_again else 0)
+        engine.backward(loss)
+        engine.step()
+    result = whole_params(engine.module)
+    engine.destroy()
+    return result, live
+
+
+def _plain(drops: bool, world: int) -> dict[str, Tensor]:
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        if step % 2:
+            Failing.fails = True
+            for rank in range(world):
+                with pytest.raises(torch.OutOfMemoryError):
+                    (model(_batch(step, 0, rank)) / world).backward()
+            Failing.fails = False
+            if drops:
+                optimizer.zero_grad()
+        for rank in range(world):
+            (model(_batch(step, step % 2, rank)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("forward_again", [True, False])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_continues_after_a_backward_that_raised(setting: str, forward_again: bool) -> None:
+    stage, contiguous, drops = SETTINGS[setting]
+    expected = _plain(drops, 2)
+    for result, live in run_ranks(trained, 2, stage, contiguous, drops, forward_again):
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value)
+        assert live == 0
