@@ -333,3 +333,58 @@ def test_a_loss_of_features_alone_trains_as_in_plain_pytorch(place: str, tmp_pat
     for result in run_ranks(train_features, 2, setting, transport=transport):
         error, where = relative_error(result, expected)
         assert error < 1e-5, where
+
+
+class Collecting(nn.Module):
+    """Block that reads its input from a list, and adds its loss to a list and its output to a dict of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: list[torch.Tensor], losses: list[torch.Tensor], seen: dict[int, Any]) -> torch.Tensor:
+        out = torch.tanh(self.linear(states[-1]))
+        losses.append(out.square().mean())
+        states.append(out)
+        seen[len(seen)] = out.detach()
+        return out
+
+
+def collected(stage: int) -> tuple[int, int, bool, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the sizes of the caller's containers, whether they keep a leaf, its gradient, and the parameters."""
+    import windlass
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList(Collecting() for _ in range(3))})
+    losses: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    states = [x]
+
+    def forward(*_: Any) -> torch.Tensor:
+        for layer in model["layers"]:
+            layer(states, losses, seen=seen)
+        return sum(losses)  # type: ignore[return-value]
+
+    model.forward = forward  # type: ignore[method-assign]
+    if stage:
+        setting = Setting(stage=stage, persistence=0)
+        engine = windlass.initialize(model=model, config=ds_config(Recipe(optimizer_params=SGD), setting))[0]
+        engine.backward(engine())
+        engine.step()
+        parameters = whole_params(engine.module)
+        engine.destroy()
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **dict(SGD))
+        model().backward()
+        optimizer.step()
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+    assert x.grad is not None
+    return len(losses), len(seen), states[0] is x, x.grad, parameters
+
+
+def test_a_block_changes_lists_and_dicts_of_the_caller() -> None:
+    expected = collected(0)
+    for result in run_ranks(collected, 2, 3, transport="gloo"):
+        assert result[:3] == expected[:3] == (3, 3, True)
+        torch.testing.assert_close(result[3:], expected[3:])

@@ -45,17 +45,25 @@ def _attributes(value: Any) -> list[Any]:
     return own + [getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)]
 
 
-def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """Return `value` with tensors replaced by id. Tuples without such a tensor are returned unchanged."""
+def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor], *, in_place: bool = False) -> Any:
+    """Return `value` with tensors replaced by id. Tuples without such a tensor are returned unchanged.
+
+    Args:
+        in_place: Change lists and dicts of `value` in place. Otherwise they are copied.
+    """
     if isinstance(value, torch.Tensor):
         return replacements.get(id(value), value)
     if isinstance(value, tuple):
-        items = [replace_tensors(item, replacements) for item in value]
+        items = [replace_tensors(item, replacements, in_place=in_place) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [replace_tensors(item, replacements) for item in value]
-    if type(value) is dict:
-        return {key: replace_tensors(item, replacements) for key, item in value.items()}
+    if not isinstance(value, list) and type(value) is not dict:
+        return value
+    if not in_place:
+        value = list(value) if isinstance(value, list) else dict(value)
+    for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+        new = replace_tensors(item, replacements, in_place=in_place)
+        if new is not item:
+            value[key] = new
     return value

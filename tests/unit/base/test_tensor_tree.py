@@ -53,3 +53,16 @@ def test_replace_keeps_containers_without_a_match() -> None:
     new = replace_tensors(value, {id(a): b})
     assert new["p"].left is b and new["p"].right is kept and new["l"] == [b, 1]
     assert isinstance(new["p"], Pair)
+
+
+class Named(list):  # type: ignore[type-arg]
+    """List of a class of its own."""
+
+
+def test_replace_in_place_keeps_lists_and_dicts() -> None:
+    a, b = torch.zeros(1), torch.ones(1)
+    inner, kept = Named([a, 1]), [2]
+    value = ({"l": inner, "kept": kept, "t": (a, kept)}, kept)
+    new = replace_tensors(value, {id(a): b}, in_place=True)
+    assert new is value and value[0]["l"] is inner and inner == [b, 1]
+    assert value[0]["t"][0] is b and value[0]["t"][1] is kept is value[0]["kept"]

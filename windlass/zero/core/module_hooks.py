@@ -136,6 +136,10 @@ def register_block_hooks(
                     runtime.keep_until_step(call)
             return
         call = runtime.post_forward(block, output)
+        if call is not None and call.leaves:
+            old = {id(through): leaf for through, leaf in call.leaves}
+            args, kwargs = replace_tensors((args, kwargs), old, in_place=True)
+            call.leaves = []
         if call is not None and torch.is_grad_enabled():
             _hook_outputs(output, (args, kwargs), block, runtime, call)
 
@@ -155,7 +159,7 @@ def _hook_inputs(
 
     Only leaf tensors are replaced. torch forbids in-place changes of leaves that require gradients, so the caller
     cannot miss such a change. If another tensor were replaced, the caller would not see the block's in-place changes to
-    it.
+    it. The caller's lists and dicts have the leaves again once the block returns.
     """
     leaves: list[torch.Tensor] = []
     exit_backward = partial(runtime.post_backward, call)
@@ -170,7 +174,9 @@ def _hook_inputs(
         return None
     passed = _Boundary.apply(exit_backward, *leaves)
     new = {id(old): through for old, through in zip(leaves, passed, strict=True)}
-    return replace_tensors(args, new), replace_tensors(kwargs, new)
+    call.leaves = list(zip(passed, leaves, strict=True))
+    # In place, because the block may add to the caller's lists and dicts.
+    return replace_tensors(args, new, in_place=True), replace_tensors(kwargs, new, in_place=True)
 
 
 def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntime, call: BlockCall) -> None:

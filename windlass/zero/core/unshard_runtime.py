@@ -28,6 +28,7 @@ class BlockCall:
     block: Block
     units: list[Unit] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # inputs in place of leaves, leaves
     range_token: int | None = None  # range of its forward in a profile
 
 
