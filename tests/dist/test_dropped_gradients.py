@@ -698,3 +698,46 @@ def test_a_batch_of_a_pipeline_leaves_no_gradient_to_drop() -> None:
 def test_compiled_layers_of_a_pipeline_train_as_others() -> None:
     for stage in (1, 3):
         assert max(run_ranks(dropped_between_batches, 2, stage, "aot_eager", timeout=240.0)) < 1e-5, stage
+
+
+def refused_steps(stage: int) -> list[tuple[str, float, float]]:
+    """Return the error of each refused step, and the change of a parameter in the step after it with and without it."""
+    import windlass
+
+    def start() -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+        model.forward = lambda x, both: (model["a"](x) + (model["b"](x) if both else 0)).sum()  # type: ignore[method-assign]
+        zero = (("ignore_unused_parameters", False),)
+        config = ds_config(Recipe(optimizer_params=(("lr", 1.0),)), Setting(stage=stage, zero=zero))
+        return windlass.initialize(model=model, config=config)[0]
+
+    def change(engine: Any) -> float:
+        before = windlass.zero.full_param(engine.module["a"].weight).item()
+        engine.backward(engine(torch.ones(1, 1), True))
+        engine.step()
+        return before - windlass.zero.full_param(engine.module["a"].weight).item()
+
+    results = []
+    for cause in ("unused", "average"):
+        engine = start()
+        expected = change(engine)
+        average = windlass.zero.ExponentialMovingAverage(engine, 0.9)
+        average.update()
+        engine.backward(engine(torch.ones(1, 1), cause != "unused"))
+        text = ""
+        try:
+            with average.applied() if cause == "average" else nullcontext():
+                engine.step()
+        except ModelError as error:
+            text = str(error)
+        results.append((text, change(engine), expected))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_raises_drops_its_gradients(stage: int) -> None:
+    for results in run_ranks(refused_steps, 2, stage):
+        for text, after, expected in results:
+            assert text and after == pytest.approx(expected), text

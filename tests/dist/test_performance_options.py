@@ -128,6 +128,7 @@ def unused_is_an_error(stage: int) -> str:
         subject.train(engine, subject.batch(Place(0, 0, 0)), engine.backward)
         engine.step()
     except Exception as error:
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
         return str(error)
     finally:
         engine.destroy()

@@ -13,7 +13,7 @@ from torch import nn
 from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
 from windlass.base.collective_activity import activity
 from windlass.base.dtypes import is_castable, parse_dtype
-from windlass.base.errors import ConfigError, LossError, LossScalingError, ModelError, StorageError
+from windlass.base.errors import CommunicationError, ConfigError, LossError, LossScalingError, ModelError
 from windlass.base.garbage_collection import suspend_garbage_collection
 from windlass.base.log import logger
 from windlass.base.model_updates import note_update
@@ -375,28 +375,16 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         assert self._optimizer is not None
         self._sharded.runtime.end_failed_backwards()
-        check_no_lost_gradients(self._sharded)
-        if by_hand := drop_external_gradients(self._sharded):
-            self._report_external_gradients(by_hand)
-        for average in self._sharded.averages.values():
-            average.refuse_applied("step()")
-        fp16 = self._config.fp16.enabled
-        self._buffer_sync.broadcast_if_stale()  # needed on a rank that had no batch, and so no forward, in this step
-        flags = [float(self._buffer_sync.has_changed()), self._async_save.failure_flag()]
-        section = self._config.zero_optimization.offload_optimizer
         try:
-            outcome = self._sharded.step(
-                self.gradient_clipping(),
-                self._scaler.scale,
-                skip_overflow=fp16,
-                flags=flags,
-                delay=section is not None and self.global_steps >= section.delayed_update_start,
-                repeats=self.allows_repeated_steps,
-                apply_nonfinite=self.applies_nonfinite_steps,
-            )
-        except StorageError:
+            outcome = self._update_parameters()
+        except CommunicationError:
+            raise  # reductions in flight may never end
+        except Exception:
+            # The micro-batches of this step are counted, so the next one begins a step without their gradients.
+            self._sharded.drop_gradients()
             self._nonfinite_locator.clear()
             raise
+        fp16 = self._config.fp16.enabled
         self._grad_norm = outcome.norm
         if outcome.bad:
             self._nonfinite_locator.clear()
@@ -443,6 +431,29 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         before = self._scaler.scale
         self._scaler.set_scale(scale)
         self._follow_loss_scale(before)
+
+    def _update_parameters(self) -> StepOutcome:
+        """Check the gradients of the step, agree on it with all ranks, and update the parameters unless it is skipped.
+
+        If it raises, the caller drops the gradients.
+        """
+        check_no_lost_gradients(self._sharded)
+        if by_hand := drop_external_gradients(self._sharded):
+            self._report_external_gradients(by_hand)
+        for average in self._sharded.averages.values():
+            average.refuse_applied("step()")
+        self._buffer_sync.broadcast_if_stale()  # needed on a rank that had no batch, and so no forward, in this step
+        flags = [float(self._buffer_sync.has_changed()), self._async_save.failure_flag()]
+        section = self._config.zero_optimization.offload_optimizer
+        return self._sharded.step(
+            self.gradient_clipping(),
+            self._scaler.scale,
+            skip_overflow=self._config.fp16.enabled,
+            flags=flags,
+            delay=section is not None and self.global_steps >= section.delayed_update_start,
+            repeats=self.allows_repeated_steps,
+            apply_nonfinite=self.applies_nonfinite_steps,
+        )
 
     def _balance_routers(self) -> None:
         """Update router biases from the tokens chosen on all data-parallel ranks. Collective over these ranks."""

@@ -425,6 +425,8 @@ class ShardedModel:
     ) -> StepOutcome:
         """Reduce the remaining gradients, agree on their norm, update the parameters and publish them. Collective.
 
+        The caller drops the gradients if this raises.
+
         Args:
             limit: Clip the gradient to this norm; 0: do not clip.
             scale: Loss scale by which the gradients are multiplied.
@@ -439,8 +441,8 @@ class ShardedModel:
             ModelError: there is no optimizer, a parameter without gradient is an error in the settings, ranks dropped
                 different gradients, an in-place change of a sharded parameter was lost, or there was no backward since
                 the last step and `repeats` is False.
-            UpdateError: the update of the previous step failed on some rank. The gradient of this step is dropped.
-            StorageError: a transfer to or from NVMe failed on some rank. The gradient of this step is dropped.
+            UpdateError: the update of the previous step failed on some rank.
+            StorageError: a transfer to or from NVMe failed on some rank.
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
@@ -463,7 +465,7 @@ class ShardedModel:
         if retries == self.mesh.world.size:  # no rank's optimizer changed anything before it raised
             self.disk_health.clear_update_error()
         elif failures + retries > 0:
-            self.drop_gradients()
+            self.drop_gradients()  # first, because their transfers to NVMe may fail too
             self._drop_result()
             try:
                 self.disk_health.raise_failures("this step was skipped, and its gradients are dropped")
@@ -472,13 +474,9 @@ class ShardedModel:
         self.runtime.reshard_all()  # units left unsharded by an evaluation would hold outdated values
         self._finish_result(trouble, status.flags.pop(0))
         if status.diverged:
-            try:
-                self.agreement.refuse_diverged()
-            finally:
-                self.drop_gradients()
+            self.agreement.refuse_diverged()
         if lost_edits:
             lost = self.agreement.first_name(lost)
-            self.drop_gradients()
             if self.replicas.differ:
                 self.replicas.equalize()
                 raise self.replicas.edit_error(lost, ", and this step was skipped")
@@ -501,11 +499,7 @@ class ShardedModel:
         if not self.settings.ignore_unused_parameters:
             self.agreement.refuse_unused(status.used)
         self.reducer.all_gather_gradients()
-        try:
-            self.recapture_parameters()
-        except ModelError:
-            self.drop_gradients()
-            raise
+        self.recapture_parameters()
         clip = clip_coefficient(norm, limit) if status.is_finite or not apply_nonfinite else 1.0
         self.callbacks.before_update(norm, clip)
         # A parameter is updated if it has a gradient on any rank.
