@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import windlass
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, ds_config, specimen, start, whole_params
 from tests.dist.harness import run_ranks
@@ -83,6 +85,84 @@ def test_optimizer_error_on_one_rank_raises_on_all_at_the_next_step(transport: s
             assert received[2].startswith("UpdateError: this step was skipped"), received
             assert "rank 1: its optimizer raised ValueError: no such rate" in received[2]
             assert received[3].startswith("StorageError: a forward is refused"), received
+
+
+class FailingLamb(windlass.optim.Lamb):
+    """Optimizer that raises in the second step after a change, on one rank, or on all if `rank` is None."""
+
+    def __init__(self, parameters: Any, rank: int | None) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.rank = rank
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if self.rank in (None, dist.get_rank()) and any(self.state[p].get("step", 0) >= 1 for p in parameters):
+            parameters[0].data.add_(1.0)
+            raise ValueError("no such rate")
+        return super().step(closure)
+
+
+def failing_whole_update(stage: int, cause: str) -> list[str]:
+    """Return the errors of four steps."""
+    subject = specimen("mlp")
+    model = oracle.build(subject)
+    optimizer = FailingLamb(model.parameters(), None if cause == "step" else 1 if cause == "step of rank 1" else -1)
+    config = ds_config(Recipe(), Setting(stage=stage))
+    config.pop("optimizer", None)
+    engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
+    received: list[str] = []
+
+    def unwell(*_: Any) -> None:
+        if len(received) == 1 and (cause == "hook" or dist.get_rank() == 1):
+            raise ValueError("no such rate")
+
+    if "hook" in cause:
+        optimizer.register_step_pre_hook(unwell)
+    for step in range(4):
+        try:
+            subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
+            engine.step()
+            received.append("")
+        except Exception as error:
+            received.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    return received
+
+
+@pytest.mark.parametrize("cause", ["step", "step of rank 1", "hook", "hook of rank 1"])
+def test_error_of_an_optimizer_of_whole_parameters_hangs_no_rank(cause: str) -> None:
+    for rank, received in enumerate(run_ranks(failing_whole_update, 2, 2, cause, transport="gloo")):
+        assert received[0] == ""
+        assert received[1] == ("" if cause.endswith("rank 1") and rank == 0 else "ValueError: no such rate")
+        if cause == "hook":  # on all ranks, and before anything changed
+            assert received[2:] == ["", ""]
+        else:
+            assert received[2].startswith("UpdateError: this step was skipped"), received
+            assert received[3].startswith("StorageError: a forward is refused"), received
+
+
+def half_updated(stage: int) -> list[str]:
+    """Return the errors of a step with one group whose options are invalid, and of a step after it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine = windlass.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
+    received = []
+    for decay in ("a lot", 0.01):
+        engine.optimizer.param_groups[1]["weight_decay"] = decay
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        try:
+            engine.step()
+        except Exception as error:
+            received.append(type(error).__name__)
+    engine.destroy()
+    return received
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_that_raised_in_the_optimizer_counts_as_applied_in_part(ranks: int) -> None:
+    for received in run_ranks(half_updated, ranks, 1):
+        assert received[0] != "UpdateError" == received[1]
 
 
 def second_initialize(setting: Setting) -> str:

@@ -504,6 +504,7 @@ class ShardedModel:
         self.callbacks.before_update(norm, clip)
         # A parameter is updated if it has a gradient on any rank.
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, status.used, strict=True)}
+        self.update.has_stepped = False
         try:
             # The coefficient is 0 if the squares of a finite gradient overflow; torch multiplies the gradient by it.
             batches = _stepped(self.update.run(used, scale / clip if clip else math.inf))
@@ -856,7 +857,8 @@ class ShardedModel:
             failed = self.disk_health.update_error = error
             # Without sharded states all ranks update the same elements. The others may have succeeded, so the replicas
             # may differ although this rank changed nothing.
-            self.disk_health.update_changed_nothing = not updated and bool(
+            has_begun = self.update.has_stepped or (self.update.reduces_itself and bool(updated))
+            self.disk_health.update_changed_nothing = not has_begun and bool(
                 self.policy.state or self.mesh.world.size == 1
             )
             updated = {slot.unit.index: slot.unit for slot in self.slots if slot.has_reduced}

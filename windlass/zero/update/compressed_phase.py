@@ -20,6 +20,7 @@ from windlass.zero.update.compressed_messages import (
     in_kinds,
     owner_rows,
 )
+from windlass.zero.update.optimizer_step_session import run_pre_step_hooks
 from windlass.zero.update.rank_state import RankState, RelayRule, mean_of_ranks
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
@@ -103,8 +104,7 @@ class CompressedPhase:
 
     def options(self) -> Options:
         """Run the pre-step hooks of the optimizer, and return the hyper-parameters."""
-        for hook in list(self._optimizer._optimizer_step_pre_hooks.values()):
-            hook(self._optimizer, (), {})
+        run_pre_step_hooks(self._optimizer)
         options: Options = {}
         for group in self._optimizer.param_groups:
             given = {key: value for key, value in group.items() if key != "params"}

@@ -24,7 +24,7 @@ from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent, upd
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
-from windlass.zero.update.optimizer_step_session import OptimizerStepSession
+from windlass.zero.update.optimizer_step_session import OptimizerStepSession, run_pre_step_hooks
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
 from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
@@ -158,6 +158,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
                 skipped.
             divisor: divisor of the gradients (loss scale over clip coefficient).
         """
+        run_pre_step_hooks(self.optimizer)
         session = OptimizerStepSession(self.optimizer)
         session.keep_options()
         group_of = self._groups()
@@ -280,6 +281,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
             inner.low_precision_copies = self._lowered  # type: ignore[attr-defined]
         try:
             for part in self._parts(inner, chosen):
+                self.has_stepped = True
                 session.step(inner, part)
         finally:  # also after an error: the next batch sets its own divisor and copies, or none
             for name in ("grad_scale", "found_inf", "low_precision_copies", "page_sums"):

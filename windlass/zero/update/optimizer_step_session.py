@@ -21,13 +21,18 @@ _NOT_SHARED = frozenset(
 )
 
 
+def run_pre_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks that `optimizer.step` runs before a step."""
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        hook(optimizer, (), {})
+
+
 class OptimizerStepSession:
     """One step of a user's optimizer, divided into parts: calls of `step` for different parameters.
 
     All parts use the groups' options and the optimizer's attributes from before the step, so that a counter kept there
     advances once per step and not once per part. `end` copies changed options and attributes to the user's optimizer; a
-    step that fails changes nothing there. The constructor runs the optimizer's pre-step hooks. The engine runs the
-    post-step hooks.
+    step that fails changes nothing there. `run_pre_step_hooks` is called before. The engine runs the post-step hooks.
 
     [Note: rules over all parameters] A rule that computes one value from all parameters (the step size of Prodigy or
     D-Adaptation) gets another value in each part, and so another result than in one call. Such a value is kept as an
@@ -39,8 +44,6 @@ class OptimizerStepSession:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (), {})
         self._options = [_without(group, ("params",)) for group in optimizer.param_groups]
         self._own = _without(optimizer.__dict__, _NOT_SHARED)
         self._new_options: list[dict[str, Any]] = [{} for _ in self._options]
@@ -77,12 +80,13 @@ class OptimizerStepSession:
             for tensor in stepped:
                 tensor.grad = None
 
-    def end(self, among: RankGroup | None = None) -> None:
+    def end(self, among: RankGroup | None = None, failed: Exception | None = None) -> None:
         """End the step after its last part: copy changed options and attributes to the user's optimizer.
 
         Args:
             among: ranks that stepped different parameters. A rank without parameters of a group takes the changes of
                 that group from the other ranks. Collective over these ranks.
+            failed: error of a part of this rank, raised once the other ranks have received the changes.
         """
         if among is not None and among.size > 1:
             plain = [_plain(new) for new in (*self._new_options, self._new)]
@@ -91,6 +95,8 @@ class OptimizerStepSession:
                     new.update(_without(changes, new))
                 for number, values in enumerate(after):
                     self._record_values(number, values, moved[number])
+        if failed is not None:
+            raise failed
         for group, new in zip(self._optimizer.param_groups, self._new_options, strict=True):
             group.update(new)
         self._optimizer.__dict__.update(self._new)

@@ -28,6 +28,7 @@ from windlass.optim.cpu_optimizer import StateFormat
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.elementwise_update import ParameterSegment
+from windlass.zero.update.optimizer_step_session import run_pre_step_hooks
 from windlass.zero.update.rank_state import RankState, RelayRule
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
 from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
@@ -149,8 +150,7 @@ class SelfReducingUpdate(OrdinaryUpdate):
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective."""
-        for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
-            hook(self.optimizer, (), {})
+        run_pre_step_hooks(self.optimizer)
         options: dict[int, dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
             given = {key: value for key, value in group.items() if key != "params"}

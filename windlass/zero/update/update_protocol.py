@@ -65,6 +65,8 @@ class Update(Protocol):
         steps_whole_units: a chunk is a whole unit's span; read before the update is constructed.
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
         state_offload: the tiers of master weights and states. Its `states` are the states of this update.
+        has_stepped: the running step has called the optimizer on this rank, so weights or states may have changed, even
+            if the call raised. The parts of an update that reduce gradients themselves do not set it.
     """
 
     needs_whole_parameters: ClassVar[bool]
@@ -72,6 +74,7 @@ class Update(Protocol):
     steps_whole_units: ClassVar[bool]
     optimizer: torch.optim.Optimizer
     state_offload: OptimizerStateOffload
+    has_stepped: bool
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None: ...
 
@@ -151,6 +154,8 @@ class Update(Protocol):
 
 class OrdinaryUpdate:
     """Defaults of `Update` for an update whose gradients and results the engine communicates."""
+
+    has_stepped: bool = False
 
     @classmethod
     def separates_masters(cls, shards_states: bool) -> bool:

@@ -31,7 +31,7 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.elementwise_update import clone_optimizer, formats_of, state_dtype
-from windlass.zero.update.optimizer_step_session import OptimizerStepSession
+from windlass.zero.update.optimizer_step_session import OptimizerStepSession, run_pre_step_hooks
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
 from windlass.zero.update.update_protocol import OrdinaryUpdate, UpdateContext
@@ -153,7 +153,16 @@ class WholeParameterUpdate(OrdinaryUpdate):
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective."""
+        """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective.
+
+        If the optimizer or a hook of it raises, the other ranks still wait for this one in the exchanges below. So this
+        rank takes part in all of them with the values that it has, and raises at the end.
+        """
+        failed: Exception | None = None
+        try:
+            run_pre_step_hooks(self.optimizer)
+        except Exception as error:
+            failed = error
         session = OptimizerStepSession(self.optimizer)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         requested = self._wanted(used, group_of)
@@ -172,7 +181,12 @@ class WholeParameterUpdate(OrdinaryUpdate):
                     owned.tensor.grad = self._assemble(owned, gradients[id(owned)].view(shape)).div_(divisor)
                     self._join_states(owned)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
-            session.step(self._inner, tensors)
+            if failed is None:
+                self.has_stepped = True
+                try:
+                    session.step(self._inner, tensors)
+                except Exception as error:
+                    failed = error
             for owned in todo:
                 # The step computed the full parameter; this rank stores only its part of weight and states.
                 if id(owned) in values and not owned.placement.is_full:
@@ -181,7 +195,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
             for owned in todo:  # free the full values before the next batch
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
-        session.end(None if self._whole else self._dp_groups[0].group)
+        session.end(None if self._whole else self._dp_groups[0].group, failed)
 
     def _size(self, chunk: UpdateChunk) -> int:
         """Return the size of a chunk for its batch. It is equal on all ranks, so that all divide chunks equally.
