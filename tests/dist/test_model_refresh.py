@@ -262,3 +262,30 @@ def behind_the_engine() -> str:
 def test_step_that_would_ignore_a_gradient_is_refused() -> None:
     for text in run_ranks(behind_the_engine, 2):
         assert "engine.refresh()" in text
+
+
+def uneven_refresh() -> str:
+    """Add a module after a backward that only rank 0 made."""
+    import windlass
+
+    model, in_groups = prepared("added")
+    config = ds_config(Recipe(optimizer="AdamW", optimizer_params=OPTIMIZERS["AdamW"]), Setting(stage=1))
+    del config["optimizer"]
+    config["gradient_accumulation_steps"] = 2
+    engine = windlass.initialize(model=model, optimizer=torch.optim.AdamW(in_groups), config=config)[0]
+    x, y = batch(0, dist.get_rank())
+    loss = (engine(x) - y).square().mean()
+    if dist.get_rank() == 0:
+        engine.backward(loss)
+    model.more = head()
+    with pytest.raises(windlass.WindlassError) as refused:
+        engine.refresh()
+    engine.zero_grad()
+    engine.refresh()
+    engine.destroy()
+    return str(refused.value)
+
+
+def test_refresh_is_refused_on_all_ranks_if_one_has_a_gradient() -> None:
+    for text in run_ranks(uneven_refresh, 2):
+        assert "in the middle of a step" in text

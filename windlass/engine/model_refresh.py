@@ -46,7 +46,8 @@ def refresh_model(
     if (joining := _parameters_only_unfrozen(before)) and can_unfreeze(before, joining):
         unfreeze(before, joining)
         return
-    if has_pending_gradients(before):
+    # Exchanged, because ranks may run different numbers of backwards.
+    if any(before.mesh.world.all_gather_object(has_pending_gradients(before))):
         raise ModelError(
             "refresh() in the middle of a step would lose the gradients that were accumulated; call it after step()"
         )
@@ -71,7 +72,7 @@ def refresh_model(
 
 
 def has_pending_gradients(model: ShardedModel) -> bool:
-    """Return True if gradients have been accumulated since the last step. The result is the same on all ranks.
+    """Return True if this rank has accumulated gradients since the last step.
 
     Gradients that stay after a step do not count.
     """
