@@ -508,3 +508,32 @@ def kept_choices() -> list[Any]:
 def test_a_loaded_state_dict_keeps_the_dtype_of_states() -> None:
     (kept,) = run_ranks(kept_choices, 1)
     assert kept == [windlass.optim.CPUAdam([torch.ones(1)], state_dtype="8bit").param_groups[0]["state_dtype"]]
+
+
+def clipped_in_float64(name: str) -> float:
+    """Return the largest difference of a float64 model trained with clipping from the same in plain PyTorch."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    optimizer = getattr(torch.optim, name)(plain.parameters(), lr=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": name, "params": {"lr": 0.1}},
+    }
+    engine: Any = windlass.initialize(model=model, config=config)[0]
+    for _ in range(3):
+        plain(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
+        engine.step()
+    found = whole_params(engine.module)
+    engine.destroy()
+    return max(float((found[n] - p.detach()).abs().max()) for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_clipping_keeps_the_precision_of_float64(name: str) -> None:
+    assert run_ranks(clipped_in_float64, 1, name) == [pytest.approx(0.0, abs=1e-13)]

@@ -297,6 +297,8 @@ class Config(ConfigSection):
             if self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
             else "fp32"
         )
+        if parameter == "fp64":
+            return DtypeTable(parameter, autocast, *["fp64"] * 4)
         accumulate = self.data_types.grad_accum_dtype or master
         return DtypeTable(
             param_dtype=parameter,

@@ -25,6 +25,7 @@ BUILT = [
     [
         ({}, "fp32", ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32")),
         ({}, "bf16", ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32")),
+        ({}, "fp64", ("fp64", "fp64", "fp64", "fp64", "fp64", "fp64")),
         ({"bf16": {"enabled": True}}, "fp32", ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32")),
         ({"fp16": {"enabled": True}}, "fp32", ("fp16", "fp16", "fp32", "fp32", "fp32", "fp32")),
         ({"torch_autocast": {"enabled": True}}, "fp32", ("fp32", "bf16", "fp32", "fp32", "fp32", "fp32")),

@@ -176,12 +176,14 @@ class ElementwiseUpdate(OrdinaryUpdate):
         for batch in self.state_offload.iterate_batches(self._batches, sums_pages=sums_pages):
             chosen: dict[int, list[ParameterSegment]] = defaultdict(list)
             inner = self._inner_of(batch)
+            # The divisor that an optimizer reads has 32 bits, too few for float64.
+            scales = self._scales[id(inner)] and all(chunk.state_dtype != torch.float64 for chunk in batch)
             widened: list[tuple[UpdateChunk, torch.Tensor]] = []
             for chunk in batch:
                 self._masters.drop_lowered_params(chunk)  # a failed step may have left them
                 if chunk.gradient is None:  # the unit has no gradient in this step
                     continue
-                gradient, values = self._gradient(inner, chunk, chunk.gradient, divisor), chunk.values()
+                gradient, values = self._gradient(chunk, chunk.gradient, 1.0 if scales else divisor), chunk.values()
                 if _widened(chunk):
                     self.state_offload.compare_pages(chunk)  # the narrow master weights are changed below
                     values = values.to(chunk.state_dtype)
@@ -202,7 +204,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
                 # The kernel writes only stepped segments, so a skipped one would leave a gap in the 16-bit copy.
                 if not skipped and values is chunk.master:
                     self._lower(inner, chunk)
-            self._step(session, inner, chosen, divisor)
+            self._step(session, inner, chosen, divisor if scales else 1.0)
             for chunk, values in widened:
                 chunk.values().copy_(values)  # rounds to the dtype of the master weights
                 for segment in self._of_chunk[id(chunk)]:
@@ -253,13 +255,12 @@ class ElementwiseUpdate(OrdinaryUpdate):
         """Return the group number of each parameter, by id. Read at every step, since groups may change."""
         return {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
-    def _gradient(
-        self, inner: torch.optim.Optimizer, chunk: UpdateChunk, gradient: torch.Tensor, divisor: float
-    ) -> torch.Tensor:
+    @staticmethod
+    def _gradient(chunk: UpdateChunk, gradient: torch.Tensor, divisor: float) -> torch.Tensor:
         if gradient.dtype != chunk.state_dtype:
             gradient = gradient.to(chunk.state_dtype)
-        # In place is safe, because the gradient is dropped after the step. Fused kernels divide by themselves.
-        if divisor != 1.0 and not self._scales[id(inner)]:
+        # In place is safe, because the gradient is dropped after the step.
+        if divisor != 1.0:
             gradient.div_(divisor)
         return gradient
 
@@ -270,7 +271,7 @@ class ElementwiseUpdate(OrdinaryUpdate):
         chosen: dict[int, list[ParameterSegment]],
         divisor: float,
     ) -> None:
-        if divisor != 1.0 and chosen and self._scales[id(inner)]:
+        if divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             # `GradScaler` sets both attributes. Zero, because a step with non-finite gradients does not get here.
