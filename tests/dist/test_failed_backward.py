@@ -13,10 +13,11 @@ from tests.dist.equivalence_runs import whole_params
 from tests.dist.harness import run_ranks
 
 STEPS = 4
-SETTINGS = {  # stage, contiguous_gradients, drops: the script calls zero_grad after the error
+SETTINGS: dict[str, tuple[int, bool, bool | str]] = {  # stage, contiguous_gradients, who drops after the error
     "contiguous": (1, True, True),
     "gradients in .grad": (1, False, True),
     "gradients in .grad stay": (0, False, False),
+    "gradients in .grad, dropped by the engine": (1, False, "engine"),
     "sharded gradients": (2, True, True),
     "sharded parameters": (3, True, True),
     "sharded parameters, gradients stay": (3, True, False),
@@ -58,7 +59,7 @@ def _batch(step: int, attempt: int, rank: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * attempt + rank))
 
 
-def trained(stage: int, contiguous: bool, drops: bool, forward_again: bool) -> tuple[dict[str, Tensor], int]:
+def trained(stage: int, contiguous: bool, drops: bool | str, forward_again: bool) -> tuple[dict[str, Tensor], int]:
     """Return the parameters after steps of which every second one has a failed backward first, and the units that stay
     unsharded after the next forward has begun.
     """
@@ -84,7 +85,9 @@ def trained(stage: int, contiguous: bool, drops: bool, forward_again: bool) -> t
             with pytest.raises(torch.OutOfMemoryError):
                 engine.backward(loss)
             Failing.fails = False
-            if drops:
+            if drops == "engine":
+                engine._sharded.drop_gradients()
+            elif drops:
                 engine.zero_grad()
             loss = engine(_batch(step, 1, rank)) if forward_again else again
             live = max(live, engine._sharded.runtime.live_numel() if forward_again else 0)
@@ -95,7 +98,7 @@ def trained(stage: int, contiguous: bool, drops: bool, forward_again: bool) -> t
     return result, live
 
 
-def _plain(drops: bool, world: int) -> dict[str, Tensor]:
+def _plain(drops: bool | str, world: int) -> dict[str, Tensor]:
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(STEPS):

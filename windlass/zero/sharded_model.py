@@ -615,6 +615,7 @@ class ShardedModel:
         Args:
             keeps_unstepped: See `GradientReducer.reset`.
         """
+        self.runtime.end_failed_backwards()  # its gradients are dropped too
         self.reducer.reset(keeps_unstepped=keeps_unstepped)
         self.agreement.forget()
         self.runtime.reshard_all()

@@ -249,7 +249,7 @@ class UnshardRuntime:
         forward) count as ended.
         """
         if current_backward_id() < 0:
-            self._open_backwards.clear()
+            self.end_failed_backwards()
             for active in self._calls_in_backward.values():
                 active.clear()
             for call in self._call_stack:
