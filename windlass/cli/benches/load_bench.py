@@ -8,6 +8,7 @@ timed on an idle server, and then while long prompts are computed.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
 import tempfile
 import time
@@ -31,6 +32,7 @@ _LONG_PROMPT = 10_000
 _SHORT_PROMPT, _SHORT_ANSWER = 128, 8
 _FLAT_BYTES = 32 << 20  # growth of resident memory that counts as flat
 _GOAL_WAIT = 3.0
+_START_SECONDS = 120
 _MALFORMED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("temperature", {"temperature": -1}),
     ("max_tokens", {"max_tokens": -5}),
@@ -120,13 +122,15 @@ async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, A
         freeze_live_objects()  # a collection would be counted as a wait for the server
         idle = [await _timed_short(client, seed, progress, task) for seed in range(settings.short_requests)]
         progress.update(task, description="short requests beside long prompts")
-        stopping = asyncio.Event()
-        long_prompts = [asyncio.create_task(_keep_long(client, settings, number, stopping)) for number in range(2)]
-        await asyncio.sleep(0.5)
-        seeds = range(settings.short_requests, 2 * settings.short_requests)
-        beside = [await _timed_short(client, seed, progress, task) for seed in seeds]
-        stopping.set()
-        computed = sum(await asyncio.gather(*long_prompts))
+        senders = _LongPromptSenders(server.address, settings.long_prompt)
+        try:
+            await senders.wait_until_started()
+            await asyncio.sleep(0.5)
+            seeds = range(settings.short_requests, 2 * settings.short_requests)
+            beside = [await _timed_short(client, seed, progress, task) for seed in seeds]
+            computed = await senders.stop()
+        finally:
+            senders.kill()
         progress.update(task, description=f"{settings.requests} requests, {settings.clients} at a time")
         before = server.metrics()
         outcome = LoadOutcome()
@@ -184,15 +188,65 @@ async def _timed_short(client: Any, seed: int, progress: Progress, task: Any) ->
     return first
 
 
-async def _keep_long(client: Any, settings: LoadSettings, number: int, stopping: asyncio.Event) -> int:
-    """Send long prompts until `stopping` is set; return their number."""
-    computed = 0
+class _LongPromptSenders:
+    """Two processes that send long prompts, one after the other.
+
+    The client needs a tenth of a second of Python for 10,000 token ids. In this process, that would be counted as a
+    wait of the short requests.
+    """
+
+    def __init__(self, address: str, length: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._started, self._stopping, self._sent = context.Semaphore(0), context.Event(), context.SimpleQueue()
+        shared = self._started, self._stopping, self._sent
+        self._processes = [
+            context.Process(target=_send_long_prompts, args=(address, length, number, *shared), daemon=True)
+            for number in range(2)
+        ]
+        for process in self._processes:
+            process.start()
+
+    async def wait_until_started(self) -> None:
+        """Wait until both processes are about to send their first prompt.
+
+        Raises:
+            WindlassError: one of them has not started.
+        """
+        for _ in self._processes:
+            if not await asyncio.to_thread(self._started.acquire, timeout=_START_SECONDS):
+                raise WindlassError(f"a client of long prompts has not started within {_START_SECONDS} s; see above")
+
+    async def stop(self) -> int:
+        """Wait for the last answers, and return the number of prompts that were computed.
+
+        Raises:
+            WindlassError: a process has failed.
+        """
+        self._stopping.set()
+        for process in self._processes:
+            await asyncio.to_thread(process.join)
+            if process.exitcode:
+                raise WindlassError(f"a client of long prompts ended with exit code {process.exitcode}; see above")
+        return sum(self._sent.get() for _ in self._processes)
+
+    def kill(self) -> None:
+        """End the processes if they still run."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _send_long_prompts(address: str, length: int, number: int, started: Any, stopping: Any, sent: Any) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
+    started.release()
+    count = 0
     while not stopping.is_set():
-        await client.completions.create(
-            model="bench", prompt=_prompt(settings.long_prompt, 10**7 + 1000 * number + computed), max_tokens=4
-        )
-        computed += 1
-    return computed
+        prompt = _prompt(length, 10**7 + 1000 * number + count)
+        client.completions.create(model="bench", prompt=prompt, max_tokens=4)
+        count += 1
+    sent.put(count)
 
 
 async def _one_request(client: Any, settings: LoadSettings, number: int, outcome: LoadOutcome) -> None:
