@@ -13,6 +13,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode inside the `with` block. Afterwards each of its modules has its own mode again, which
     may differ from the mode of the model, as in a frozen part. A module that was added meanwhile gets the mode of the
     model."""
+    if not any(module.training for module in model.modules()):
+        yield  # setting a mode costs more than reading it, and an inference engine does both in every step
+        return
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
