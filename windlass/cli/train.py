@@ -133,11 +133,11 @@ def run_training(options: TrainOptions) -> int:
     message = _describe_killed_rank(outcome) or message
     if message is not None:
         raise TrainingRunError(message)
-    signalled = outcome.interrupted_by is not None
+    signalled = outcome.stopped_by is not None
     if stopped or (signalled and not plan.result_file.exists()):
         print_escaped(_resume_hint(plan, stopped), to_stderr=True)
         return outcome.exit_code if signalled else INTERRUPTED_EXIT_CODE
-    if outcome.exit_code and (outcome.failures or not signalled):
+    if outcome.exit_code and not signalled:
         raise TrainingRunError(
             f"a rank ended with exit code {outcome.exit_code} and no message; see the output above, --debug shows more"
         )

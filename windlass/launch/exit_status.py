@@ -74,6 +74,12 @@ class LaunchExitStatus:
     interrupted_by: int | None = None
 
     @property
+    def stopped_by(self) -> int | None:
+        """The signal to the launcher that ended the run; None if a failure came first."""
+        is_stopped = self.interrupted_by is not None and self.exit_code == 128 + self.interrupted_by
+        return self.interrupted_by if is_stopped else None
+
+    @property
     def first_failure(self) -> RankFailure | None:
         """The earliest of the failures."""
         return min(self.failures, key=lambda failure: failure.failed_at, default=None)

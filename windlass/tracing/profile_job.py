@@ -75,8 +75,8 @@ def run_profile(job: ProfileJob, ranks: int) -> dict[str, Any]:
         outcome = start_ranks(
             ["-m", "windlass.tracing.profile_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
         )
-        if outcome.interrupted_by is not None:
-            raise RunStoppedError("interrupted before the profile was complete", outcome.interrupted_by)
+        if outcome.stopped_by is not None:
+            raise RunStoppedError("interrupted before the profile was complete", outcome.stopped_by)
         if job.failure_path.exists():
             raise ProfileRunError(f"the run on {plural(ranks, 'rank')} failed:\n{job.failure_path.read_text()}")
         if not job.result_path.exists():

@@ -32,8 +32,8 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
         outcome = start_ranks(
             ["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
         )
-        if outcome.interrupted_by is not None:
-            raise RunStoppedError("interrupted before the report was complete", outcome.interrupted_by)
+        if outcome.stopped_by is not None:
+            raise RunStoppedError("interrupted before the report was complete", outcome.stopped_by)
         if job.failure_path.exists():
             raise VerificationRunError(
                 f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(job.failure_path)}"

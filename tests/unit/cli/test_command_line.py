@@ -21,7 +21,7 @@ from windlass.base.processes import SignalInterrupt
 from windlass.cli import main as command_line
 from windlass.cli.expected_errors import describe_expected_error
 from windlass.cli.main import COMMANDS, app, main
-from windlass.launch.exit_status import LaunchExitStatus
+from windlass.launch.exit_status import LaunchExitStatus, RankFailure
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +143,10 @@ def test_a_signal_to_the_ranks_gives_the_exit_code(
     monkeypatch.chdir(tmp_path)
     assert call(command, __file__) == 128 + number
     assert capsys.readouterr().err.startswith("windlass: interrupted before the ")
+    failed = LaunchExitStatus(3, (RankFailure(0, 3, 0),), interrupted_by=number)
+    monkeypatch.setattr(importlib.import_module(job), "start_ranks", lambda *words, **more: failed)
+    assert call(command, __file__) == 1
+    assert "rank 0 ended with exit code 3" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

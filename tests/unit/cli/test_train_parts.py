@@ -266,9 +266,11 @@ def test_parent_reports_the_failure_of_a_rank(parent: Any) -> None:
         parent(lambda plan, failure: 9)
 
 
-def test_a_signal_does_not_hide_a_failure_after_the_result(parent: Any) -> None:
+@pytest.mark.parametrize("has_result", [True, False])
+def test_a_signal_does_not_hide_a_failure(has_result: bool, parent: Any) -> None:
     def ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
-        plan.result_file.write_text("{}")
+        if has_result:
+            plan.result_file.write_text("{}")
         return LaunchExitStatus(7, (RankFailure(0, 7, 0),), interrupted_by=signal.SIGINT)
 
     with pytest.raises(TrainingRunError, match="exit code 7"):
