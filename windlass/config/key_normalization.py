@@ -16,7 +16,7 @@ from windlass.config.root_config import Config
 
 TOP_LEVEL_AUTO_KEYS = (*KEYS, "gradient_clipping")
 _COMMENT_STARTS = ("_", "//", "#")
-_TABLES_OF_MODULES = ("tensor_table",)
+_TABLES_OF_MODULES = ("tensor_table", "post_init_quant", "layers")
 _BOOLEAN = TypeAdapter(bool)
 
 
@@ -56,9 +56,9 @@ class KeyNormalizer:
         nested = nested_section(field.annotation) if field else None
         if nested is None:
             return self._drop_comments(value, path, name) if isinstance(value, dict) else value
-        return self._nested(value, nested, path)
+        return self._nested(value, nested, path, name)
 
-    def _drop_comments(self, value: dict[str, Any], path: str, name: str = "") -> dict[str, Any]:
+    def _drop_comments(self, value: dict[str, Any], path: str, name: str) -> dict[str, Any]:
         """Remove comments from an object with free keys, such as an optimizer's parameters."""
         # A module's name may begin with an underscore.
         starts = ("_comment", "//", "#") if name in _TABLES_OF_MODULES else _COMMENT_STARTS
@@ -66,16 +66,16 @@ class KeyNormalizer:
         self.comments += [f"{path}.{key}" for key in value if key in comments]
         return {key: item for key, item in value.items() if key not in comments}
 
-    def _nested(self, value: Any, nested: NestedSection, path: str) -> Any:
+    def _nested(self, value: Any, nested: NestedSection, path: str, name: str) -> Any:
         if nested.shape == "list" and isinstance(value, list):
             alone = NestedSection(nested.section, "alone")
-            return [self._nested(item, alone, f"{path}[{index}]") for index, item in enumerate(value)]
+            return [self._nested(item, alone, f"{path}[{index}]", name) for index, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
         if nested.shape == "free keys":
             alone = NestedSection(nested.section, "alone")
-            items = self._drop_comments(value, path)
-            return {key: self._nested(item, alone, f"{path}.{key}") for key, item in items.items()}
+            items = self._drop_comments(value, path, name)
+            return {key: self._nested(item, alone, f"{path}.{key}", name) for key, item in items.items()}
         return self._section(value, nested.section, path)
 
 

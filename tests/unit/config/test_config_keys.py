@@ -250,6 +250,12 @@ def test_comments_in_tables() -> None:
     )
     assert config.parallel.tensor_table == {r"_orig_mod\..*q_proj": "column"}
     assert len(config.comments) == 2
+    formats = {"_orig_mod": {"num_bits": 8}, "_comment": "x"}
+    pairs = {"_orig_mod.norm": "norm", "_comment": "x"}
+    config = load_config({"weight_quantization": {"post_init_quant": formats}, "distillation": {"layers": pairs}})
+    assert list(config.weight_quantization.post_init_quant) == ["_orig_mod"]
+    assert config.distillation.layers == {"_orig_mod.norm": "norm"}
+    assert len(config.comments) == 2
 
 
 def test_values_that_are_not_plain() -> None:
