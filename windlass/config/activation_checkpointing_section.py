@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.config.config_section import ConfigSection, Names, Positive
+from windlass.config.config_section import ConfigSection, Paths, Positive
 from windlass.config.key_status import honoured
 
 
@@ -24,5 +24,5 @@ class ActivationCheckpointing(ConfigSection):
     """Log after each backward the time of checkpointed calls and of their recomputation."""
     cpu_checkpointing: bool = honoured(False)
     """Keep saved inputs in host memory."""
-    nvme_path: Names = honoured(list, windlass_only=True)
+    nvme_path: Paths = honoured(list, windlass_only=True)
     """Folders for files of saved inputs. Blocks are distributed over the folders round-robin."""

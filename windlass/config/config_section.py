@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 
@@ -44,6 +44,8 @@ Float = Annotated[float, Field(allow_inf_nan=False), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
 Names = Annotated[list[str], BeforeValidator(_to_list)]
 """List of names; a bare string is a list of one."""
+Paths = Annotated[Names, AfterValidator(lambda paths: [path for path in paths if path])]
+"""List of paths; a bare string is a list of one, and an empty string is none."""
 DtypeName = Annotated[
     Literal["fp32", "bf16", "fp16"],
     BeforeValidator(_dtype_name),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
-from windlass.config.config_section import NUMBER, ConfigSection, Count, Fraction, Int, Names, Positive
+from windlass.config.config_section import NUMBER, ConfigSection, Count, Fraction, Int, Paths, Positive
 from windlass.config.key_status import accepted, honoured, refused
 
-Paths = Annotated[Names, AfterValidator(lambda paths: [path for path in paths if path])]
 Device = Literal["none", "cpu", "nvme"]
 
 

@@ -62,6 +62,7 @@ def test_every_key_of_the_section_reaches_the_options() -> None:
 def test_path_may_be_a_string_or_a_list(tmp_path: Path) -> None:
     assert load_config(section(nvme_path="a")).activation_checkpointing.nvme_path == ["a"]
     assert load_config(section(nvme_path=["a", "b"])).activation_checkpointing.nvme_path == ["a", "b"]
+    assert load_config(section(nvme_path="")).activation_checkpointing.nvme_path == []
     assert load_config(section(nvme_path="a", profile=True)).refusals() == []
 
 
