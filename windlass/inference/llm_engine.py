@@ -450,7 +450,7 @@ class LLMEngine:
         now = self._clock()
         seconds = now - max(step.began, self._finished_at)
         self._count_step(step.plan.batch.num_tokens, seconds)
-        if not step.plan.batch.is_decode:
+        if step.plan.has_prompts:
             # A server answers its clients during decodes, which would shorten the prompts' parts of later steps.
             self._planner.correct_cost(seconds, step.plan.predicted)
         self._finished_at = now

@@ -27,12 +27,14 @@ class PlannedStep:
         chosen: sequences with their numbers of tokens.
         rows: rows of the logits of each.
         predicted: seconds of the step, on a machine as fast as at the measurement.
+        has_prompts: parts of prompts are computed, and not only one token of each answer with its drafts.
     """
 
     batch: StepBatch
     chosen: list[tuple[GenerationSequence, int]]
     rows: list[list[int]]
     predicted: float
+    has_prompts: bool
 
 
 class StepPlanner:
@@ -107,7 +109,8 @@ class StepPlanner:
         if copies:
             self._runner.copy_blocks(copies)
         batch, rows = self._make_batch(chosen)
-        return PlannedStep(batch, chosen, rows, self._predict(chosen))
+        has_prompts = any(not one.has_sampled or count > 1 + len(one.drafts) for one, count in chosen)
+        return PlannedStep(batch, chosen, rows, self._predict(chosen), has_prompts)
 
     def plan_next(self, last: Sequence[GenerationSequence], ids: torch.Tensor) -> PlannedStep | None:
         """Plan the decode step after one whose tokens are still only on the device; see [Note: one step ahead].
@@ -137,7 +140,7 @@ class StepPlanner:
         for sequence, total in zip(going, totals, strict=True):
             self._table.grow(sequence, total, [])
         decodes = [(sequence, 1) for sequence in going]
-        return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes))
+        return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes), False)
 
     def correct_cost(self, seconds: float, predicted: float) -> None:
         """Correct later predictions by the time of a step with parts of prompts, e.g. while others use the cores."""
