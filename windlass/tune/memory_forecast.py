@@ -225,7 +225,7 @@ class CandidatePlanner:
                     self._traces[*kind, samples] = error
             found = self._traces[*kind, samples]
             if isinstance(found, Exception):
-                raise found
+                raise found.with_traceback(None)  # the traceback would keep the activations of the trace
             return found
 
         one, two = traced(1), traced(2)
