@@ -35,20 +35,20 @@ class KeyNormalizer:
     def _section(self, data: dict[str, Any], section: type[ConfigSection], path: str) -> dict[str, Any]:
         names = canonical_names(section)
         result: dict[str, Any] = {}
-        seen: set[str] = set()
+        seen: dict[str, str] = {}  # key by the name of its field
         for key, value in data.items():
             name = names.get(key, key)
             inner = f"{path}.{key}" if path else str(key)
             if name not in section.model_fields and is_comment(key):
                 self.comments.append(inner)
             elif name in seen:
-                sentence = f'"{key}" and "{name}" are two spellings of one key; delete one'
+                sentence = f'"{key}" and "{seen[name]}" are two spellings of one key; delete one'
                 self.problems.append(ConfigProblem(ProblemKind.CONTRADICTION, inner, sentence))
             elif value == "auto" and name in section.model_fields and (path or name in TOP_LEVEL_AUTO_KEYS):
                 self.auto_keys.add(f"{path}.{name}" if path else name)
             else:
                 result[name] = self._value(value, section, name, inner)
-            seen.add(name)
+            seen.setdefault(name, key)
         return result
 
     def _value(self, value: Any, section: type[ConfigSection], name: str, path: str) -> Any:
@@ -132,9 +132,12 @@ def _expand_cpu_offload(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_plain(value: Any) -> Any:
-    """Copy objects and lists, with plain numbers for those of numpy. Other values (a process group) stay the same."""
+    """Copy objects, lists and tuples, with plain numbers for those of numpy. Other values (a process group) stay the
+    same."""
     if isinstance(value, dict):
         return {key: _copy_plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_copy_plain(item) for item in value]
+    if type(value) is tuple:
+        return tuple(_copy_plain(item) for item in value)
     return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value

@@ -268,3 +268,5 @@ def test_values_that_are_not_plain() -> None:
     )
     assert config.optimizer is not None and config.optimizer.params == {"betas": [0.5, 0.75], "lr": 0.5}
     assert any("tp_group" in refusal.path for refusal in config.refusals())
+    config = load_config({"optimizer": {"type": "Adam", "params": {"betas": (np.float32(0.5), np.float64(0.75))}}})
+    assert config.optimizer is not None and config.optimizer.params == {"betas": (0.5, 0.75)}

@@ -120,8 +120,10 @@ def test_deprecated_spellings_are_accepted() -> None:
 
 
 def test_two_spellings_of_one_key_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="two spellings"):
+    with pytest.raises(ConfigError, match='"bfloat16" and "bf16" are two spellings'):
         load_config({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}})
+    with pytest.raises(ConfigError, match='"bf16" and "bfloat16" are two spellings'):
+        load_config({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}})
     with pytest.raises(ConfigError, match="two spellings"):
         load_config({"zero_optimization": {"stage3_prefetch_bucket_size": "auto", "prefetch_bucket_size": 1}})
 
