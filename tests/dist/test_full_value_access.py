@@ -406,7 +406,7 @@ def resized_on_one_rank(stage: int) -> tuple[str, torch.Size]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_size_changed_on_one_rank_raises_on_all(stage: int) -> None:
-    for text, shape in run_ranks(resized_on_one_rank, 2, stage, timeout=20.0):
+    for text, shape in run_ranks(resized_on_one_rank, 2, stage):
         assert "'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in text
         assert shape == (8, 64)
 
@@ -426,8 +426,9 @@ def cast_by_one_rank(stage: int) -> torch.Tensor:
     return result
 
 
-def test_modifier_may_set_values_in_the_dtype_of_the_master_weights() -> None:
-    for result in run_ranks(cast_by_one_rank, 2, 3, timeout=20.0):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_modifier_may_set_values_in_the_dtype_of_the_master_weights(stage: int) -> None:
+    for result in run_ranks(cast_by_one_rank, 2, stage):
         assert (result == 1.001).all()
 
 

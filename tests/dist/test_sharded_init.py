@@ -425,7 +425,7 @@ def given_other_data() -> dict[str, Any]:
 
 
 def test_other_data_inside_a_context_before_initialize() -> None:
-    for seen in run_ranks(given_other_data, 2, timeout=20.0):
+    for seen in run_ranks(given_other_data, 2):
         assert all(seen.values()), seen
 
 

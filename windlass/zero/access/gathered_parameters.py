@@ -126,8 +126,9 @@ class GatheredParameters:
         if kind is not None:
             return
         for parameter, place in self._places:
-            # A parameter of a unit that is never resharded still has the size that it was given.
-            if parameter.shape != place.unit.shapes[place.index]:
+            # A parameter of a unit that is never resharded still has the size and the dtype that it was given.
+            is_cast = self._rank is not None and parameter.dtype != place.unit.dtype
+            if is_cast or parameter.shape != place.unit.shapes[place.index]:
                 put_data(parameter, place.unit.views()[place.index])
         for parameter, value in values:
             set_part_param(parameter, value)
