@@ -165,6 +165,30 @@ def test_skipped_step_updates_no_bias() -> None:
     assert all(bool((bias == 0).all()) for bias in moved)
 
 
+def biases_of_one_step(drops_a_step: bool) -> list[Tensor]:
+    """Return the biases after one step, which may follow a step that raised."""
+    import windlass
+
+    model, loss_of = own()
+    engine: Any = windlass.initialize(model=model, config=configuration("own", 1))[0]
+    if drops_a_step:
+        with pytest.raises(windlass.WindlassError, match="the parameters are unchanged"):
+            for _ in range(MICROS):
+                engine.backward(engine(torch.ones(500, 32)) * torch.inf)
+                engine.step()
+    for micro in range(MICROS):
+        engine.backward(loss_of(engine, micro))
+        engine.step()
+    result = biases(engine.module)
+    engine.destroy()
+    return result
+
+
+def test_tokens_of_a_dropped_step_do_not_count() -> None:
+    ((expected, *_),), ((actual, *_),) = (run_ranks(biases_of_one_step, 1, drops) for drops in (False, True))
+    assert torch.equal(expected, actual) and expected.any()
+
+
 def refused() -> str:
     import windlass
     from windlass.base.errors import ModelError

@@ -298,8 +298,7 @@ class PipelineEngine(Engine):
             return
         self._sharded.scheduler.new_step()
         self._sharded.drop_gradients()
-        for balance in self._router_balances:
-            balance.pop_counts()  # tokens of the dropped micro-batches must not move the biases
+        self._drop_token_counts()
         self._is_broken = False
         action = halted.action if halted is not None else None
         what = (

@@ -382,8 +382,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         except Exception:
             # The micro-batches of this step are counted, so the next one begins a step without their gradients.
             self._sharded.drop_gradients()
+            self._drop_token_counts()
             self._nonfinite_locator.clear()
             raise
+        if not outcome.applied:
+            self._drop_token_counts()
         fp16 = self._config.fp16.enabled
         self._grad_norm = outcome.norm
         if outcome.bad:
@@ -460,6 +463,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if self._router_balances:
             update_biases(self._router_balances, [MeshAxis("data", self._sharded.mesh.dense.data)])
             self._buffer_sync.mark_synchronized()
+
+    def _drop_token_counts(self) -> None:
+        """Drop the token counts of router biases, so that tokens of dropped micro-batches do not move the biases."""
+        for balance in self._router_balances:
+            balance.pop_counts()
 
     def _report_external_gradients(self, names: list[str]) -> None:
         raise ModelError(format_foreign_gradients(names))

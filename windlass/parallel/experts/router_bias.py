@@ -112,8 +112,8 @@ def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
     """Update each balanced router's bias by the choices of all ranks' tokens since the last update. Collective along
     `axes`.
 
-    An engine does this after each applied step. Without an engine, call it once after each optimizer step, with the
-    axes that together form the data-parallel group of dense parameters.
+    An engine does this after each applied step, and drops the counts of other steps. Without an engine, call it once
+    after each optimizer step, with the axes that together form the data-parallel group of dense parameters.
 
     Returns:
         Number of updated routers.
