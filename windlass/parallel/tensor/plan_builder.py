@@ -29,6 +29,7 @@ from windlass.parallel.tensor.tensor_table import read_tensor_table
 from windlass.parallel.tensor.vocabulary_modules import find_vocabulary_modules, get_hidden_size
 
 _UNCHAINED_STYLES = (ShardStyle.PARTIAL, ShardStyle.IDENTITY)
+_MIXTURE_HINT = "; the experts of {} are sharded if it has enable_expert_tensor_parallelism=True"
 
 
 def build_tensor_parallel_plan(
@@ -59,10 +60,12 @@ def build_tensor_parallel_plan(
         if name not in known:
             shards += _shard_unchained(model, entry, ranks)
     if not any(shard.rank_ranges for shard in shards):
+        mixture = next((name for name, one in model.named_modules() if isinstance(one, MixtureOfExperts)), None)
+        hint = "" if mixture is None else _MIXTURE_HINT.format(mixture or type(model).__name__)
         raise ModelError(
             f"tensor parallelism found no layer to shard in this {type(model).__name__}; write "
             "parallel.tensor_table, which maps regular expressions for module names to column or row, e.g. "
-            f'{{"layers\\\\.\\\\d+\\\\.up": "column", "layers\\\\.\\\\d+\\\\.down": "row"}}'
+            f'{{"layers\\\\.\\\\d+\\\\.up": "column", "layers\\\\.\\\\d+\\\\.down": "row"}}{hint}'
         )
     return TensorParallelPlan(
         ranks,

@@ -321,3 +321,9 @@ def test_distributed_expert_modules_are_not_sharded() -> None:
     mixture.deepspeed_moe["experts"].axis = SimpleNamespace(size=2)
     with pytest.raises(ModelError, match="mixture has enable_expert_tensor_parallelism=True.* over 2 ranks; pass a St"):
         build_tensor_parallel_plan(model, 2)
+
+
+def test_experts_that_are_the_only_layers_need_the_option() -> None:
+    expert = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with pytest.raises(ModelError, match="the experts of mixture are sharded if it has enable_expert_tensor_paralleli"):
+        build_tensor_parallel_plan(nn.ModuleDict({"mixture": MixtureOfExperts(8, expert, 2)}), 2)
