@@ -530,6 +530,9 @@ def cast_during_a_run(stage: int) -> list[str]:
             engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
             engine.step()
         text.append(str(refused.value))
+        if stage < 3:
+            with pytest.raises(windlass.WindlassError, match="must be undone before the next step, save, load"):
+                engine.full_state_dict()
         engine.module.float()
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()

@@ -411,7 +411,7 @@ class Unit:
                     f"{self.names[index]!r} had dtype {view.dtype} at initialize and has {given.dtype} now, as after "
                     "module.to(dtype): the step would cast it back. Set bf16, fp16 or torch_autocast in the "
                     "configuration, or cast the model before initialize; a cast for an evaluation must be undone "
-                    "before the step"
+                    "before the next step, save, load or full_param"
                 )
             moved[index] = given
         return moved
