@@ -230,3 +230,29 @@ def uneven_positions(folder: str) -> list[str]:
 def test_ranks_at_different_positions_cause_a_warning(tmp_path: Any) -> None:
     text = run_ranks(uneven_positions, 2, str(tmp_path))[0]
     assert len(text) == 1 and "rank 0: {'epoch': 0, 'consumed': 4" in text[0] and "'consumed': 8" in text[0]
+
+
+class Unreadable(list[int]):
+    """Loader of another library, whose state can be read on the first rank only."""
+
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank():
+            raise RuntimeError("the workers have ended")
+        return {"at": 0}
+
+
+def save_without_a_position(folder: str) -> str:
+    import windlass
+    from windlass.data.resumable_loaders import CyclingLoader
+
+    engine = engine_for(0)
+    engine.training_dataloader = CyclingLoader(Unreadable())
+    with pytest.raises(windlass.WindlassError) as refused:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return str(refused.value)
+
+
+def test_a_position_that_one_rank_cannot_read_stops_the_save_on_all(tmp_path: Any) -> None:
+    for text in run_ranks(save_without_a_position, 2, str(tmp_path), timeout=20.0):
+        assert "rank 1" in text and "the workers have ended" in text

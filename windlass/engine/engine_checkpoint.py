@@ -148,9 +148,7 @@ def save_engine(
             f"nothing is saved: {model.disk_health.loss_reason}; earlier checkpoints are intact. {LOST}"
         )
     model.reducer.finish()
-    position = data_position(engine.training_dataloader)
-    if has_pending_gradients(model):
-        position = engine.step_start_position or position
+    if in_step := has_pending_gradients(model):
         logger.warning(
             "this checkpoint is saved in the middle of a step: it does not contain the gradients accumulated so "
             "far, and a resumed run repeats the step from its first micro-batch; save after step() at the "
@@ -185,6 +183,9 @@ def save_engine(
             collect_state_fragments(model.update, handle_of, states)
         if streams:
             streamed.append(StreamedFingerprint(model, units, absent))
+        position = data_position(engine.training_dataloader)  # may raise: the state of a loader of another library
+        if in_step:
+            position = engine.step_start_position or position
         return {**states.metadata(), "data": position, "tag": name}
 
     name = tag if tag is not None else f"global_step{engine.progress.global_steps}"
