@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,3 +416,27 @@ def test_states_of_another_optimizer_are_refused_or_left_out(stage: int, tmp_pat
         assert "Adagrad needs sum" in adagrad and "load_optimizer_states=False" in adagrad
         assert "SGD needs momentum_buffer" in sgd
         assert "Muon needs momentum_buffer" in muon
+
+
+def loaded_by_other_paths(folder: str) -> str:
+    """Load by another path on each rank, then another checkpoint on each. Return the error of the latter."""
+    import windlass
+
+    rank = dist.get_rank()
+    engine = engine_for(net(), trained, 1, "none", folder)
+    steps(engine, 0, 1)
+    for tag in ("a", "b"):
+        engine.save_checkpoint(f"{folder}/runs", tag=tag)
+    Path(folder, f"runs{rank}").symlink_to(Path(folder, "runs"))
+    Path(folder, f"a{rank}").symlink_to(Path(folder, "runs", "a"))
+    for directory, tag in ((f"runs{rank}", "a"), (f"a{rank}", ".")):
+        assert engine.load_checkpoint(f"{folder}/{directory}", tag=tag)[0] is not None
+    with pytest.raises(windlass.WindlassError) as refused:
+        engine.load_checkpoint(f"{folder}/runs", tag="ab"[rank])
+    engine.destroy()
+    return str(refused.value)
+
+
+def test_ranks_load_one_checkpoint_by_any_path(tmp_path: Any) -> None:
+    for text in run_ranks(loaded_by_other_paths, 2, str(tmp_path)):
+        assert f"rank 1 loads {tmp_path}/runs/b and rank 0 {tmp_path}/runs/a; pass the same directory" in text

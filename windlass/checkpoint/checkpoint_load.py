@@ -138,8 +138,12 @@ def _prepare_load(
 ) -> tuple[list[str], list[str]]:
     """Append this rank's request to `requests`. Return the names it requests, and those that are missing."""
     if opened is not None:
-        if opened.path != path or opened.is_replaced:
+        if opened.is_replaced:
             raise CheckpointError(opened.replaced_message)
+        if opened.path != path and not (path.exists() and path.samefile(opened.path)):
+            raise CheckpointError(
+                f"rank {ranks.rank} loads {opened.path} and rank 0 {path}; pass the same directory and tag on all ranks"
+            )
         stored = opened
     else:
         stored = StoredCheckpoint.from_path(path, parameter_order, slice(ranks.rank, None, ranks.world_size))

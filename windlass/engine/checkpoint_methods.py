@@ -227,7 +227,7 @@ class CheckpointMethods(EngineParts):
         )
         begun = time.monotonic()
         if tag == ".":
-            load_dir, tag = os.path.split(os.path.abspath(load_dir))
+            load_dir, tag = os.path.split(os.path.realpath(load_dir))  # a link may lead to another directory
         loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         if loaded is not None:
             self._reporter.record_checkpoint("load", loaded[0], time.monotonic() - begun)
