@@ -207,6 +207,7 @@ def _scales() -> None:
         engine.backward(engine(torch.ones(2, 6).half()).mean())
         with pytest.raises(LossScalingError, match="in the middle of a step"):
             optimizer.loss_scale = 4.0
+        optimizer.loss_scale = 8  # as it is
         assert engine.loss_scale() == 8
         assert optimizer.offload_states() is None
         optimizer.reload_states()

@@ -422,7 +422,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def _set_loss_scale(self, scale: float) -> None:
         """Replace the loss scale, as a script asks by `optimizer.loss_scale = scale`, the same on every rank."""
-        if not self._config.fp16.enabled and scale != self._scaler.scale:
+        if scale == self._scaler.scale:
+            return
+        if not self._config.fp16.enabled:
             raise LossScalingError(
                 f"the loss scale cannot be set to {scale!r}: without fp16 losses are not scaled; set fp16.enabled"
             )
