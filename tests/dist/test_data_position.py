@@ -180,6 +180,29 @@ def test_a_save_within_a_step_resumes_at_the_first_sample_of_the_step(tmp_path: 
     assert resumed[0] == second[1][: 3 * MICRO] == resumed[1]
 
 
+def saved_in_a_step_of_an_earlier_loop(folder: str) -> tuple[int, list[list[int]]]:
+    """Save when an epoch has ended within a step, and within the first step of a loop after one that was left."""
+    engine = engine_for(0, accumulation=5)
+    trained(engine, engine.training_dataloader)  # 24 batches
+    engine.save_checkpoint(folder, tag="epoch")
+    found = [trained(engine, islice(engine.training_dataloader, number))[1] for number in (6, 2)]
+    engine.save_checkpoint(folder, tag="loop")
+    engine.destroy()
+    other = engine_for(50, accumulation=5)
+    other.load_checkpoint(folder, tag="epoch")
+    count = len(list(other.training_dataloader))
+    other.load_checkpoint(folder, tag="loop")
+    found.append(trained(other, islice(other.training_dataloader, 2))[1])
+    other.destroy()
+    return count, found
+
+
+def test_a_save_within_a_step_resumes_at_the_epoch_that_has_begun_since(tmp_path: Any) -> None:
+    count, (left, second, resumed) = run_ranks(saved_in_a_step_of_an_earlier_loop, 1, str(tmp_path))[0]
+    assert count == SAMPLES // MICRO
+    assert resumed == second == left[: 2 * MICRO]
+
+
 class Fewer(Rows):
     """Dataset of another length."""
 

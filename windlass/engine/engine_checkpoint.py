@@ -78,6 +78,7 @@ from windlass.engine.rank_state_checkpoint import RANK_STATE_PREFIX, RankStateLo
 from windlass.engine.rng_and_data_position import (
     check_data_position,
     data_position,
+    position_in_step,
     rng_state,
     set_data_position,
     set_rng_state,
@@ -185,7 +186,7 @@ def save_engine(
             streamed.append(StreamedFingerprint(model, units, absent))
         position = data_position(engine.training_dataloader)  # may raise: the state of a loader of another library
         if in_step:
-            position = engine.step_start_position or position
+            position = position_in_step(engine.step_start_position, position)
         return {**states.metadata(), "data": position, "tag": name}
 
     name = tag if tag is not None else f"global_step{engine.progress.global_steps}"

@@ -58,6 +58,22 @@ def step_start_position(loader: Any) -> dict[str, Any] | None:
     return data_position(loader) if isinstance(own, _RESUMABLE) else None
 
 
+def position_in_step(start: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the data position from which a step that has begun is repeated: `start`, that of the step's start.
+
+    If a script has begun an epoch since then, it is the beginning of that epoch, which the resumed script iterates
+    over: from `start` its first loop would end with the epoch before.
+
+    Args:
+        start: `step_start_position` after the step before. None: it is not known, and the result is `now`.
+        now: `data_position` in the step.
+    """
+    if start is None or now is None:
+        return now
+    has_begun = "epoch" in now and (now["epoch"] != start["epoch"] or now["consumed"] < start["consumed"])
+    return {**now, "consumed": 0} if has_begun else start
+
+
 def check_data_position(loader: Any, state: dict[str, Any] | None) -> None:
     """Raise CheckpointError if the loader cannot resume from a `data_position`."""
     if state is None or not isinstance(loader, _RESUMABLE):
