@@ -105,13 +105,17 @@ class Tiling:
             size = output.shape[self.out_dim]
             if total is None:  # preallocate: torch.cat of a list would take the memory twice
                 shape = list(output.shape)
-                # Rounded up: the last tile is smaller, but may have as large an output, as one number of each tile.
-                shape[self.out_dim] = -(-inputs[0].shape[self.dim] * size // self.tile_size)
+                shape[self.out_dim] = inputs[0].shape[self.dim] * size // self.tile_size
                 total = output.new_empty(shape)
-            total.narrow(self.out_dim, done, size).copy_(output)
+            if done + size <= total.shape[self.out_dim]:
+                total.narrow(self.out_dim, done, size).copy_(output)
+            else:  # the last tile is smaller, but its output is not, as with one number of each tile
+                total = torch.cat([total.narrow(self.out_dim, 0, done), output], self.out_dim)
             done += size
         assert total is not None
-        return total
+        if self.sums_outputs or done == total.shape[self.out_dim]:
+            return total
+        return total.narrow(self.out_dim, 0, done).clone()
 
 
 class _TiledFunction(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -148,6 +149,24 @@ def test_sums_over_tiles() -> None:
     actual = torch.autograd.grad(3 * total, [hidden, weight])
     expected = torch.autograd.grad(3 * function(hidden, labels), [hidden, weight])
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(0, keepdim=True),
+        lambda x: torch.stack([x.sum(0), x.square().sum(0)]),  # as many numbers of the last, smaller tile
+        lambda x: x[1::2],
+        lambda x: x[: len(x) // 4 * 3],  # none of the last tile
+    ],
+    ids=["one", "two", "odd", "whole"],
+)
+@pytest.mark.parametrize("tokens", [8, 9, 10, 11])
+def test_outputs_of_any_size_are_concatenated(function: Callable[[Tensor], Tensor], tokens: int) -> None:
+    hidden = torch.randn(tokens, 3, requires_grad=True)
+    results = [run_tiled(Tiling(function, 4), [hidden]), torch.cat([function(part) for part in hidden.split(4)])]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(found.square().sum(), [hidden]) for found in results))
 
 
 def test_mlps_are_recognized_by_structure() -> None:
