@@ -98,6 +98,25 @@ def test_edits_in_gathered_parameters_apply_to_both_runs(stage: int) -> None:
     assert_equal(result)
 
 
+def with_changed_clipping() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "optimizer": sgd}
+    engine, optimizer, _, _ = initialize(model=model, config={**config, "gradient_clipping": 100.0})
+    for step in range(3):
+        optimizer.clip_grad = 0.1 / (step + 1)
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        engine.step()
+
+
+def test_plain_run_clips_to_the_norm_that_a_script_sets() -> None:
+    (result,) = verify_training(with_changed_clipping)
+    assert_equal(result)
+
+
 def with_evaluation(stage: int) -> None:
     engine = engine_of(oracle.build(specimen("batch_norm")), stage)
     for step in range(3):

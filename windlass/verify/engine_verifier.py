@@ -264,7 +264,7 @@ class EngineVerifier(EngineObserver):
             comparison.compare_reduced(
                 self._reduced_gradients, records, settings.predivide_factor * settings.postdivide_factor
             )
-            comparison.compare_clip(self._reduced_gradients, norm, clip, self._config.gradient_clipping)
+            comparison.compare_clip(self._reduced_gradients, norm, clip, self.engine.gradient_clipping())
             given = {name: g.double() * clip for name, g in self._reduced_gradients.items() if g is not None}
             reference.step(given, self._options)
         comparison.compare_update(values, dict(reference.named_master_weights()), old)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ class IndependentRun:
 
     Args:
         reference: the plain copy.
-        gradient_clipping: maximum norm of the gradients; 0: no clipping.
+        gradient_clipping: returns the maximum norm of the gradients of the current step; 0: no clipping.
     """
 
-    def __init__(self, reference: ReferenceModel, gradient_clipping: float) -> None:
+    def __init__(self, reference: ReferenceModel, gradient_clipping: Callable[[], float]) -> None:
         self._reference, self._gradient_clipping = reference, gradient_clipping
         self._losses: list[float] = []
 
@@ -61,7 +62,8 @@ class IndependentRun:
         if applied:
             mean = {name: total / (ranks * records[0].loss_scale) for name, total in sums.items() if name in names}
             norm = math.sqrt(math.fsum(float(g.square().sum()) for g in mean.values()))
-            factor = min(1.0, self._gradient_clipping / (norm + 1e-6)) if self._gradient_clipping > 0 else 1.0
+            limit = self._gradient_clipping()
+            factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
             self._reference.step({name: g * factor for name, g in mean.items()}, options)
         losses, self._losses = self._losses, []
         apart = size = 0.0

@@ -72,7 +72,7 @@ class VerificationSession(InitializeObserver):
         if optimizer is None or config is None:
             return
         alone = (
-            IndependentRun(self._independent_reference, config.gradient_clipping)
+            IndependentRun(self._independent_reference, engine.gradient_clipping)
             if self._independent_reference is not None
             else None
         )
