@@ -138,7 +138,7 @@ def vocab_sequence_parallel_cross_entropy(
         )
     tp = single_rank_axis("tp") if tp_group is None else axis_from_process_group(tp_group)
     sp = single_rank_axis("sp") if sp_group is None else axis_from_process_group(sp_group)
-    flat, labels = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1]), target.reshape(-1).long()
+    flat, labels = vocab_parallel_logits.flatten(0, -2), target.reshape(-1).long()
     sizes = _vocabulary_sizes(tp, flat, vocab_start_index, vocab_end_index)
     if tp.size == 1:
         losses = cross_entropy_per_token(flat, labels, ignore_index=ignore_index)
@@ -158,11 +158,13 @@ def _vocabulary_sizes(axis: MeshAxis, logits: torch.Tensor, start: int | None, s
     """Return the size of each rank's part of the vocabulary. Collective.
 
     Raises:
-        ConfigError: on all ranks: the bounds of a rank are not those of its logits.
+        ConfigError: on all ranks: a rank has no logits, or the bounds of a rank are not those of its logits.
     """
     bounds = [-1 if bound is None else bound for bound in (start, stop)]
     rows = axis.all_gather(torch.tensor([[logits.shape[1], *bounds]], device=logits.device)).tolist()
     sizes = [size for size, _, _ in rows]
+    if 0 in sizes:
+        raise ConfigError(f"rank {sizes.index(0)} of tp_group has logits of no words; shard over fewer ranks")
     for rank, (size, first, last) in enumerate(rows):
         here = sum(sizes[:rank])
         if (first, last) not in ((-1, -1), (here, here + size)):
