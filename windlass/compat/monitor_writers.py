@@ -95,8 +95,8 @@ class TensorBoardMonitor(_SingleWriterMonitor):
         super().__init__(tensorboard_config)
         self.summary_writer = self._from_writer("summary_writer")
 
-    def get_summary_writer(self) -> Any:
-        """Return the SummaryWriter; None if this monitor is disabled or the rank is not 0."""
+    def get_summary_writer(self, base: Any = None) -> Any:
+        """Return the SummaryWriter; None if this monitor is disabled or the rank is not 0. `base` is ignored."""
         return self.summary_writer
 
     def write_events(self, event_list: Iterable[tuple[str, SupportsFloat, int]], flush: bool = True) -> None:

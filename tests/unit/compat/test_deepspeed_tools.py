@@ -409,7 +409,7 @@ def test_monitors_give_what_they_write_to(tmp_path: Path, monkeypatch: pytest.Mo
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoardMonitor(tensorboard_config=config.tensorboard)
     board.write_events([("loss", 2.5, 10)], flush=False)
-    board.get_summary_writer().add_scalar("own", 1.0, 1)
+    board.get_summary_writer(base="logs").add_scalar("own", 1.0, 1)
     board.flush()
     events = reading.EventAccumulator(str(tmp_path / "run"))
     events.Reload()
