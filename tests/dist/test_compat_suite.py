@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,8 +208,14 @@ def _scales() -> None:
         engine.backward(engine(torch.ones(2, 6).half()).mean())
         with pytest.raises(LossScalingError, match="in the middle of a step"):
             optimizer.loss_scale = 4.0
+        with pytest.raises(LossScalingError, match="in the middle of a step"):
+            optimizer.override_loss_scale(4.0)
+        assert engine.dynamic_loss_scale() == dynamic
         optimizer.loss_scale = 8  # as it is
         assert engine.loss_scale() == 8
+        engine.step()
+        optimizer.override_loss_scale(0.5)  # min_loss_scale, 1 here, is for dynamic scales
+        assert engine.loss_scale() == optimizer.loss_scaler.loss_scale == 0.5
         assert optimizer.offload_states() is None
         optimizer.reload_states()
         engine.destroy()
@@ -238,6 +245,14 @@ def _own_scale_and_clip() -> None:
         assert engine.loss_scale() == optimizer.loss_scale == optimizer.external_loss_scale == 32.0
         optimizer.clip_grad = 0.01
     assert engine.global_steps == 3 and norms[0] > 0.1 and norms[1:] == pytest.approx([0.01, 0.01], rel=0.05)
+    call(engine(torch.ones(2, 6).half()).float().square().mean())
+    optimizer.override_loss_scale(32.0)  # the scale that it has, in the middle of a step
+    with pytest.raises(LossScalingError, match="in the middle of a step"):
+        optimizer.override_loss_scale(0.25)
+    engine.optimizer = SimpleNamespace(wrapped=optimizer)  # has no clip_grad
+    engine.step()
+    optimizer.loss_scaler.cur_scale *= 2
+    assert engine.loss_scale() == optimizer.loss_scaler.loss_scale == 64.0
     engine.destroy()
 
 

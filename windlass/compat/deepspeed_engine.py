@@ -197,8 +197,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
         optimizer.backward = self.backward
         view = DynamicLossScalerView if self._scaler.dynamic else LossScalerView
-        set_scale = partial(setattr, optimizer, "loss_scale")
-        optimizer.loss_scaler = view(self._scaler, set_scale, self.progress, self._config.fp16, self.scale)
+        optimizer.loss_scaler = view(
+            self._scaler, optimizer, self.progress, self._config.fp16, self.scale, self._update_loss_scale
+        )
         optimizer.dynamic_loss_scale = self._scaler.dynamic
         optimizer.scale_window, optimizer.min_loss_scale = (
             optimizer.loss_scaler.scale_window,
@@ -246,14 +247,20 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
     def _override_loss_scale(self, loss_scale: float) -> None:
         """Scale losses by a constant from the next step on, in place of the scale of the configuration."""
-        self.optimizer.loss_scale = loss_scale
-        self._scaler = StaticLossScale(loss_scale)
-        self.optimizer.custom_loss_scaler, self.optimizer.external_loss_scale = True, loss_scale
+        optimizer: Any = self._optimizer
+        former, self._scaler = self._scaler, StaticLossScale(self._scaler.scale)  # `min_loss_scale` is for dynamic ones
+        try:
+            optimizer.loss_scale = loss_scale
+        except Exception:
+            self._scaler = former
+            raise
+        optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, loss_scale
 
     def gradient_clipping(self) -> float:
         """Return the norm above which gradients are clipped: `optimizer.clip_grad`, which a script may change."""
-        own = getattr(self._optimizer, KIND, "basic") == "basic"  # then a `clip_grad` is that of the script's class
-        return self._config.gradient_clipping if own else float(self.optimizer.clip_grad)
+        optimizer: Any = self._optimizer  # not `self.optimizer`, in place of which scripts put a wrapper
+        own = getattr(optimizer, KIND, "basic") == "basic"  # then a `clip_grad` is that of the script's class
+        return self._config.gradient_clipping if own else float(optimizer.clip_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""

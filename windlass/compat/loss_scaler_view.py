@@ -71,23 +71,25 @@ class LossScalerView:
     """View of the engine's loss scale with DeepSpeed's attribute names. `cur_scale` can be set.
 
     Args:
-        scale: the engine's loss scale.
-        set_scale: replaces it, between two steps.
+        scale: the loss scale of the configuration.
+        optimizer: its `loss_scale` is the engine's, another one after `override_loss_scale`.
         progress: the engine's counters.
         section: section `fp16` of the configuration.
         scale_loss: multiplies a loss by the scale, and prepares the engine for its backward.
+        update_scale: updates the scale at the end of a step; True: after an overflow.
     """
 
     def __init__(
         self,
         scale: LossScale,
-        set_scale: Callable[[float], None],
+        optimizer: Any,
         progress: TrainingProgress,
         section: Fp16,
         scale_loss: Callable[[Any], Any],
+        update_scale: Callable[[bool], None],
     ) -> None:
-        self._scale, self._set_scale, self._progress = scale, set_scale, progress
-        self.scale_loss = scale_loss
+        self._scale, self._optimizer, self._progress = scale, optimizer, progress
+        self.scale_loss, self.update_scale = scale_loss, update_scale
         self.dynamic = scale.dynamic
         self.dynamic_loss_scale, self.use_grad_scaling = scale.dynamic, section.enabled
         self.scale_window, self.min_scale = section.loss_scale_window, section.min_loss_scale
@@ -96,25 +98,21 @@ class LossScalerView:
     @property
     def loss_scale(self) -> float:
         """Current scale."""
-        return self._scale.scale
+        return float(self._optimizer.loss_scale)
 
     @property
     def cur_scale(self) -> float:
         """Current scale; same as `loss_scale`."""
-        return self._scale.scale
+        return self.loss_scale
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        self._set_scale(scale)
+        self._optimizer.loss_scale = scale
 
     @property
     def cur_iter(self) -> int:
         """Number of steps so far, including skipped ones."""
         return self._progress.global_steps
-
-    def update_scale(self, overflow: bool) -> None:
-        """Update the scale, as `engine.step` does after each step."""
-        self._scale.update(overflow)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backpropagate a loss times the scale."""

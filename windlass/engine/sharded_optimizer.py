@@ -50,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Loss scale of the next backward. It can be set between two steps of an engine with `fp16`.
 
         Raises:
-            LossScalingError: set to a value that is out of range, without `fp16`, or in the middle of a step.
+            LossScalingError: set to another value that is out of range, without `fp16`, or in the middle of a step.
         """
         return self._get_loss_scale()
 

@@ -404,15 +404,19 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._nonfinite_locator.clear()
         self._optimizer.overflow = not outcome.applied
         self.progress.record_step(applied=outcome.applied)
-        scale = self._scaler.scale
         if not outcome.bad:
-            self._scaler.update(not outcome.applied, where)
-        self._follow_loss_scale(scale)
+            self._update_loss_scale(not outcome.applied, where)
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)
         self._reporter.record_step(self._sharded.transport.traffic)
         if outcome.flags[1] > 0:  # set if the save failed on any rank, so that all ranks raise at the same step
             self._async_save.finish()
+
+    def _update_loss_scale(self, overflow: bool, location: str = "") -> None:
+        """Update the loss scale at the end of a step, and the values that contain it."""
+        before = self._scaler.scale
+        self._scaler.update(overflow, location)
+        self._follow_loss_scale(before)
 
     def _follow_loss_scale(self, before: float) -> None:
         """Convert values that contain the loss scale, after it was `before`."""
@@ -422,7 +426,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def _set_loss_scale(self, scale: float) -> None:
         """Replace the loss scale, as a script asks by `optimizer.loss_scale = scale`, the same on every rank."""
-        if scale == self._scaler.scale:
+        if scale == self._scaler.scale:  # scripts that compute the scale set it in every micro-batch
             return
         if not self._config.fp16.enabled:
             raise LossScalingError(

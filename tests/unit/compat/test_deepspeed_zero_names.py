@@ -188,7 +188,8 @@ def test_dynamic_loss_scale_equals_deepspeed(
         scale = scale_of(made, zero=zero)
         assert isinstance(scale, DeepSpeedLossScale)
         progress = TrainingProgress(BatchSizes(1, 1, 1))
-        view = DynamicLossScalerView(scale, lambda value: None, progress, Fp16(), lambda loss: loss)
+        optimizer = type("", (), {"loss_scale": property(lambda self, scale=scale: scale.scale)})()
+        view = DynamicLossScalerView(scale, optimizer, progress, Fp16(), lambda loss: loss, scale.update)
         assert view.last_overflow_iter == -1 and view.raise_error_at_min_scale == zero
         steps, results = "gggggogogggoogggg", []
         for number, step in enumerate(steps, 1):
