@@ -373,6 +373,9 @@ def _compile_calls() -> None:
     net = nn.Linear(6, 1)  # the only block of its model
     engine = initialize(model=net, model_parameters=net.parameters(), config=_config(3))[0]
     own = net.forward = partial(nn.Linear.forward, net)
+    with pytest.raises(Exception, match="unknown"):
+        engine.compile(backend="unknown")
+    assert not engine.is_compiled and net.forward is own
     engine.compile(backend="eager", compile_kwargs={"backend": "unknown"})
     compiled = net.forward
     assert engine.is_compiled and compiled is not own

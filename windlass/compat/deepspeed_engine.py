@@ -640,8 +640,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         if "backend" in (compile_kwargs or {}):
             logger.warning("engine.compile uses backend %r, not that of compile_kwargs; pass it as backend", backend)
         for module in self._sharded.compile_safe():
+            compiled = torch.compile(module.forward, **options)  # raises for an unknown backend or option
             self._compiled.append((module, module.__dict__.get("forward")))
-            module.forward = torch.compile(module.forward, **options)
+            module.forward = compiled
 
     def destroy(self) -> None:
         """Destroy the engine like `Engine.destroy`, undo `compile`, and close the monitor."""
