@@ -684,13 +684,16 @@ def test_script_creates_expert_groups() -> None:
 def _activation_option_of_a_script() -> None:
     from windlass.compat import activation_names
     from windlass.compat.deepspeed_initialize import initialize
+    from windlass.parallel.activation_checkpoint_api import set_options
 
+    set_options(None)  # the process of a rank may have run other tests
     activation_names.partition_activations_in_checkpoint(True)
     model, config = nn.Linear(6, 6), _config(1, activation_checkpointing={"profile": True})
     engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     assert activation_names.PARTITION_ACTIVATIONS and not activation_names.PROFILE_TIME
     assert not activation_names.is_configured(), "a script that asks still passes its mpu to configure"
     engine.destroy()
+    set_options(None)
 
 
 def test_an_activation_option_that_a_script_sets_stays() -> None:
