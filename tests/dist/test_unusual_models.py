@@ -350,8 +350,12 @@ class Collecting(nn.Module):
         return out
 
 
-def collected(stage: int) -> tuple[int, int, bool, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sizes of the caller's containers, whether they keep a leaf, its gradient, and the parameters."""
+def collected(stage: int, copies: bool) -> tuple[int, int, bool, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the sizes of the caller's containers, whether they keep a leaf, its gradient, and the parameters.
+
+    Args:
+        copies: A hook of the script gives the first block copies of its arguments.
+    """
     import windlass
 
     torch.manual_seed(0)
@@ -367,9 +371,11 @@ def collected(stage: int) -> tuple[int, int, bool, torch.Tensor, dict[str, torch
         return sum(losses)  # type: ignore[return-value]
 
     model.forward = forward  # type: ignore[method-assign]
+    if copies:
+        model["layers"][0].register_forward_pre_hook(lambda _, args: ([*args[0]], args[1]))
     if stage:
-        setting = Setting(stage=stage, persistence=0)
-        engine = windlass.initialize(model=model, config=ds_config(Recipe(optimizer_params=SGD), setting))[0]
+        config = ds_config(Recipe(optimizer_params=SGD, clipping=0.0), Setting(stage=stage, persistence=0))
+        engine = windlass.initialize(model=model, config=config)[0]
         engine.backward(engine())
         engine.step()
         parameters = whole_params(engine.module)
@@ -383,8 +389,9 @@ def collected(stage: int) -> tuple[int, int, bool, torch.Tensor, dict[str, torch
     return len(losses), len(seen), states[0] is x, x.grad, parameters
 
 
-def test_a_block_changes_lists_and_dicts_of_the_caller() -> None:
-    expected = collected(0)
-    for result in run_ranks(collected, 2, 3, transport="gloo"):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_block_changes_lists_and_dicts_of_the_caller(copies: bool) -> None:
+    expected = collected(0, copies)
+    for result in run_ranks(collected, 2, 3, copies, transport="gloo"):
         assert result[:3] == expected[:3] == (3, 3, True)
         torch.testing.assert_close(result[3:], expected[3:])

@@ -64,6 +64,10 @@ def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor], *, in_
         value = list(value) if isinstance(value, list) else dict(value)
     for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
         new = replace_tensors(item, replacements, in_place=in_place)
-        if new is not item:
+        if new is item:
+            continue
+        if isinstance(value, list):
+            list.__setitem__(value, key, new)  # a subclass may refuse changes by its own `__setitem__`
+        else:
             value[key] = new
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -66,3 +67,17 @@ def test_replace_in_place_keeps_lists_and_dicts() -> None:
     new = replace_tensors(value, {id(a): b}, in_place=True)
     assert new is value and value[0]["l"] is inner and inner == [b, 1]
     assert value[0]["t"][0] is b and value[0]["t"][1] is kept is value[0]["kept"]
+
+
+class Frozen(list):  # type: ignore[type-arg]
+    """List that refuses changes, like the `immutable_list` of torch.fx."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("immutable")
+
+
+def test_replace_in_place_changes_lists_that_refuse_changes() -> None:
+    a, b = torch.zeros(1), torch.ones(1)
+    given = Frozen([a, 1])
+    assert replace_tensors(given, {id(a): b}, in_place=True) is given and given[0] is b
+    assert replace_tensors(given, {id(b): a}) == [a, 1] and given[0] is b

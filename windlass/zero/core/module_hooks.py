@@ -138,8 +138,9 @@ def register_block_hooks(
         call = runtime.post_forward(block, output)
         if call is not None and call.leaves:
             old = {id(through): leaf for through, leaf in call.leaves}
-            args, kwargs = replace_tensors((args, kwargs), old, in_place=True)
-            call.leaves = []
+            # A hook of the script may have given the module copies of the caller's containers.
+            args, kwargs, _ = replace_tensors((args, kwargs, call.given), old, in_place=True)
+            call.leaves, call.given = [], None
         if call is not None and torch.is_grad_enabled():
             _hook_outputs(output, (args, kwargs), block, runtime, call)
 
@@ -174,7 +175,7 @@ def _hook_inputs(
         return None
     passed = _Boundary.apply(exit_backward, *leaves)
     new = {id(old): through for old, through in zip(leaves, passed, strict=True)}
-    call.leaves = list(zip(passed, leaves, strict=True))
+    call.leaves, call.given = list(zip(passed, leaves, strict=True)), (args, kwargs)
     # In place, because the block may add to the caller's lists and dicts.
     return replace_tensors(args, new, in_place=True), replace_tensors(kwargs, new, in_place=True)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,6 +30,7 @@ class BlockCall:
     units: list[Unit] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
     leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # inputs in place of leaves, leaves
+    given: Any = None  # arguments of the call, if they have leaves
     range_token: int | None = None  # range of its forward in a profile
 
 
