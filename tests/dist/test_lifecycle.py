@@ -125,6 +125,7 @@ def failing_whole_update(stage: int, cause: str) -> list[str]:
             received.append("")
         except Exception as error:
             received.append(f"{type(error).__name__}: {error}")
+        assert all(owned.tensor.grad is None for owned in engine._sharded.update.owned), "gradients take memory"
     engine.destroy()
     return received
 

@@ -194,6 +194,7 @@ class WholeParameterUpdate(OrdinaryUpdate):
             self._return(todo, values)
             for owned in todo:  # free the full values before the next batch
                 owned.tensor.data = owned.tensor.data.new_empty(0)
+                owned.tensor.grad = None  # left by a step that raised
             yield batch
         session.end(None if self._whole else self._dp_groups[0].group, failed)
 
