@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.dist.equivalence_runs import whole_params
 from tests.dist.harness import run_ranks
+from windlass.zero.core.gradient_reducer import GradientReducer
 
 STEPS = 4
 SETTINGS: dict[str, tuple[int, bool, bool | str]] = {  # stage, contiguous_gradients, who drops after the error
@@ -19,6 +22,7 @@ SETTINGS: dict[str, tuple[int, bool, bool | str]] = {  # stage, contiguous_gradi
     "gradients in .grad stay": (0, False, False),
     "gradients in .grad, dropped by the engine": (1, False, "engine"),
     "sharded gradients": (2, True, True),
+    "sharded gradients, dropped by the engine": (2, True, "engine"),
     "sharded parameters": (3, True, True),
     "sharded parameters, gradients stay": (3, True, False),
 }
@@ -86,7 +90,8 @@ def trained(stage: int, contiguous: bool, drops: bool | str, forward_again: bool
                 engine.backward(loss)
             Failing.fails = False
             if drops == "engine":
-                engine._sharded.drop_gradients()
+                with patch.object(GradientReducer, "_copy_unreduced", side_effect=torch.OutOfMemoryError):
+                    engine._sharded.drop_gradients()
             elif drops:
                 engine.zero_grad()
             loss = engine(_batch(step, 1, rank)) if forward_again else again
@@ -126,3 +131,50 @@ def test_training_continues_after_a_backward_that_raised(setting: str, forward_a
         for name, value in expected.items():
             torch.testing.assert_close(result[name], value)
         assert live == 0
+
+
+def stepped_after_an_error(contiguous: bool, reads: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters after a step, in the DeepSpeed layer, whose second micro-batch had a failed backward, and
+    with `reads` the gradients before the step.
+    """
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.zero import full_grad
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 0, "contiguous_gradients": contiguous},
+    }
+    engine = initialize(model=Chain(), config=config)[0]
+    grads: dict[str, Tensor] = {}
+    for micro in range(2):
+        loss = engine(_batch(0, micro, dist.get_rank()))
+        Failing.fails = micro == 1
+        with pytest.raises(torch.OutOfMemoryError) if Failing.fails else nullcontext():
+            engine.backward(loss)
+        Failing.fails = False
+        if micro and reads:
+            grads = {name: full_grad(parameter).clone() for name, parameter in engine.module.named_parameters()}
+        engine.step()
+    result = whole_params(engine.module)
+    engine.destroy()
+    return result, grads
+
+
+@pytest.mark.parametrize(("contiguous", "reads"), [(True, False), (False, False), (False, True)])
+def test_a_step_after_a_backward_that_raised_uses_all_gradients_that_arrived(contiguous: bool, reads: bool) -> None:
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for micro in range(2):
+        for rank in range(2):
+            Failing.fails = micro == 1
+            with pytest.raises(torch.OutOfMemoryError) if Failing.fails else nullcontext():
+                (model(_batch(0, micro, rank)) / 4).backward()
+            Failing.fails = False
+    optimizer.step()
+    for result, grads in run_ranks(stepped_after_an_error, 2, contiguous, reads):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(result[name], parameter.detach())
+            assert not reads or parameter.grad is not None
+            torch.testing.assert_close(grads.get(name), parameter.grad if reads else None)

@@ -437,6 +437,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
 
         DeepSpeed's stage 0 steps with the contents of `.grad`. Collective if a script assigned any.
         """
+        self._sharded.runtime.end_failed_backwards()  # what they left in `.grad` is not assigned by the script
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         given = [(parameter, gradient) for parameter in trained if (gradient := raw_grad(parameter)) is not None]
         if not given:

@@ -76,6 +76,7 @@ def has_pending_gradients(model: ShardedModel) -> bool:
 
     Gradients that stay after a step do not count.
     """
+    model.runtime.end_failed_backwards()  # the gradients of a backward that raised count
     return any((slot.has_reduced and not slot.unit.unstepped) or slot.written for slot in model.slots)
 
 

@@ -615,7 +615,7 @@ class ShardedModel:
         Args:
             keeps_unstepped: See `GradientReducer.reset`.
         """
-        self.runtime.end_failed_backwards()  # its gradients are dropped too
+        # First those of a backward that raised: its end would copy them, although memory may be short.
         self.reducer.reset(keeps_unstepped=keeps_unstepped)
         self.agreement.forget()
         self.runtime.reshard_all()

@@ -75,6 +75,7 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     model, slot = place.model, place.model.slots[number]
     alone = is_expert_only(place)
+    model.runtime.end_failed_backwards()
     model.scheduler.sync(SyncPoint.GRADIENT_READ, experts_only=alone)
     model.reducer.finish()
     group = place.unit.dp_group.mesh.data if alone else model.mesh.dense.data

@@ -385,11 +385,15 @@ class GradientReducer:
             slot.dropped.clear()
         self.finish()
         for slot in ended:
+            # Gradients of a backward that raised are still in `.grad`.
+            for index in slot.arrived if not self._contiguous else ():
+                put_grad(slot.unit.parameters[index], None)
             slot.written.clear()
             slot.used.clear()
             slot.arrived.clear()
             self._forget_unreduced(slot)
             self._forget_reduced(slot)
+        self._touched = any(slot.arrived for slot in self.slots)
         self.backward_count = self.history_hash = 0
         self.dropped_names = []
 
