@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -734,6 +735,32 @@ def refused_steps(stage: int) -> list[tuple[str, float, float]]:
         results.append((text, change(engine), expected))
         engine.destroy()
     return results
+
+
+def refused_on_one_rank() -> list[str]:
+    """Return the errors of steps of which rank 1 alone refuses the first."""
+    import windlass
+
+    engine = windlass.initialize(model=nn.Linear(2, 2), config=ds_config(Recipe(), Setting(stage=1)))[0]
+    errors = []
+    for step in range(4 if dist.get_rank() else 3):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        fails = dist.get_rank() == 1 and step == 0
+        broken = patch("windlass.engine.training_engine.check_no_lost_gradients", side_effect=ModelError("lost"))
+        try:
+            with broken if fails else nullcontext():
+                engine.step()
+            errors.append("")
+        except ModelError as error:
+            errors.append(str(error))
+    engine.destroy()
+    return errors
+
+
+def test_a_step_that_raises_on_one_rank_is_named_on_all() -> None:
+    first, second = run_ranks(refused_on_one_rank, 2)
+    assert second[0] == "lost" and first == second[1:] and first[1:] == ["", ""]
+    assert "a step() that raised on some ranks only" in first[0]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

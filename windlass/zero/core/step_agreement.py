@@ -102,9 +102,15 @@ class StepAgreement:
         """Raise because the data ranks diverged. Collective over the data ranks, which all have this status.
 
         Raises:
-            ModelError: ranks dropped gradients that other ranks kept.
+            ModelError: ranks dropped gradients that other ranks kept, alone or with a step that raised.
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
+        if not any(drops):
+            raise ModelError(
+                "ranks have different gradients in this step, as after a step() that raised on some ranks only and "
+                "dropped the gradients there: raise or catch such an error on all ranks. This step was skipped and all "
+                "its gradients are dropped"
+            )
         dropped_text = "; ".join(
             f"rank {rank} dropped {f'{len(local)} gradients, {local[0]!r} first' if local else 'none'}"
             for rank, local in zip(ranks, drops, strict=True)
