@@ -25,7 +25,6 @@ from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
-from windlass.parallel.experts import RouterBias
 from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 
@@ -59,7 +58,6 @@ class EngineParts:
     _observers: list[EngineObserver]
     _reporter: EngineReporter
     _failed_call_barrier: FailedCallBarrier
-    _router_balances: list[RouterBias]
     _grad_norm: float | None
     _loss_weight: float
     _loss_is_scaled: bool
@@ -117,6 +115,14 @@ class EngineParts:
 
     def _step_lr_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
         """Step the learning-rate scheduler after an applied step, with the arguments of `step(lr_kwargs=...)`."""
+        raise NotImplementedError
+
+    def _update_loss_scale(self, overflow: bool, location: str = "") -> None:
+        """Update the loss scale at the end of a step, and the values that contain it."""
+        raise NotImplementedError
+
+    def _drop_token_counts(self) -> None:
+        """Drop the token counts of router biases, so that tokens of dropped micro-batches do not move the biases."""
         raise NotImplementedError
 
     def _checkpoint_metadata(self) -> dict[str, Any]:

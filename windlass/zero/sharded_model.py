@@ -858,7 +858,8 @@ class ShardedModel:
             failed = self.disk_health.update_error = error
             # Without sharded states all ranks update the same elements. The others may have succeeded, so the replicas
             # may differ although this rank changed nothing.
-            has_begun = self.update.has_stepped or (self.update.reduces_itself and bool(updated))
+            # An update of whole parameters raises at its end, after all batches.
+            has_begun = self.update.has_stepped if self.update.needs_whole_parameters else bool(updated)
             self.disk_health.update_changed_nothing = not has_begun and bool(
                 self.policy.state or self.mesh.world.size == 1
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ class PlannedTransfers(StageTransfers):
 
     def __init__(self, axis: MeshAxis, device: torch.device, passed: Any) -> None:
         super().__init__(axis, device)
-        self._layout = pack_message(passed)[0]
+        layout = pack_message(passed)[0]
+        self._layout = replace(layout, skeleton=pickle.dumps(layout.skeleton))
 
     def _start(self, tensors: list[torch.Tensor], stage: int, tag: int, *, sends: bool) -> list[Any]:
         return []

@@ -99,7 +99,7 @@ def sync_rng_states(axis: MeshAxis) -> None:
     places = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     generators = [get_default_generator(torch.device(place)) for place in places]
     own = [generator.get_state().numpy().tobytes() for generator in generators]
-    states = axis.all_gather_object(own if axis.index == 0 else None)[0]
+    states = axis.all_gather_object(own)[0]
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 

@@ -34,8 +34,8 @@ class DiskHealth:
     Attributes:
         loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks.
         update_error: Exception of a partial update on this rank, until all ranks have received it.
-        update_changed_nothing: The update of `update_error` raised before it called the optimizer. Training continues
-            if this is so on all ranks.
+        update_changed_nothing: The update of `update_error` raised before any part of it was complete. Training
+            continues if this is so on all ranks.
         frozen_are_intact: With a `loss_reason`: parameters that are not trained have kept their values.
     """
 

@@ -282,7 +282,6 @@ class ElementwiseUpdate(OrdinaryUpdate):
             inner.low_precision_copies = self._lowered  # type: ignore[attr-defined]
         try:
             for part in self._parts(inner, chosen):
-                self.has_stepped = True
                 session.step(inner, part)
         finally:  # also after an error: the next batch sets its own divisor and copies, or none
             for name in ("grad_scale", "found_inf", "low_precision_copies", "page_sums"):

@@ -65,8 +65,8 @@ class Update(Protocol):
         steps_whole_units: a chunk is a whole unit's span; read before the update is constructed.
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
         state_offload: the tiers of master weights and states. Its `states` are the states of this update.
-        has_stepped: the running step has called the optimizer on this rank, so weights or states may have changed, even
-            if the call raised. The parts of an update that reduce gradients themselves do not set it.
+        has_stepped: the running step has called the optimizer of whole parameters on this rank, so weights or states
+            may have changed, even if the call raised. Other updates do not set it.
     """
 
     needs_whole_parameters: ClassVar[bool]
