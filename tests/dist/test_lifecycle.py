@@ -41,6 +41,16 @@ def test_all_ranks_start_from_rank_0(name: str, stage: int) -> None:
             assert torch.equal(result["buffers"][key], value), key
 
 
+def train_once(engine: Any, subject: Any, step: int) -> str:
+    """Train a step, and return the error that it raised; empty if none."""
+    try:
+        subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
+        engine.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def failing_update(settings: list[Setting]) -> list[list[str]]:
     """Return the errors of four steps on a rank, with rank 1's optimizer raising in the second."""
     import windlass
@@ -61,15 +71,7 @@ def failing_update(settings: list[Setting]) -> list[list[str]]:
         config = ds_config(Recipe(), setting)
         config.pop("optimizer", None)
         engine = windlass.initialize(model=model, optimizer=optimizer, config=config)[0]
-        received = []
-        for step in range(4):
-            try:
-                subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
-                engine.step()
-                received.append("")
-            except Exception as error:
-                received.append(f"{type(error).__name__}: {error}")
-        results.append(received)
+        results.append([train_once(engine, subject, step) for step in range(4)])
         engine.destroy()
     return results
 
@@ -118,12 +120,7 @@ def failing_whole_update(stage: int, cause: str) -> list[str]:
     if "hook" in cause:
         optimizer.register_step_pre_hook(unwell)
     for step in range(4):
-        try:
-            subject.train(engine, subject.batch(Place(step, 0, dist.get_rank())), engine.backward)
-            engine.step()
-            received.append("")
-        except Exception as error:
-            received.append(f"{type(error).__name__}: {error}")
+        received.append(train_once(engine, subject, step))
         assert all(owned.tensor.grad is None for owned in engine._sharded.update.owned), "gradients take memory"
     engine.destroy()
     return received
