@@ -707,15 +707,20 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def assert_a_failure_is_named(job: Job, cause: str) -> None:
+    """Check that the failure of a job's only server reaches its worker and its caller."""
+    job.start_servers()
+    model, worker = job.worker(0)
+    with pytest.raises(CommunicationError, match=f"server 0 .* failed: RuntimeError: {cause}"):
+        train_once(model, worker, 0)
+    with pytest.raises(RuntimeError, match=cause):
+        job.finish()
+
+
 def test_a_failed_update_ends_the_server_and_names_the_cause() -> None:
     """Adam takes no sparse gradients. The worker raises instead of waiting for an answer."""
     job = Job(Bag, adam, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
-    job.start_servers()
-    model, worker = job.worker(0)
-    with pytest.raises(CommunicationError, match="server 0 .* failed: RuntimeError: Adam does not support sparse"):
-        train_once(model, worker, 0)
-    with pytest.raises(RuntimeError, match="Adam does not support sparse"):
-        job.finish()
+    assert_a_failure_is_named(job, "Adam does not support sparse")
 
 
 def test_a_failed_update_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,12 +733,7 @@ def test_a_failed_update_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ServerShard, "update", fail)
     job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
-    job.start_servers()
-    model, worker = job.worker(0)
-    with pytest.raises(CommunicationError, match="server 0 .* failed: RuntimeError: no such step"):
-        train_once(model, worker, 0)
-    with pytest.raises(RuntimeError, match="no such step"):
-        job.finish()
+    assert_a_failure_is_named(job, "no such step")
     assert len(tries) == 1
 
 
@@ -748,12 +748,7 @@ def test_the_worker_of_a_failed_update_gets_the_cause_before_the_server_ends(mon
     monkeypatch.setattr(ServerShard, "update", fail)
     monkeypatch.setattr("windlass.parameter_server.server.send_problem", send_later)
     job = Job(mlp, sgd, ParameterServerSettings(reconnect_seconds=0.1), servers=1, workers=1)
-    job.start_servers()
-    model, worker = job.worker(0)
-    with pytest.raises(CommunicationError, match="server 0 .* failed: RuntimeError: no such step"):
-        train_once(model, worker, 0)
-    with pytest.raises(RuntimeError, match="no such step"):
-        job.finish()
+    assert_a_failure_is_named(job, "no such step")
 
 
 class NarrowTables(nn.Module):
