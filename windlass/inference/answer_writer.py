@@ -139,6 +139,9 @@ class AnswerWriter:
         """Update the answer's text; return True if it has reached a stop text."""
         assert sequence.detokenizer is not None
         params, output, text = sequence.request.params, sequence.output, sequence.detokenizer.text
+        if not params.stop:
+            output.text = text
+            return False
         stops = params.stops if len(output.token_ids) >= params.min_tokens else ()
         found = find_stop(text, len(new), stops) if new else None
         if found is None:

@@ -114,7 +114,7 @@ class GenerationRequest:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.output.finished() for sequence in self.sequences)
+        return None not in [sequence.output.finish_reason for sequence in self.sequences]
 
     def to_output(self) -> RequestOutput:
         """Return a copy of the current state; with `best_of`, the best `n` candidates once all have finished."""

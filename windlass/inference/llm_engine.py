@@ -340,9 +340,10 @@ class LLMEngine:
     def _take_outputs(self) -> list[RequestOutput]:
         outputs = []
         for request in self._answers.changed.values():
-            if request.finished:
+            finished = request.finished
+            if finished:
                 self._forget(request)
-            if request.finished or request.streams:
+            if finished or request.streams:
                 outputs.append(request.to_output())
         self._answers.changed = {}
         return outputs

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -127,8 +128,7 @@ class SequenceSampler:
         return torch.tensor(list(self._counts), dtype=torch.long, device=logits.device)
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """Token of a sequence, with the log-probabilities that its request asked for.
 
     Attributes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from windlass.inference.step_cost import StepCost
 
@@ -39,8 +39,7 @@ class ServiceLevel:
     tokens_per_second: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSnapshot:
+class SequenceSnapshot(NamedTuple):
     """Facts about a sequence that the scheduler needs.
 
     Attributes:

@@ -20,6 +20,7 @@ from windlass.serving.request_counter import RequestCounter
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+_to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder in each call
 
 
 def encode_event(data: Any, name: str | None = None) -> bytes:
@@ -30,7 +31,7 @@ def encode_event(data: Any, name: str | None = None) -> bytes:
     Args:
         name: type of the event; None: it has none.
     """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = _to_json(data)
     head = f"event: {name}\n" if name is not None else ""
     return f"{head}data: {text}\n\n".encode("ascii")
 
