@@ -178,8 +178,8 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         sources: files and directories that are read.
 
     Raises:
-        ModelError: the directory exists and is not replaced, or holds something else than a model, or is or contains a
-            source.
+        ModelError: the directory exists and is not replaced, or holds something else than the files of a model, or is or
+            contains a source.
     """
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; choose a directory")
@@ -194,6 +194,12 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         raise ModelError(  # a home directory, a folder of texts
             f"{target} holds something else than a model: it has no config.json, and overwriting would delete all of "
             "it; choose another directory, or delete it yourself"
+        )
+    folders = sorted(path.name for path in target.iterdir() if path.is_dir()) if target.exists() else []
+    if folders:
+        raise ModelError(  # the output of a training, with its checkpoints
+            f"{target} holds the folder {folders[0]}, which is no part of a model and would be deleted; choose another "
+            "directory, or delete it yourself"
         )
 
 
