@@ -89,6 +89,25 @@ def test_bytes_that_are_no_character_end_as_replacements(name: str) -> None:
     assert detokenizer.finish().startswith("\N{REPLACEMENT CHARACTER}")
 
 
+@pytest.mark.parametrize("method", ["decode", "_decode"])
+def test_tokens_become_text_by_the_tokenizers_own_decode(method: str) -> None:
+    """A client's tokenizer can change the text of tokens."""
+    tokenizer = byte_level_tokenizer()
+
+    class Upper(type(tokenizer)):  # type: ignore[misc]
+        pass
+
+    def decode(self: Any, *args: Any, **options: Any) -> str:
+        return str(getattr(super(Upper, self), method)(*args, **options)).upper()
+
+    setattr(Upper, method, decode)
+    tokenizer.__class__ = Upper
+    detokenizer = Detokenizer(tokenizer, [])
+    for token in tokenizer("the quick", add_special_tokens=False).input_ids:
+        detokenizer.append(token)
+    assert detokenizer.text == "THE QUICK"
+
+
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 def test_stop_texts_across_tokens_are_never_shown_in_part(name: str, include: bool) -> None:
