@@ -178,8 +178,8 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
         sources: files and directories that are read.
 
     Raises:
-        ModelError: the directory exists and is not replaced, or holds something else than the files of a model, or is or
-            contains a source.
+        ModelError: the directory exists and is not replaced, or holds something else than the files of a model, or is
+            or contains a source.
     """
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; choose a directory")
