@@ -283,7 +283,7 @@ def test_a_target_that_holds_the_model_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "letter.txt").is_file()
     (tmp_path / "run" / "checkpoint-500").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="run holds the folder checkpoint-500, which is no part of a model"):
+    with pytest.raises(ModelError, match="run holds the folder checkpoint-500, which is not part of a model"):
         write_packed_directory(tmp_path / "models" / "wide", tmp_path / "run", "int8", overwrite=True)
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from windlass.inference.block_manager import BlockManager
 from windlass.inference.engine_options import EngineOptions
@@ -154,7 +155,7 @@ class SequenceTable:
             blocks = self.running[snapshot.sequence_id].blocks
             holders.update(blocks)
             freed = sum(holders[block] == self.blocks.references(block) for block in blocks)
-            counted.append(snapshot._replace(num_freed=freed))
+            counted.append(replace(snapshot, num_freed=freed))
         return counted
 
     def _snapshot_one(self, sequence: GenerationSequence) -> SequenceSnapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -63,8 +64,8 @@ def test_every_plan_can_be_carried_out(
     gap: float | None,
     now: float,
 ) -> None:
-    running = [s._replace(sequence_id=i, arrival=float(i)) for i, s in enumerate(running)]
-    waiting = [s._replace(sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
+    running = [replace(s, sequence_id=i, arrival=float(i)) for i, s in enumerate(running)]
+    waiting = [replace(s, sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
     total = free + sum(s.num_blocks for s in running)
     limits = SchedulerLimits(policy, budget, 16, BLOCK, total, gap)  # type: ignore[arg-type]
     waiting = [s for s in waiting if blocks(s.num_known + 1) <= total]
@@ -107,10 +108,10 @@ def test_every_plan_can_be_carried_out(
 def test_only_a_request_that_then_runs_preempts_others(
     states: list[tuple[SequenceSnapshot, int]], waiting: list[SequenceSnapshot], spare: int, places: int, policy: str
 ) -> None:
-    running = [s._replace(sequence_id=i, arrival=float(i), priority=priority) for i, (s, priority) in enumerate(states)]
-    running = [s._replace(num_known=s.num_known - s.num_drafts, num_drafts=0) for s in running]
-    running = [s._replace(num_freed=s.num_blocks // (1 + s.sequence_id % 3)) for s in running]  # others are shared
-    waiting = [s._replace(sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
+    running = [replace(s, sequence_id=i, arrival=float(i), priority=priority) for i, (s, priority) in enumerate(states)]
+    running = [replace(s, num_known=s.num_known - s.num_drafts, num_drafts=0) for s in running]
+    running = [replace(s, num_freed=s.num_blocks // (1 + s.sequence_id % 3)) for s in running]  # others are shared
+    waiting = [replace(s, sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
     free = len(running) + spare  # decodes need no preemption
     total = free + sum(s.num_blocks for s in running)
     limits = SchedulerLimits(policy, 256, max(places, len(running)), BLOCK, total)  # type: ignore[arg-type]
@@ -154,11 +155,11 @@ class Simulation:
         )
         for number in plan.preempted:
             old = self.running.pop(number)
-            self.waiting[number] = old._replace(num_computed=0, num_blocks=0, num_freed=0)
+            self.waiting[number] = replace(old, num_computed=0, num_blocks=0, num_freed=0)
         for number in plan.admitted:
             new = self.waiting.pop(number)
             held = blocks(new.num_known)
-            self.running[number] = new._replace(num_blocks=held, num_freed=held)
+            self.running[number] = replace(new, num_blocks=held, num_freed=held)
         states = [(self.running[n], tokens) for n, tokens in plan.num_tokens.items()]
         cached = sum(s.num_computed for s, _ in states if s.is_decode)
         pairs = sum(tokens * (s.num_computed + tokens / 2) for s, tokens in states if not s.is_decode)
@@ -167,13 +168,13 @@ class Simulation:
             s = self.running[number]
             computed = s.num_computed + tokens
             held = max(blocks(computed), s.num_blocks)
-            s = s._replace(num_computed=computed, num_blocks=held, num_freed=held)
+            s = replace(s, num_computed=computed, num_blocks=held, num_freed=held)
             if computed == s.num_known:
                 self.first.setdefault(number, self.now)
                 if number in self._last:
                     self.gaps.append(self.now - self._last[number])
                 self._last[number] = self.now
-                s = s._replace(num_known=s.num_known + 1, has_answered=True)
+                s = replace(s, num_known=s.num_known + 1, has_answered=True)
             self.running[number] = s
             if s.num_known - self.prompt[number] >= self.answer[number]:
                 self.done[number] = self.now
