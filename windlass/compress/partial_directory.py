@@ -198,8 +198,8 @@ def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool
     folders = sorted(path.name for path in target.iterdir() if path.is_dir()) if target.exists() else []
     if folders:
         raise ModelError(  # the output of a training, with its checkpoints
-            f"{target} holds the folder {folders[0]}, which is not part of a model and would be deleted; choose another "
-            "directory, or delete it yourself"
+            f"{target} holds the folder {folders[0]}, which is not part of a model and would be deleted; choose "
+            "another directory, or delete it yourself"
         )
 
 
