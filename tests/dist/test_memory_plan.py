@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import windlass
 from tests.causal_models import build
@@ -131,6 +133,44 @@ def of_stages(stage: int, pipeline: dict[str, Any]) -> tuple[dict[str, int], dic
     engine.destroy()
     assert trace.peak("forward") > 0 and trace.peak("backward") > 0
     return {kind: planned.get(kind, 0) for kind in real}, real
+
+
+OWN_RULES = [
+    ("OneBitAdam", {"freeze_step": 1}, 2),
+    ("Muon", {}, 1),
+]
+
+
+def of_own_rules() -> list[tuple[str, dict[str, int], dict[str, int]]]:
+    """Return the predicted and the real bytes of slots under optimizers with per-rank states or of whole parameters."""
+    found = []
+    for name, params, stage in OWN_RULES:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": name, "params": {"lr": 1e-3, **params}},
+            "zero_optimization": {"stage": stage},
+        }
+        build_layers = partial(nn.Sequential, nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 32))
+        layout = plan_layout(build_layers(), load_config(config), 2, Target(), rank=dist.get_rank())
+        planned = MemoryPlanner(build_layers(), load_config(config), layout, ActivationTrace()).slot_bytes()
+        engine = windlass.initialize(model=build_layers(), config=config)[0]
+        for _ in range(2):  # the second step of OneBitAdam is a compressed one
+            engine.backward(engine(torch.ones(1, 16)).square().sum())
+            engine.step()
+        real: dict[str, int] = {}
+        for (slot, _), nbytes in engine.report()["slots"].items():
+            kind = "per-rank states" if slot in layout.states.rank_keys else SLOTS.get(slot, "optimizer states")
+            real[kind] = real.get(kind, 0) + nbytes
+        engine.destroy()
+        found.append((name, {kind: planned.get(kind, 0) for kind in real}, real))
+    return found
+
+
+def test_states_of_each_rank_and_of_whole_parameters_are_exact() -> None:
+    for by_optimizer in run_ranks(of_own_rules, 2):
+        for name, planned, real in by_optimizer:
+            assert planned == real, name
+            assert ("per-rank states" in real) == (name != "Muon")
 
 
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "gpipe"}])

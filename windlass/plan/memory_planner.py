@@ -141,7 +141,11 @@ class MemoryPlanner:
         if not unit.trainable:
             return
         if settings.policy.grad:
-            yield self._place(layout.gradient_tier(unit)), "gradients", span * self._accumulate
+            of_shard = "gradients"
+            if layout.states.reduces_itself:  # compressed steps keep whole gradients beside the reduced shard
+                yield self._device, "gradients", unit.layout.padded * self._accumulate
+                of_shard = "gradients of averaged steps"
+            yield self._place(layout.gradient_tier(unit)), of_shard, span * self._accumulate
             if settings.delayed_update:
                 yield self._place(layout.gradient_tier(unit)), "gradients of a delayed update", span * self._accumulate
         else:
@@ -153,7 +157,9 @@ class MemoryPlanner:
         if settings.delayed_update:
             yield HOST, "parameters of a delayed update", span * unit.dtype.itemsize
         # States have no padding.
-        yield state_place, "optimizer states", sum(piece.numel for piece in unit.pieces()) * layout.state_bytes
+        yield state_place, "optimizer states", sum(layout.state_tensors(unit, unit.pieces()))
+        rank_states = sum(unit.layout.numels) * torch.float32.itemsize * len(layout.states.rank_keys)
+        yield self._device, "per-rank states", rank_states
 
     def _built_bytes(self, total: int) -> int:
         """Return the bytes of a model of `total` bytes before it is sharded."""
@@ -329,11 +335,10 @@ class MemoryPlanner:
     def _state_blocks(self) -> Iterator[int]:
         """Yield the bytes of each optimizer state in memory, which the first step creates."""
         layout = self._layout
-        itemsize = (layout.settings.state_dtype or layout.settings.master_dtype or torch.float32).itemsize
-        for chunk in make_chunks(layout.slots, layout.batch_numel):
+        limit = 1 << 62 if layout.states.steps_whole else layout.batch_numel
+        for chunk in make_chunks(layout.slots, limit):
             if chunk.tier is not Tier.NVME:
-                for piece in chunk.pieces():
-                    yield from [piece.numel * itemsize] * (layout.state_bytes // itemsize)
+                yield from layout.state_tensors(chunk.unit, chunk.pieces())
 
 
 def unsharded_bytes(layout: PlannedLayout, trace: ActivationTrace) -> list[int]:
@@ -421,7 +426,7 @@ class _UnshardedRun:
         )
 
 
-_HEAP_KINDS = ("activations", "temporary tensors", "optimizer states", "reduction")
+_HEAP_KINDS = ("activations", "temporary tensors", "optimizer states", "per-rank states", "reduction")
 
 
 def _on_the_heap(amounts: Amounts) -> int:

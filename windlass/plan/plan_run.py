@@ -206,6 +206,16 @@ def plan_notes(config: Config, run: RunShape, layout: PlannedLayout) -> list[str
     notes = []
     if config.optimizer is None:
         notes.append("the configuration has no optimizer: states of Adam, 8 bytes an element, are assumed")
+    elif layout.states.are_assumed:
+        notes.append(f"{layout.states.name} has an update of its own: 8 bytes of states an element are assumed")
+    if layout.states.rank_keys:
+        keys = ", ".join(layout.states.rank_keys)
+        notes.append(
+            f"{layout.states.name}: the table counts {keys} on each rank, which begin with the first step that takes "
+            "local gradients; the messages of such a step are not counted"
+        )
+    if layout.states.steps_whole:
+        notes.append(f"{layout.states.name}: the whole parameters of a step are not counted")
     if run.target.has_own_memory:
         notes.append("not counted: the CUDA context, memory of NCCL, workspaces of cuBLAS and fragmentation")
     else:

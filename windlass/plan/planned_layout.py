@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -20,9 +21,9 @@ from windlass.config import Config
 from windlass.engine.parallelize import apply_memory_savings, partition_axes
 from windlass.engine.sharded_model_builder import build_settings, planned_placements, policy_of, staging_bytes
 from windlass.engine.tier_planning import planned_dp_groups, sizes_of_units, step_traffic, with_placement
-from windlass.optim.elementwise_optimizers import measure_state_bytes
-from windlass.optim.optimizer_factory import build_optimizer
+from windlass.optim.muon import muon_groups
 from windlass.parallel.placement import get_placement
+from windlass.plan.optimizer_states import OptimizerStates
 from windlass.storage.slot import Tier
 from windlass.storage.tier_rates import TierRates
 from windlass.zero.core.completion_order import CompletionOrder
@@ -31,12 +32,13 @@ from windlass.zero.core.gradient_reducer import GradientReducer
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.tier_choice import TierChoice, TierMemory, choose_tiers
 from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit_layout import LayoutPiece
 from windlass.zero.core.unit_partition import Block, UnitPlan, plan_units
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.unit_builder import effective_tiers, make_units
 from windlass.zero.update.update_chunk import pipeline_numel
+from windlass.zero.update.whole_parameter_update import choose_owners
 
-_ASSUMED_STATE_BYTES = 8  # two float32 moments, if the script brings its own optimizer
 PLANNED_RATES = TierRates(2e12, 4e10, 2.5e10, 2.5e10, 3e9, 2e9)
 """Rates by which tiers are planned: about those of a GPU of 2020 or later and its host. A run measures its own."""
 _ABSENT: Any = None  # stands for parts that only a started run has; nothing here calls them
@@ -74,7 +76,9 @@ class PlannedLayout:
         units: Units in model order, bound to no memory.
         reducer: Reducer of the trainable units; its buffers are not allocated.
         batch_numel: Maximum elements of one optimizer call.
-        state_bytes: Bytes per element of optimizer states.
+        states: States of the configuration's optimizer.
+        owned: For an optimizer of whole parameters: the indices of the parameters that this rank steps, by unit.
+        hidden: Ids of the parameters that Muon orthogonalizes.
         shares_memory: Ranks read each other's buffers in place.
         staging: Limit of the host memory that stages NVMe transfers, in bytes; 0: no slot is on NVMe.
         choice: Placement that `offload` chose; None: the configuration has the tiers.
@@ -92,7 +96,9 @@ class PlannedLayout:
     units: list[Unit]
     reducer: GradientReducer
     batch_numel: int
-    state_bytes: int
+    states: OptimizerStates
+    owned: dict[int, list[int]]
+    hidden: frozenset[int]
     target: Target
     shares_memory: bool
     staging: int
@@ -127,10 +133,21 @@ class PlannedLayout:
         """Return True if master weights are memory beside the parameters, see `MasterWeights`."""
         if not unit.trainable:
             return False
-        if self.settings.delayed_update or unit.dtype != self.master_dtype(unit, plan):
+        if self.states.separates_masters or self.settings.delayed_update or unit.dtype != self.master_dtype(unit, plan):
             return True
         tier = unit.tier if self.frees_memory(unit) else Tier.DEVICE
         return unit.state_tier is Tier.NVME or tier is not unit.state_tier
+
+    def state_tensors(self, unit: Unit, pieces: Iterable[LayoutPiece]) -> Iterator[int]:
+        """Yield the bytes of each optimizer state that this rank keeps of some pieces of a unit's span."""
+        if self.states.steps_whole:
+            for index in self.owned[unit.index]:
+                yield from self.states.of_parameter(
+                    unit.shapes[index], hidden=id(unit.parameters[index]) in self.hidden
+                )
+            return
+        for piece in pieces:
+            yield from self.states.of_piece(piece.numel)
 
     def gradient_tier(self, unit: Unit) -> Tier:
         """Return the tier of the unit's reduced gradient."""
@@ -169,11 +186,15 @@ def plan_layout(
     )
     staging = staging_bytes(config) if is_on_disk else 0
     settings = build_settings(model, config, mesh, planned_placements(config, staging or None), timedelta(minutes=30))
-    state_bytes = optimizer_state_bytes(config, settings.state_dtype or settings.master_dtype or torch.float32)
+    states = OptimizerStates(
+        config,
+        settings.state_dtype or settings.master_dtype or torch.float32,
+        shards_states=settings.policy.state,
+    )
     choice = None
     if config.offload is not None:
         staging = staging_bytes(config) if config.offload.nvme_path else 0
-        settings, choice = _with_chosen_tiers(model, config, settings, mesh, state_bytes, staging, memory, target)
+        settings, choice = _with_chosen_tiers(model, config, settings, mesh, states, staging, memory, target)
         staging = staging if choice.is_on_disk else 0
     tiers = _effective_tiers(settings, target)
     dp_groups = planned_dp_groups(mesh, sharded=settings.policy.state)
@@ -202,7 +223,9 @@ def plan_layout(
         units=units,
         reducer=reducer,
         batch_numel=min(settings.sub_group_size, pipeline_numel(reducer.slots), tiers.max_update_numel),
-        state_bytes=state_bytes,
+        states=states,
+        owned=_owned_parameters(units, shards_states=settings.policy.state) if states.steps_whole else {},
+        hidden=_hidden_matrices(model) if states.orthogonalizes else frozenset(),
         target=target,
         shares_memory=_shares_memory(target, settings, dp_groups[0]),
         staging=staging,
@@ -225,7 +248,7 @@ def _with_chosen_tiers(
     config: Config,
     settings: ZeroSettings,
     mesh: Mesh,
-    state_bytes: int,
+    states: OptimizerStates,
     staging: int,
     memory: TierMemory | None,
     target: Target,
@@ -240,8 +263,9 @@ def _with_chosen_tiers(
         model,
         settings,
         mesh,
-        state_bytes,
+        states.bytes_per_element,
         trains=True,
+        separates_masters=states.separates_masters,
         shares_memory=_shares_memory(target, settings, planned_dp_groups(mesh, sharded=settings.policy.state)[0]),
         staging=staging,
     )
@@ -257,14 +281,20 @@ def _shares_memory(target: Target, settings: ZeroSettings, data: DataParallelGro
     return target.shares_memory(data.group.size) and not settings.wire_options.quantizes
 
 
-def optimizer_state_bytes(config: Config, dtype: torch.dtype) -> int:
-    """Return the bytes per element of the states of the configuration's optimizer; those of Adam if it has none."""
-    section = config.optimizer
-    if section is None:
-        return _ASSUMED_STATE_BYTES
-    probe = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
-    groups: Any = [{"params": [probe], "use_muon": True}] if section.type.lower() == "muon" else [probe]
-    return measure_state_bytes(build_optimizer(section.type, dict(section.params), groups), dtype)
+def _hidden_matrices(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters that Muon orthogonalizes."""
+    return frozenset(id(one) for group in muon_groups(model) if group["use_muon"] for one in group["params"])
+
+
+def _owned_parameters(units: list[Unit], *, shards_states: bool) -> dict[int, list[int]]:
+    """Return the indices of the parameters that this rank steps whole, by index of the trainable unit."""
+    units = [unit for unit in units if unit.trainable]
+    loads = {id(unit.dp_group): [0] * unit.dp_group.group.size for unit in units}
+    owners = choose_owners(units, loads, shards_states=shards_states)
+    return {
+        unit.index: [index for index, owner in enumerate(of_unit) if owner == unit.dp_group.group.index]
+        for unit, of_unit in zip(units, owners, strict=True)
+    }
 
 
 def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:

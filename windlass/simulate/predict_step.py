@@ -146,6 +146,11 @@ def _notes(work: StepWork, cluster: Cluster) -> list[str]:
             f"the model has {work.model_numel:,} parameters, and a decoder of its sizes {work.shape.numel:,}: parts of "
             "it are unlike a decoder's, and are not simulated"
         )
+    if work.reduces_itself:
+        notes.append(
+            f"the step is one of {work.reduces_itself} whose gradients are reduced in full; its steps with compressed "
+            "messages or none, and their per-rank states, are not simulated"
+        )
     if work.shape.experts and work.grid.ep > 1:
         notes.append("tokens are spread evenly over experts")
     return notes

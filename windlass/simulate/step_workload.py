@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from windlass.base.dtypes import parse_dtype
@@ -16,7 +17,7 @@ from windlass.parallel.comm_volumes import StepWorkload
 from windlass.parallel.model_shape import ModelShape, from_transformers
 from windlass.parallel.pipeline.layer_partition import partition_layers
 from windlass.parallel.pipeline.pipeline_schedules import ScheduleName
-from windlass.plan.planned_layout import optimizer_state_bytes
+from windlass.plan.optimizer_states import OptimizerStates
 from windlass.simulate.layer_work import ITEMSIZE, ComputeStyle
 from windlass.zero.core.unit_partition import UnitRules
 
@@ -71,6 +72,7 @@ class StepWork:
         overlaps_reduction: Reductions run during the backward.
         transport: `auto`, `shm`, `gloo`, `nccl` or `mpi`.
         model_numel: Elements of the model itself; 0: only its sizes are known.
+        reduces_itself: Optimizer whose steps exchange compressed gradients, or none; empty: the engine reduces them.
         model: The model itself, from which units are made; None: units are made from a decoder of its sizes.
     """
 
@@ -96,6 +98,7 @@ class StepWork:
     offloading: Offloading = Offloading()
     codecs: QuantizedMessages = QuantizedMessages()
     model_numel: int = 0
+    reduces_itself: str = ""
     model: nn.Module | None = None
 
     @property
@@ -177,6 +180,8 @@ def describe_step(
         virtual_stages=pipeline.resolved_virtual_stages,
     )
     state = parse_dtype(dtypes.state_dtype)
+    states = OptimizerStates(config, state, shards_states=zero.stage > 0 and grid.data > 1)
+    separates = states.separates_masters or dtypes.master_dtype != dtypes.param_dtype
     return StepWork(
         shape=shape,
         grid=grid,
@@ -186,8 +191,9 @@ def describe_step(
         style=style,
         layer_bounds=tuple(_layer_bounds(shape, grid, pipeline)),
         accumulation_bytes=ITEMSIZE[dtypes.accumulation_dtype],
-        master_bytes=ITEMSIZE[dtypes.master_dtype] if dtypes.master_dtype != dtypes.param_dtype else 0,
-        state_bytes=optimizer_state_bytes(config, state),
+        master_bytes=ITEMSIZE[dtypes.master_dtype] if separates else 0,
+        state_bytes=_state_bytes(states, shape),
+        reduces_itself=states.name if states.reduces_itself else "",
         schedule=pipeline.schedule,
         tp_chunks=config.tp_overlap_chunks,
         unit_rules=UnitRules(
@@ -234,6 +240,14 @@ def shape_of(model: nn.Module | ModelShape) -> ModelShape:
                 for tied in (shape.tied, not shape.tied)]  # fmt: skip
     # The meaning of these keys differs between model families, so the parameters decide.
     return min(variants, key=lambda one: abs(one.numel - numel)) if numel else shape
+
+
+def _state_bytes(states: OptimizerStates, shape: ModelShape) -> int:
+    """Return the bytes of states per element; for an optimizer of whole parameters those of a layer's matrices."""
+    if not states.steps_whole:
+        return states.bytes_per_element
+    square = torch.Size([shape.hidden, shape.hidden])
+    return sum(states.of_parameter(square, hidden=True)) // square.numel()
 
 
 def _numel(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import windlass
 from tests.causal_models import build, model_of
 from windlass.base.errors import ConfigError, ModelError
 from windlass.cli.plan_report import memory_table
@@ -20,7 +21,7 @@ from windlass.parallel.model_checkpointing import enable_checkpointing
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, trace_step
 from windlass.plan.choose_config import Rung, choose_config, ladder
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MOMENTS, MemoryPlan
-from windlass.plan.memory_planner import HOLES
+from windlass.plan.memory_planner import HOLES, MemoryPlanner
 from windlass.plan.plan_run import RunShape, plan_memory, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.plan.planned_model import build_from_shape, build_on_meta
@@ -392,3 +393,29 @@ def test_offload_without_a_limit_names_the_option() -> None:
     for target, option in ((GPU, "--gpu"), (Target(), "--host-memory")):
         with pytest.raises(ConfigError, match=option):
             plan_memory(llama(), load_config(settings(2, offload="auto")), RunShape(1, 16, target))
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "MuAdam", "MuSGD", "Lamb", "OneBitAdam"])
+def test_any_optimizer_of_a_configuration_is_planned(name: str, two_layers: nn.Module) -> None:
+    found = plan(two_layers, settings(1, optimizer={"type": name, "params": {"lr": 1e-3}}), activations=0)
+    assert any(name in note for note in found.notes) == (name in ("Muon", "Adafactor", "Lamb", "OneBitAdam"))
+    assert ("per-rank states" in found.moments["step"].host) == (name == "OneBitAdam")
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("DiLoCo", {"overlap_steps": 2}), ("PowerSGD", {"start_step": 1}), ("OneBitLamb", {"freeze_step": 1})],
+)
+def test_states_that_differ_between_ranks_are_exact(name: str, params: dict[str, Any]) -> None:
+    config = settings(optimizer={"type": name, "params": {"lr": 1e-3, **params}})
+    layout = plan_layout(Narrow(), load_config(config), 1, Target())
+    planned = MemoryPlanner(Narrow(), load_config(config), layout, ActivationTrace()).slot_bytes()
+    engine = windlass.initialize(model=Narrow(), config=config)[0]
+    for _ in range(2):  # the second step takes local gradients, whose states remain
+        engine.backward(engine(torch.ones(1, 32)).square().sum())
+        engine.step()
+    real = {slot: nbytes for (slot, _), nbytes in engine.report()["slots"].items()}
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+    assert planned["per-rank states"] == sum(real[key] for key in layout.states.rank_keys)
+    assert sum(planned.values()) == sum(real.values())

@@ -359,3 +359,19 @@ def test_a_message_leaves_before_the_next_action_of_its_sender() -> None:
     last = max(number for number, span in enumerate(lanes["rank 1"]) if span.name.startswith("backward"))
     busy = sum(span.stop - span.start for span in lanes["rank 1"][: last + 1])
     assert lanes["rank 1"][last].stop - first_forward == pytest.approx(busy)
+
+
+def test_optimizers_that_reduce_gradients_themselves_are_named() -> None:
+    def run(name: str) -> Any:
+        return predict_step(DENSE, config(optimizer={"type": name, "params": {"lr": 1e-3}}), place(2), length=LENGTH)
+
+    assert "the step is one of OneBitAdam whose gradients are reduced in full" in " ".join(run("OneBitAdam").notes)
+    assert run("OneBitAdam").moved == run("AdamW").moved
+    assert not any("AdamW" in note for note in run("AdamW").notes)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("Muon", 4), ("MuAdam", 8), ("Adafactor", 0), ("DiLoCo", 4)])
+def test_states_of_any_optimizer_are_simulated(name: str, expected: int) -> None:
+    settings = config(optimizer={"type": name, "params": {"lr": 1e-3}})
+    work = describe_step(DENSE, settings, 2, LENGTH)
+    assert work.state_bytes == expected and work.master_bytes == (4 if name == "DiLoCo" else 0)

@@ -35,15 +35,19 @@ Fragments = Callable[[Unit], Iterable[tuple[int, int, torch.Tensor, float]]]
 """Returns fragments of a unit's parameters: index of the parameter, first element, flat values and their factor."""
 
 
+def error_keys(shards_states: bool) -> tuple[str, ...]:
+    """Return the names of the error feedback: that of both phases at stage 0, else that of the senders."""
+    return (WORKER_ERROR,) if shards_states else (WORKER_ERROR, SERVER_ERROR)
+
+
 class CompressedPhase:
     """Exchanges and per-rank states of an update with compressed steps.
 
     Args:
         chunks: chunks of the update. The caller may append to the list.
-        keys: names of the other per-rank states, beside the error feedback.
+        keys: names of the per-rank states.
         codec: registered name of the codec of messages; None: one bit for each element, with a scale for 2048 elements
             at stage 0, else for 256: there gradients travel, not momenta, and their elements differ more in size.
-        errors: names of the error feedback; by default those of both phases at stage 0, else that of the senders.
     """
 
     def __init__(
@@ -51,16 +55,13 @@ class CompressedPhase:
         optimizer: torch.optim.Optimizer,
         context: UpdateContext,
         chunks: list[UpdateChunk],
-        keys: tuple[str, ...] = (),
+        keys: tuple[str, ...],
         codec: str | None = None,
-        errors: tuple[str, ...] | None = None,
     ) -> None:
         self._optimizer, self._chunks, self.shards = optimizer, chunks, context.shards_states
         codec = codec or (FINE_CODEC if self.shards else CODEC)
         self._messages = CompressedMessages(context.dp_groups[0], codec, context.timeout)
-        if errors is None:
-            errors = (WORKER_ERROR,) if self.shards else (WORKER_ERROR, SERVER_ERROR)
-        self._keys = (*errors, *keys)
+        self._keys = keys
         self._states: dict[str, dict[int, torch.Tensor]] = {}  # by key and unit: flat [padded]
         self._held: tuple[str, ...] = ()
 

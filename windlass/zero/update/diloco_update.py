@@ -45,7 +45,6 @@ class DiLoCoUpdate(OneBitAdamUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
         self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
-        self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
 
     @property
     def _overlap(self) -> int:
@@ -57,9 +56,16 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         return str(optimizer.param_groups[0]["codec"])
 
     @classmethod
-    def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
-        """Return the names of per-rank states beside the error feedback."""
-        return (MOMENT, VARIANCE, LOCAL_CHANGE)
+    def element_state_keys(cls) -> tuple[str, ...]:
+        """See `Update.element_state_keys`."""
+        return (OUTER,)
+
+    @classmethod
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        in_flight = (IN_FLIGHT,) if optimizer.param_groups[0]["overlap_steps"] else ()
+        errors = super().rank_state_keys(optimizer, shards_states)
+        return (*errors, MOMENT, VARIANCE, LOCAL_CHANGE, *in_flight)
 
     @classmethod
     def separates_masters(cls, shards_states: bool) -> bool:

@@ -40,6 +40,7 @@ from windlass.zero.update.compressed_phase import (
     LOCAL_CHANGE,
     CompressedPhase,
     Options,
+    error_keys,
     warn_of_late_parameter,
 )
 from windlass.zero.update.elementwise_update import ElementwiseUpdate, ParameterSegment
@@ -63,7 +64,7 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         super().__init__(optimizer, context)
         self._shards = context.shards_states
         self._phase = CompressedPhase(
-            optimizer, context, self.chunks, self.rank_state_keys(self._shards), self.codec_of(optimizer)
+            optimizer, context, self.chunks, self.rank_state_keys(optimizer, self._shards), self.codec_of(optimizer)
         )
         self._zeros: dict[ParameterSegment, tuple[tuple[int, int], bool]] = {}
         self._changes: dict[int, torch.Tensor] = {}  # by unit: difference of this rank's span to the parameters
@@ -77,9 +78,9 @@ class OneBitAdamUpdate(ElementwiseUpdate):
         return None
 
     @classmethod
-    def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
-        """Return the names of per-rank states beside the error feedback."""
-        return ()
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        return error_keys(shards_states)
 
     @classmethod
     def separates_masters(cls, shards_states: bool) -> bool:

@@ -19,11 +19,13 @@ from windlass.optim.one_bit_adam import count_step, is_frozen
 from windlass.optim.one_bit_lamb import move_lamb_values, take_lamb_momentum
 from windlass.parallel.placement import Placement
 from windlass.zero.core.unit import Unit
-from windlass.zero.update.compressed_phase import CompressedPhase, Options, warn_of_late_parameter
+from windlass.zero.update.compressed_phase import CompressedPhase, Options, error_keys, warn_of_late_parameter
 from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 from windlass.zero.update.whole_parameter_update import OwnedParameter, WholeParameterUpdate
+
+ELEMENT_STATES = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 
 
 class OneBitLambUpdate(WholeParameterUpdate):
@@ -38,9 +40,20 @@ class OneBitLambUpdate(WholeParameterUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
         self._masters = context.masters
-        self._phase = CompressedPhase(optimizer, context, self.chunks)
+        keys = self.rank_state_keys(optimizer, context.shards_states)
+        self._phase = CompressedPhase(optimizer, context, self.chunks, keys)
         if self.takes_local_gradients:
             self._phase.begin()
+
+    @classmethod
+    def element_state_keys(cls) -> tuple[str, ...]:
+        """See `Update.element_state_keys`."""
+        return ELEMENT_STATES
+
+    @classmethod
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        return error_keys(shards_states)
 
     @property
     def takes_local_gradients(self) -> bool:

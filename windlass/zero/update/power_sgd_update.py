@@ -61,10 +61,17 @@ class PowerSGDUpdate(ElementwiseUpdate):
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
-        self._phase = CompressedPhase(optimizer, context, self.chunks, (WARM_START,), errors=(WORKER_ERROR,))
+        self._phase = CompressedPhase(
+            optimizer, context, self.chunks, self.rank_state_keys(optimizer, context.shards_states)
+        )
         self._traffic = context.dp_groups[0].transport.traffic
         if self.takes_local_gradients:
             self._phase.begin()
+
+    @classmethod
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        return (WORKER_ERROR, WARM_START)
 
     @property
     def takes_local_gradients(self) -> bool:

@@ -103,6 +103,11 @@ class SelfReducingUpdate(OrdinaryUpdate):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
 
+    @classmethod
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        return tuple(cls.rank_state_rules)
+
     @property
     def takes_local_gradients(self) -> bool:
         """See `Update.takes_local_gradients`."""

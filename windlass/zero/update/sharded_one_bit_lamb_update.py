@@ -19,7 +19,7 @@ from windlass.optim.one_bit_lamb import lamb_denominator, next_factor
 from windlass.zero.update.compressed_phase import Options
 from windlass.zero.update.elementwise_update import ParameterSegment
 from windlass.zero.update.one_bit_adam_update import PART, OneBitAdamUpdate
-from windlass.zero.update.one_bit_lamb_update import combine_parts
+from windlass.zero.update.one_bit_lamb_update import ELEMENT_STATES, combine_parts
 from windlass.zero.update.update_chunk import UpdateChunk
 from windlass.zero.update.update_protocol import UpdateContext
 
@@ -36,6 +36,11 @@ class ShardedOneBitLambUpdate(OneBitAdamUpdate):
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
         self._axes = context.axes
+
+    @classmethod
+    def element_state_keys(cls) -> tuple[str, ...]:
+        """See `Update.element_state_keys`."""
+        return ELEMENT_STATES
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """See `Update.run`. Collective."""

@@ -83,6 +83,20 @@ class Update(Protocol):
         """Return True if parameters never serve as master weights. Called before the update is constructed."""
         ...
 
+    @classmethod
+    def element_state_keys(cls) -> tuple[str, ...] | None:
+        """Return the names of all states with one value for each element that this rank steps; None: those that the
+        optimizer's own step creates. Called before the update is constructed.
+        """
+        ...
+
+    @classmethod
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """Return the names of all per-rank states, also of those that begin in a later step. Called before the update
+        is constructed.
+        """
+        ...
+
     @property
     def takes_local_gradients(self) -> bool:
         """True if the next step receives local gradients. Equal on all ranks; changes only in a step or a load."""
@@ -161,6 +175,16 @@ class OrdinaryUpdate:
     def separates_masters(cls, shards_states: bool) -> bool:
         """See `Update.separates_masters`."""
         return False
+
+    @classmethod
+    def element_state_keys(cls) -> tuple[str, ...] | None:
+        """See `Update.element_state_keys`."""
+        return None
+
+    @classmethod
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        return ()
 
     @property
     def takes_local_gradients(self) -> bool:

@@ -13,7 +13,7 @@ saved in the same parts as the parameter. A state of another shape (one value pe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -255,32 +255,21 @@ class WholeParameterUpdate(OrdinaryUpdate):
                 state[key] = select_local_shard(value, placement)
 
     def _assign(self, chunks: list[UpdateChunk]) -> list[OwnedParameter]:
-        """Assign an owner to each parameter: the largest first, to the rank with the fewest elements so far.
+        """Assign an owner to each parameter, see `choose_owners`.
 
         Returns:
             All parameters of `chunks`, without empty ones, in model order.
         """
-        owned_parameters = [
-            (get_global_numel(parameter), number, index)  # full size: all parts get equal owners
-            for number, chunk in enumerate(chunks)
-            for index, parameter in enumerate(chunk.unit.parameters)
-        ]
         loads = {id(dp_group): [0] * dp_group.group.size for dp_group in self._dp_groups}
         for before in self.owned:
             loads[id(before.chunk.unit.dp_group)][before.owner] += get_global_numel(before.parameter)
-        owners: dict[tuple[int, int], int] = {}
-        for numel, number, index in sorted(owned_parameters, key=lambda entry: (-entry[0], entry[1], entry[2])):
-            dp_group = chunks[number].unit.dp_group
-            load = loads[id(dp_group)]
-            owner = dp_group.group.index if self._whole else load.index(min(load))
-            load[owner] += numel
-            owners[number, index] = owner
+        owners = choose_owners([chunk.unit for chunk in chunks], loads, shards_states=not self._whole)
         owned = []
-        for numel, number, index in owned_parameters:
-            chunk = chunks[number]
-            if numel:
-                tensor = nn.Parameter(torch.empty(0, dtype=chunk.state_dtype, device=chunk.device))
-                owned.append(OwnedParameter(chunk, index, owners[number, index], tensor))
+        for chunk, of_unit in zip(chunks, owners, strict=True):
+            for index, owner in enumerate(of_unit):
+                if get_global_numel(chunk.unit.parameters[index]):
+                    tensor = nn.Parameter(torch.empty(0, dtype=chunk.state_dtype, device=chunk.device))
+                    owned.append(OwnedParameter(chunk, index, owner, tensor))
         return owned
 
     def _spans(self, owned: OwnedParameter) -> list[tuple[int, int, int, int]]:
@@ -349,6 +338,31 @@ class WholeParameterUpdate(OrdinaryUpdate):
     def _move_of(self, owned: OwnedParameter, moves: list[_PointToPointMoves]) -> _PointToPointMoves:
         """Return the transfers of the parameter's data-parallel group."""
         return next(move for move in moves if move.dp_group is owned.chunk.unit.dp_group)
+
+
+def choose_owners(units: Sequence[Unit], loads: dict[int, list[int]], *, shards_states: bool) -> list[list[int]]:
+    """Choose the owner of each parameter: the largest first, for the rank with the fewest elements so far.
+
+    Args:
+        loads: elements that each rank owns, by id of the data-parallel group; those of `units` are added.
+        shards_states: False where every rank owns all parameters.
+
+    Returns:
+        For each unit and each of its parameters the owner, as an index in the unit's group.
+    """
+    parameters = [
+        (get_global_numel(parameter), number, index)  # full size: all parts get equal owners
+        for number, unit in enumerate(units)
+        for index, parameter in enumerate(unit.parameters)
+    ]
+    owners = [[0] * len(unit.parameters) for unit in units]
+    for numel, number, index in sorted(parameters, key=lambda entry: (-entry[0], entry[1], entry[2])):
+        dp_group = units[number].dp_group
+        load = loads[id(dp_group)]
+        owner = load.index(min(load)) if shards_states else dp_group.group.index
+        load[owner] += numel
+        owners[number][index] = owner
+    return owners
 
 
 @dataclass(eq=False)

@@ -51,9 +51,10 @@ class ZeroOneAdamUpdate(OneBitAdamUpdate):
     _lacks_changes = False
 
     @classmethod
-    def rank_state_keys(cls, shards_states: bool) -> tuple[str, ...]:
-        """Return the names of per-rank states beside the error feedback."""
-        return (SUMMED,) if shards_states else (LOCAL_CHANGE, LOCAL_MOMENTUM)
+    def rank_state_keys(cls, optimizer: torch.optim.Optimizer, shards_states: bool) -> tuple[str, ...]:
+        """See `Update.rank_state_keys`."""
+        local = (SUMMED,) if shards_states else (LOCAL_CHANGE, LOCAL_MOMENTUM)
+        return (*super().rank_state_keys(optimizer, shards_states), *local)
 
     @classmethod
     def separates_masters(cls, shards_states: bool) -> bool:
