@@ -140,8 +140,11 @@ def _goodput(work: StepWork, cluster: Cluster, checkpoint_time: str | None, rest
         return None
     if checkpoint_time is not None:
         checkpoint = parse_seconds(checkpoint_time, "--checkpoint-time")
+        if not checkpoint:
+            raise ConfigError(f"--checkpoint-time {checkpoint_time!r}: a checkpoint takes time; write e.g. 30s")
     elif cluster.host.disk_write:
-        checkpoint = checkpoint_bytes(work) / (cluster.hosts * cluster.host.disk_write)
+        hosts = -(-work.grid.world // cluster.host.devices)  # those of the run; the cluster may have more
+        checkpoint = checkpoint_bytes(work) / (hosts * cluster.host.disk_write)
     else:
         raise ConfigError(f"{cluster.name}: hosts have no disk to save to; give --checkpoint-time 30s")
     restart = parse_seconds(restart_time, "--restart-time")

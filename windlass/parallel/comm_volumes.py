@@ -115,7 +115,7 @@ def count_local_parameters(model: ModelShape, grid: MeshShape, pipeline_rank: in
         + layers * model.replicated_numel
         + (model.hidden if last else 0)
     )
-    return dense, layers * model.experts * model.feed_forward_numel // (grid.ep * grid.tp)
+    return dense, layers * -(-model.experts // grid.ep) * model.feed_forward_numel // grid.tp
 
 
 def compute_data_parallel_volumes(

@@ -110,6 +110,10 @@ class Cluster:
         """Number of devices."""
         return self.hosts * self.host.devices
 
+    def ranks_on_host(self, ranks: int) -> int:
+        """Return the number of ranks on the fullest host of a run, which share its disks and its memory."""
+        return min(ranks, self.host.devices)
+
     def host_of(self, rank: int) -> int:
         """Return the host of a rank: ranks fill one host after the other."""
         return rank // self.host.devices

@@ -125,7 +125,7 @@ def layer_sizes(
         rows=tokens * (shape.top_k if shape.experts else 1),
         norm_tokens=-(-tokens // tp) if sequence_norms else tokens,
         vocabulary=-(-shape.vocabulary // tp),
-        local_experts=shape.experts // ep if shape.experts else 0,
+        local_experts=-(-shape.experts // ep),
     )
 
 

@@ -223,7 +223,7 @@ class StageTasks:
         nbytes = self._sizes.rows * work.shape.hidden * work.style.itemsize
         received = nbytes * (ep - 1) // ep
         if counts:
-            received += (ep - 1) * (work.shape.experts // ep) * _COUNT
+            received += (ep - 1) * -(-work.shape.experts // ep) * _COUNT
         self.lanes.blocking("ep", "all_to_all", nbytes, _EP, label=block.name, counted={"all_to_all": received})
 
     def _save_input(self, block: SimulatedBlock) -> None:
@@ -233,17 +233,18 @@ class StageTasks:
         self._move_input(block, saves=False)
 
     def _move_input(self, block: SimulatedBlock, *, saves: bool) -> None:
-        tier, host = self.work.offloading.activations, self.lanes.costs.cluster.host
+        tier, cluster = self.work.offloading.activations, self.lanes.costs.cluster
+        host, ranks = cluster.host, cluster.ranks_on_host(self.work.grid.world)
         if tier == "device" or block.kind != "layer" or host.host_link is None:
             return
         link, rate = ("device to host" if saves else "host to device"), host.host_link.usable
         task: SimulatedTask | None = self.lanes.flush()
         if tier == "nvme" and not saves:
-            rate_of_disk = host.disk_read / host.devices
+            rate_of_disk = host.disk_read / ranks
             task = self.lanes.transfer("disk read", rate_of_disk, self.activation_bytes, block.name, "disk", [task])
         task = self.lanes.transfer(link, rate, self.activation_bytes, f"input of {block.name}", "host", [task])
         if tier == "nvme" and saves:
-            rate_of_disk = host.disk_write / host.devices
+            rate_of_disk = host.disk_write / ranks
             self.lanes.transfer("disk write", rate_of_disk, self.activation_bytes, block.name, "disk", [task])
         if not saves:
             self.lanes.block_on(task)

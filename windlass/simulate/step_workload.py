@@ -157,6 +157,11 @@ def describe_step(
             f"a pipeline of {grid.pp} stages with {pipeline.resolved_virtual_stages} parts each needs at least as many "
             f"layers, and the model has {shape.layers}; lower parallel.pp or pipeline.virtual_stages"
         )
+    if grid.ep > max(1, shape.experts):
+        raise ConfigError(
+            f"parallel.ep is {grid.ep}, the model has {shape.experts} experts, and each rank needs one; set "
+            f"parallel.ep to at most {max(1, shape.experts)}"
+        )
     if checkpointing is None:
         checkpointing = "full" if config.activation_checkpointing.enabled else "none"
     if parallel.recompute or pipeline.activation_checkpoint_interval:

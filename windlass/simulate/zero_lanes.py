@@ -39,6 +39,7 @@ class ZeroLanes:
     def __init__(self, work: StepWork, lanes: RankLanes, chunks: list[ModelChunk], units: list[SimulatedUnit]) -> None:
         self._work, self._lanes, self._chunks, self._units = work, lanes, chunks, units
         self._cluster = lanes.costs.cluster
+        self._neighbours = self._cluster.ranks_on_host(work.grid.world)
         self._stage = work.sharding_stage
         replicas = work.grid.dp_replicate > 1 and self._stage > 0
         self._patterns = {
@@ -150,7 +151,7 @@ class ZeroLanes:
         nbytes = self.shard_numel(unit) * self._work.volumes.parameter_bytes
         source = before
         if tier == "nvme":
-            rate = host.disk_read / host.devices
+            rate = host.disk_read / self._neighbours
             source = self._lanes.transfer("disk read", rate, nbytes, f"read {unit.name}", "disk", [before])
         return self._lanes.transfer(
             "host to device", host.host_link.usable, nbytes, f"fetch {unit.name}", "host", [source]
@@ -230,9 +231,8 @@ class ZeroLanes:
                 "device to host", host.host_link.usable, nbytes, f"gradients of {unit.name}", "host", [task]
             )
             if self._work.offloading.gradients_on_disk:
-                task = self._lanes.transfer(
-                    "disk write", host.disk_write / host.devices, nbytes, f"gradients of {unit.name}", "disk", [task]
-                )
+                rate = host.disk_write / self._neighbours
+                task = self._lanes.transfer("disk write", rate, nbytes, f"gradients of {unit.name}", "disk", [task])
         return task
 
     def _reduce_encoded(
@@ -304,7 +304,7 @@ class ZeroLanes:
         activations may be in the faster cache of a core."""
         device, host = self._cluster.device, self._cluster.host
         if host.host_link is None:
-            return host.memory_rate / host.devices
+            return host.memory_rate / host.devices  # the cores of one rank do not reach the rate of all
         return device.memory_rate * device.memory_efficiency
 
     def _gather_gradients(self, unit: SimulatedUnit) -> SimulatedTask | None:
@@ -343,13 +343,13 @@ class ZeroLanes:
         ready = after
         if work.offloading.states == "nvme":
             read = stored + (numel * work.accumulation_bytes if work.offloading.gradients_on_disk else 0)
-            rate = host.disk_read / host.devices
+            rate = host.disk_read / self._neighbours
             ready = lanes.transfer("disk read", rate, read, f"read states of {unit.name}", "disk", [after])
         task = lanes.work_on_host(
-            f"update {unit.name}", numel * touched / (host.memory_rate / host.devices), [ready, after]
+            f"update {unit.name}", numel * touched / (host.memory_rate / self._neighbours), [ready, after]
         )
         if work.offloading.states == "nvme":
-            rate = host.disk_write / host.devices
+            rate = host.disk_write / self._neighbours
             lanes.transfer("disk write", rate, stored, f"write states of {unit.name}", "disk", [task])
         if host.host_link is not None and work.offloading.parameters == "none":
             task = lanes.transfer(
@@ -358,7 +358,7 @@ class ZeroLanes:
             )  # fmt: skip
         elif work.offloading.parameters == "nvme":
             nbytes = numel * work.volumes.parameter_bytes
-            rate = host.disk_write / host.devices
+            rate = host.disk_write / self._neighbours
             task = lanes.transfer("disk write", rate, nbytes, f"write {unit.name}", "disk", [task])
         return task
 

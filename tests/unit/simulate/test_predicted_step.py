@@ -22,7 +22,7 @@ from windlass.plan.planned_model import build_on_meta
 from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
-from windlass.simulate.model_blocks import build_chunks, global_model_flops
+from windlass.simulate.model_blocks import build_chunks, global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
 from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
 from windlass.simulate.predict_step import predict_step
@@ -375,3 +375,22 @@ def test_states_of_any_optimizer_are_simulated(name: str, expected: int) -> None
     settings = config(optimizer={"type": name, "params": {"lr": 1e-3}})
     work = describe_step(DENSE, settings, 2, LENGTH)
     assert work.state_bytes == expected and work.master_bytes == (4 if name == "DiLoCo" else 0)
+
+
+def test_a_rank_alone_on_its_host_has_the_whole_disk() -> None:
+    settings = config(3, {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, bf16={"enabled": True})
+    host = replace(HOSTS["dgx-h100"], disk_read=8e9, disk_write=8e9)
+
+    def waits(devices: int) -> float:
+        return predict_step(
+            replace(DENSE, hidden=512), settings, replace(place(1), host=replace(host, devices=devices)), world_size=1
+        ).waits["disk"]
+
+    assert waits(8) == pytest.approx(waits(1))
+
+
+def test_uneven_experts_count_for_the_rank_with_most() -> None:
+    work = describe_step(EXPERTS, config(parallel={"ep": 3}), 3, LENGTH)
+    assert rank_sizes(work).local_experts == 2
+    with pytest.raises(ConfigError, match=r"parallel\.ep is 8, the model has 4 experts.*at most 4"):
+        describe_step(EXPERTS, config(parallel={"ep": 8}), 8, LENGTH)
