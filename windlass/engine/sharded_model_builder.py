@@ -22,6 +22,7 @@ from windlass.config.offload_section import AutoOffload
 from windlass.config.zero_section import ZeroConfig
 from windlass.engine.tier_planning import plan_tiers
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
+from windlass.storage.extent_allocator import page_up
 from windlass.zero.core.sharding_policy import ShardingPolicy, sharding_policy
 from windlass.zero.core.unit_partition import UnitRules
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
@@ -290,15 +291,22 @@ def _nvme_paths(section: Any) -> list[str]:
     return list(section.nvme_path or ()) if section.device == "nvme" else []
 
 
-def staging_bytes(config: Config) -> int:
+def staging_bytes(config: Config, host_memory: int | None = None) -> int:
     """Return the bytes of host memory that stage this rank's NVMe reads and writes.
 
     The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.
+
+    Args:
+        host_memory: free host memory of a rank in bytes; None: this rank's part of that of this machine.
     """
     zero = config.zero_optimization
     if config.offload is not None and config.offload.host_memory is not None:
         return max(_LEAST_STAGING, int(_STAGING_SHARE * config.offload.host_memory))
-    free = max(48 << 20, staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if host_memory is None:
+        free = staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    else:
+        free = page_up(int(_STAGING_SHARE * host_memory))
+    free = max(48 << 20, free)
     state = zero.offload_optimizer
     if state is None or "buffer_count" not in state.model_fields_set:
         return free

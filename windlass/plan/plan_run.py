@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -109,7 +110,8 @@ def _plan_rank(
     model: nn.Module, config: Config, run: RunShape, rank: int, traces: TraceCache, variant: Hashable
 ) -> MemoryPlan:
     memory = TierMemory(1 << 62) if config.offload is not None else None
-    layout = plan_layout(model, config, run.world_size, run.target, rank=rank, memory=memory)
+    place = partial(plan_layout, model, config, run.world_size, run.target, rank=rank, host_memory=run.limits.host)
+    layout = place(memory=memory)
     micro = micro_batch_of(config, run.world_size)
     key = (variant, config.activation_checkpointing.enabled, micro, rank, len(layout.blocks))
     if key not in traces:
@@ -117,7 +119,7 @@ def _plan_rank(
     trace = traces[key]
     if config.offload is not None:
         memory = _memory_beside(trace, config.offload, run)
-        layout = plan_layout(model, config, run.world_size, run.target, rank=rank, memory=memory)
+        layout = place(memory=memory)
     planner = MemoryPlanner(layout.model, config, layout, trace, sharded_init=run.sharded_init)
     plan = planner.plan(run.world_size, micro, run.length)
     plan.notes += plan_notes(config, run, layout)
@@ -224,6 +226,8 @@ def plan_notes(config: Config, run: RunShape, layout: PlannedLayout) -> list[str
         )
     if layout.staging:
         notes.append("staging is an upper bound: how far it fills depends on the speed of the disk")
+        if run.limits.host is None:
+            notes.append("staging is a share of this machine's free memory; for another machine give --host-memory")
     if layout.choice is not None:
         notes += placement_table(layout.units, layout.choice, PLANNED_RATES)
         notes.append("tiers are chosen by rates of a typical machine; a run measures its own")

@@ -162,11 +162,13 @@ def plan_layout(
     *,
     rank: int = 0,
     memory: TierMemory | None = None,
+    host_memory: int | None = None,
 ) -> PlannedLayout:
     """Lay out `model`, which may be on the meta device, as `initialize` would for one of `world_size` ranks.
 
     Args:
         memory: Memory for which `offload` chooses tiers, by `PLANNED_RATES`.
+        host_memory: Host memory of a rank, a part of which stages NVMe transfers; None: that of this machine.
 
     Raises:
         ConfigError: the configuration asks for an axis that is not planned, its axes do not fit the ranks, or `offload`
@@ -184,7 +186,7 @@ def plan_layout(
         section is not None and section.device == "nvme"
         for section in (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param)
     )
-    staging = staging_bytes(config) if is_on_disk else 0
+    staging = staging_bytes(config, host_memory) if is_on_disk else 0
     settings = build_settings(model, config, mesh, planned_placements(config, staging or None), timedelta(minutes=30))
     states = OptimizerStates(
         config,
@@ -193,7 +195,7 @@ def plan_layout(
     )
     choice = None
     if config.offload is not None:
-        staging = staging_bytes(config) if config.offload.nvme_path else 0
+        staging = staging_bytes(config, host_memory) if config.offload.nvme_path else 0
         settings, choice = _with_chosen_tiers(model, config, settings, mesh, states, staging, memory, target)
         staging = staging if choice.is_on_disk else 0
     tiers = _effective_tiers(settings, target)

@@ -153,12 +153,15 @@ def longest_sample(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     for name in ("n_positions", "max_position_embeddings"):
         most = getattr(config, name, None)
-        if isinstance(most, int) and any(
-            isinstance(module, nn.Embedding) and most <= module.num_embeddings <= most + 2
-            for path, module in model.named_modules()
-            if path.rpartition(".")[2] in _POSITION_TABLES
-        ):
-            return most
+        if not isinstance(most, int):
+            continue
+        for path, module in model.named_modules():
+            if path.rpartition(".")[2] not in _POSITION_TABLES or not isinstance(module, nn.Embedding):
+                continue
+            if most <= module.num_embeddings <= most + 2:
+                # Positions begin after the row of the padding (RoBERTa).
+                unused = 0 if module.padding_idx is None else module.padding_idx + 1
+                return min(most, module.num_embeddings - unused)
     return None
 
 

@@ -137,6 +137,14 @@ def test_more_tokens_than_a_model_has_positions_for_are_refused(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     with pytest.raises(ConfigError, match="--length 65: the model has positions for 64 tokens"):
         run(str(tmp_path), "--length", "65")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "roberta", "vocab_size": 96, "max_position_embeddings": 66, "pad_token_id": 1, **sizes}
+        )
+    )
+    with pytest.raises(ConfigError, match="--length 65: the model has positions for 64 tokens"):
+        run(str(tmp_path), "--length", "65")
 
 
 def test_a_model_without_a_known_task_is_named(tmp_path: Path) -> None:

@@ -189,6 +189,9 @@ def test_offloaded_slots_move_to_the_host_and_to_disk(two_layers: nn.Module) -> 
     on_disk = plan(model, settings(3, zero=disk), target=GPU)
     assert "optimizer states" in on_disk.moments["step"].disk and "staging" in on_disk.moments["step"].host
     assert on_disk.peak(HOST) > 0 and on_disk.peak(DISK) > 0
+    # Staging is a share of the planned rank's host memory, of at least 48 MiB.
+    layouts = [plan_layout(model, load_config(settings(3, zero=disk)), 2, GPU, host_memory=n << 30) for n in (1, 8)]
+    assert [layout.staging for layout in layouts] == [256 << 20, 2 << 30]
 
 
 @pytest.mark.usefixtures("traced_once")
