@@ -293,6 +293,8 @@ class MemoryPlanner:
         if not self._layout.settings.policy.state:  # ranks with equal values divide the work
             ranks = self._layout.units[0].dp_group.mesh.data.size
             resident, everything = resident // ranks, everything // ranks
+        own = sum(nbytes for (_, kind), nbytes in held.items() if kind == "per-rank states")
+        resident, everything = resident + own, everything + own  # each rank saves all of its own
         if self._config.checkpoint.async_save:
             _add(now, HOST, "copy of the checkpoint", resident)
         _add(now, DISK, "checkpoint", everything)

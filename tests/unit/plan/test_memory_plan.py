@@ -403,6 +403,8 @@ def test_any_optimizer_of_a_configuration_is_planned(name: str, two_layers: nn.M
     found = plan(two_layers, settings(1, optimizer={"type": name, "params": {"lr": 1e-3}}), activations=0)
     assert any(name in note for note in found.notes) == (name in ("Muon", "Adafactor", "Lamb", "OneBitAdam"))
     assert ("per-rank states" in found.moments["step"].host) == (name == "OneBitAdam")
+    saved = [found.moments["step"].host.get(kind, 0) for kind in ("optimizer states", "per-rank states")]
+    assert found.moments["save"].disk["checkpoint"] >= sum(saved)
 
 
 @pytest.mark.parametrize(
