@@ -18,7 +18,7 @@ from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels import packed_gemm
 from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.mapped_bytes import map_bytes
+from windlass.kernels.mapped_bytes import find_pages, map_bytes
 from windlass.kernels.packed_linear import PackedLinear
 
 FORMATS = ["int4_g128", "int8", "binary_g128"]
@@ -107,6 +107,14 @@ def test_written_pages_stay(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes()[100:] == content.numpy().tobytes()
     del tensor
     assert not pages.drop() and resident(tmp_path / "file") == 0, "the mapping goes with its tensor"
+
+
+def test_a_pickled_model_owns_its_bytes(directory: Path) -> None:
+    model = load_packed_model(directory)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(IDS).logits, model(IDS).logits)
+    embedding = twin.model.embed_tokens.weight
+    assert find_pages(model.model.embed_tokens.weight) is not None and find_pages(embedding) is None
 
 
 @native

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,14 @@ class MappedBytes:
         flags = np.frombuffer(found, dtype=np.uint64)
         held = (flags & (_PRESENT | _SWAPPED)) != 0
         return len(flags) != last - first or bool((held & ((flags & _OF_FILE) == 0)).any())
+
+    def __reduce__(self) -> tuple[Callable[[], MappedBytes], tuple[()]]:
+        return _ended_mapping, ()
+
+
+def _ended_mapping() -> MappedBytes:
+    """Return a mapping that has ended, for a copy or pickle of a tensor, which owns its memory."""
+    return MappedBytes(mmap.mmap(-1, _PAGE), 0)
 
 
 def set_pages(tensor: torch.Tensor, pages: MappedBytes) -> None:
