@@ -21,6 +21,7 @@ from windlass.compress import packed_directory, partial_directory
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
+from windlass.compress.rounded_model import load_rounded_model
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_linear import PackedLinear
@@ -88,6 +89,21 @@ def test_layers_of_different_formats_and_several_files(tmp_path: Path) -> None:
         torch.testing.assert_close(found(IDS).logits, rounded(model, formats)(IDS).logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(ModelError, match="no other arguments, not with attn_implementation"):
         windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "packed", attn_implementation="eager")
+
+
+def test_packed_models_are_not_saved_as_bytes(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    for model in (load_packed_model(tmp_path / "packed"), load_rounded_model(tmp_path / "wide", "int4_g32")):
+        with pytest.raises(ModelError, match=r"layer 'model\.layers\.0\.self_attn\.q_proj' of .* replace each"):
+            model.save_pretrained(tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            model.set_submodule(name, module.to_linear())
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize(("name", "head"), [("int4_g32_zp", True), ("int2_g64", False), ("binary_g64", False)])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import windlass
 from tests.causal_models import build
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError
 from windlass.compat.inference_engine import init_inference
 from windlass.compat.module_quantization import init_group_wise_weight_quantization
 from windlass.kernels.grouped_formats import RangeWeightFormat
@@ -80,6 +80,8 @@ def test_named_modules_are_packed(tied: bool) -> None:
         table, head = found["model.embed_tokens"], found["lm_head"]
         assert all(a is b for a, b in zip(table.parameters(), head.parameters(), strict=True))
     torch.testing.assert_close(engine(IDS).logits, wide(engine.module)(IDS).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match="save_pretrained would write layer"):
+        engine.module.save_pretrained("never")
     engine.destroy()
 
 

@@ -26,6 +26,7 @@ from windlass.checkpoint.checkpoint_directory import (
 from windlass.checkpoint.safetensors_file import TensorEntry
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, split_checkpoint_path
 from windlass.checkpoint.streamed_safetensors import stream_tensors
+from windlass.kernels.packed_linear import is_packed_parameter
 
 # files that a model's directory may hold besides weights; copied if the checkpoint's directory has them
 COMPANIONS = (
@@ -91,7 +92,8 @@ def export_safetensors(
         companion_dirs: more directories to search for the model's configuration and tokenizer.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged or lacks parameters, or the files cannot be written.
+        CheckpointError: there is no such checkpoint, it is damaged, lacks parameters or holds packed weights, or the
+            files cannot be written.
     """
     directory, tag = split_checkpoint_path(checkpoint)
     root = Path(target)
@@ -99,6 +101,7 @@ def export_safetensors(
         raise CheckpointError(f"{root} exists; choose another directory, or overwrite it (--overwrite)")
     with StoredCheckpoint(directory, tag) as stored:
         _refuse_checkpoint_target(root, stored.path)
+        _refuse_packed(stored)
         absent = missing_parameters(stored)
         if absent and not allow_partial:
             shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
@@ -127,6 +130,18 @@ def _refuse_checkpoint_target(target: Path, exported: Path) -> None:
         is_any_checkpoint(Path(folder)) for folder, _, _ in os.walk(here)
     ):
         raise CheckpointError(f"{target} holds checkpoints, which would be removed; choose another directory")
+
+
+def _refuse_packed(stored: StoredCheckpoint) -> None:
+    """Refuse to write the bytes of packed layers as weights of a model: from_pretrained would ignore them, and fill the
+    layers with random values."""
+    for name, where in stored_names(stored).items():
+        dtype = stored.meta_tensor(where).dtype
+        if is_packed_parameter(name, dtype):
+            raise CheckpointError(
+                f"{stored.path} holds packed weights, e.g. {name!r} ({dtype}), which from_pretrained cannot load; load "
+                "the checkpoint into the model, replace each PackedLinear by its to_linear(), and save the model"
+            )
 
 
 def missing_parameters(stored: StoredCheckpoint) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
 from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
+from windlass.compress.save_refusal import refuse_packed_saves
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.mapped_bytes import MappedBytes, set_pages
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
@@ -106,6 +107,7 @@ def load_packed_model(
             min(unpacked),
         )
     fill_wide(model, directory, names, used, dtype, unpacked=unpacked)
+    refuse_packed_saves()
     loaded: nn.Module = model.eval()
     return loaded
 

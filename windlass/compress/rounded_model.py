@@ -14,6 +14,7 @@ from windlass.compress.conv1d_layers import make_linear
 from windlass.compress.linear_directory import linear_view
 from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.packed_model import fill_wide
+from windlass.compress.save_refusal import refuse_packed_saves
 from windlass.compress.weight_quantization import empty_packed, misfit
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
@@ -89,6 +90,7 @@ def load_rounded_model(
             used.add(bias)
         model.set_submodule(name, packed)
     fill_wide(model, directory, names, used, dtype, ties=len(made) == len(chosen))
+    refuse_packed_saves()
     loaded: nn.Module = model.eval()
     return loaded
 

@@ -12,6 +12,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, WeightFormatError
 from windlass.base.log import logger
 from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.save_refusal import refuse_packed_saves
 from windlass.config.compression_section import ModuleQuantization, WeightQuantization
 from windlass.kernels.grouped_formats import RangeWeightFormat
 from windlass.kernels.packed_linear import PackedEmbedding, PackedLinear, PackedMatrix
@@ -150,6 +151,7 @@ def pack_chosen(
             if shard is not None and first is None:
                 shard(packed)
             first = first or packed
+    refuse_packed_saves()
     return gone - {id(parameter) for parameter in model.parameters()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,16 @@ from torch import nn
 from windlass.base.errors import WeightFormatError
 from windlass.kernels.mapped_bytes import MappedBytes
 from windlass.kernels.panel_cache import PanelCache
-from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format, unpack_rows
+from windlass.kernels.weight_format import (
+    PackedWeight,
+    WeightFormat,
+    get_weight_format,
+    list_weight_formats,
+    unpack_rows,
+)
+
+# formats that are made from a configuration, and not registered
+_MADE_FORMATS = re.compile(r"range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+")
 
 
 class PackedMatrix(nn.Module):
@@ -286,6 +296,13 @@ class PackedEmbedding(PackedMatrix):
     def extra_repr(self) -> str:
         """Return the arguments, for `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, weight_format={self.format.name!r}"
+
+
+def is_packed_parameter(name: str, dtype: torch.dtype) -> bool:
+    """Return True if a parameter has the name and dtype of a packed tensor; see [Note: packed parameters]."""
+    form, mark, _ = name.rpartition(".")[2].partition("_weight")
+    known = form in list_weight_formats() or _MADE_FORMATS.fullmatch(form) is not None
+    return bool(mark) and known and dtype == torch.uint8
 
 
 def pack_linear_layers(

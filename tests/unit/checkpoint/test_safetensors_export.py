@@ -52,6 +52,15 @@ def test_values_names_and_dtypes_are_those_of_the_model(saved: Path, tmp_path: P
     assert result.tied == {"head.weight": "embed.weight"} and not result.absent
 
 
+@pytest.mark.parametrize("form", ["int4_g32", "range4_g64", "float8_e4m3_g64"])
+def test_packed_weights_are_refused(form: str, tmp_path: Path) -> None:
+    packed = torch.zeros(8, dtype=torch.uint8)
+    names = f"param/up.{form}_weight_scale", "param/plain.mask_weight"
+    save(tmp_path / "run", "t", SavedState([FlatShard(name, (8,), 0, packed) for name in names], {}, PLAIN))
+    with pytest.raises(CheckpointError, match=rf"'up\.{form}_weight_scale' \(torch\.uint8\), .* to_linear"):
+        export_safetensors(tmp_path / "run", tmp_path / "out")
+
+
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
