@@ -167,6 +167,22 @@ def test_a_loss_is_met_with_few_bytes(wide: Any) -> None:
         choose(wide, "size=0.27,loss=+0.0001")
 
 
+def test_uniform_formats_are_measured_before_a_budget_is_refused(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sensitivities(self: Any, formats: Any, progress: Any) -> list[dict[str, float]]:
+        return [{name: 0.001 if name == "int4_g32" else 0.0009 for name in formats} for _ in self.groups]
+
+    monkeypatch.setattr(SensitivityMeter, "sensitivities", sensitivities)
+
+    def divergence(self: Any, formats: Any) -> float:
+        return 0.01 if set(formats.values()) == {"int4_g32"} else 0.09
+
+    monkeypatch.setattr(SensitivityMeter, "divergence", divergence)
+    found = choose(wide, "size=0.5,loss=+0.02")
+    assert set(found.formats.values()) == {"int4_g32"} and found.loss == pytest.approx(0.005)
+    with pytest.raises(ConfigError, match=r"loss=\+0\.004 cannot be met: the nearest is loss=\+0\.0050 bits"):
+        choose(wide, "size=0.5,loss=+0.004")
+
+
 def test_a_speed_is_met_by_measured_times(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def product(rows: int, columns: int, name: str) -> float:
         bits = 32 if name == "fp32" else int(name[3])

@@ -3,13 +3,14 @@
 [Note: checked budget] The knapsack adds up the losses of single groups, so the loss of its choice is measured once more
 for all groups together. Unless the measured loss is just within its limit, the limit is divided by the ratio of the
 measured loss to the sum, and the knapsack is solved again. If a uniform format of no more bytes has a lower loss, that
-format is taken.
+format is taken. If no choice of the knapsack is within the limit of the loss, the uniform formats within the other
+limits are measured before the budget is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,14 +254,16 @@ class _Solver:
         asked = limits.loss
         allowed = asked
         best: tuple[list[int], float] | None = None
+        measured: list[tuple[list[int], float]] = []
         for _ in range(_REPAIRS):
             try:
                 chosen = choose_formats(self.options, FormatLimits(limits.nbytes, allowed, limits.seconds))
             except UnmetLimitError as error:
-                if best is None:
+                if error.resource != "loss":
                     raise self._refusal(error) from error
                 break
             nats = self._measure(chosen)
+            measured.append((chosen, nats))
             within = asked is None or nats <= asked
             if within and (
                 best is None or total(self.options, chosen, "nbytes") < total(self.options, best[0], "nbytes")
@@ -272,8 +275,20 @@ class _Solver:
             allowed = asked * expected / nats
         if best is None:
             assert asked is not None
-            raise self._refusal(UnmetLimitError("loss", nats))
+            best = self._least_measured(measured, limits)
+            if best[1] > asked:
+                raise self._refusal(UnmetLimitError("loss", best[1]))
         return self._better_of_uniform(*best, limits)
+
+    def _least_measured(self, measured: list[tuple[list[int], float]], limits: FormatLimits) -> tuple[list[int], float]:
+        """Return the choice of the least measured loss among the measured ones and the uniform formats within the
+        limits of bytes and time. Losses of groups only nearly add up, so that the sum of a choice refuses nothing."""
+        tried = list(measured)
+        if not tried:  # the least sum within the other limits was above the limit of the loss
+            chosen = choose_formats(self.options, replace(limits, loss=None))
+            tried.append((chosen, self._measure(chosen)))
+        tried += [(one, self._measure(one)) for one in self._uniform_choices(limits.nbytes, limits.seconds)]
+        return min(tried, key=lambda one: one[1])
 
     def check_bytes_and_time(self) -> None:
         """Raise a ConfigError if the fewest bytes, or the least time, are above their limits."""
@@ -313,17 +328,22 @@ class _Solver:
         """Return the choice, or the best uniform format of at most as many bytes if its loss is lower."""
         size = total(self.options, chosen, "nbytes")
         best: tuple[str, float] | None = None
-        for place in range(1, len(self.options[0])):
-            uniform = [place] * len(self.options)
-            slow = limits.seconds is not None and total(self.options, uniform, "seconds") > limits.seconds
-            if total(self.options, uniform, "nbytes") > size or slow:
-                continue
+        for uniform in self._uniform_choices(size, limits.seconds):
             found = self._measure(uniform)
             if best is None or found < best[1]:
-                best = str(self.options[0][place].name), found
+                best = str(self.options[0][uniform[0]].name), found
             if found < nats:
                 chosen, nats = uniform, found
         return chosen, nats, best
+
+    def _uniform_choices(self, nbytes: float | None, seconds: float | None) -> Iterator[list[int]]:
+        """Yield each choice of one format for all groups that is within limits of bytes and time; None: no limit."""
+        for place in range(1, len(self.options[0])):
+            uniform = [place] * len(self.options)
+            is_large = nbytes is not None and total(self.options, uniform, "nbytes") > nbytes
+            is_slow = seconds is not None and total(self.options, uniform, "seconds") > seconds
+            if not is_large and not is_slow:
+                yield uniform
 
     def _refusal(self, error: UnmetLimitError) -> ConfigError:
         """Return the error with the nearest budget that can be met."""
