@@ -25,6 +25,18 @@ def calibration(name: str, path: Path) -> tuple[BlockCalibration, torch.nn.Modul
     return BlockCalibration(ModelDirectory(path), batches()), model
 
 
+def test_calibration_ends_before_layers_that_the_files_lack(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    found = BlockCalibration(ModelDirectory(tmp_path), batches())
+    assert found.model.cls.predictions.transform.dense.weight.is_meta
+    found.start()
+    assert [block.shape for block in found.block(0, found.directory.read).hidden] == [(2, 12, 32)] * 2
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -47,9 +47,9 @@ class InputStatistics:
     rows: int = 0
 
     @classmethod
-    def of(cls, features: int) -> InputStatistics:
-        zeros = torch.zeros(features)
-        return cls(torch.zeros(features, features, dtype=torch.float64), zeros, zeros.double())
+    def of(cls, features: int, device: torch.device | str = "cpu") -> InputStatistics:
+        zeros = torch.zeros(features, device=device)
+        return cls(torch.zeros(features, features, dtype=torch.float64, device=device), zeros, zeros.double())
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs of one call. Each call's products are summed in float32, and calls in float64."""
@@ -334,6 +334,15 @@ class BlockCalibration:
         names = {name for name, module in self.model.named_modules() if module is self._head}
         return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
+    def _unfilled(self) -> list[nn.Module]:
+        """Return the modules outside of the blocks at which a forward ends: the head, and those whose weights the files
+        lack, as the layers before the head of a language model that is a classifier in the files."""
+        return [
+            module
+            for module in self.model.modules()
+            if module is self._head or any(one.is_meta for one in module.parameters(recurse=False))
+        ]
+
     def _load_block(self, number: int, read: ReadTensor) -> None:
         prefix = f"{self.prefix}.{number}."
         for source, name in self._names.renamed.items():
@@ -371,13 +380,13 @@ class BlockCalibration:
             log = _CallLog(len(blocks), self._not_a_chain, runs_first=number == 0, rest=rest)
             for place, block in enumerate(blocks):
                 self.blocks[place] = _BlockRecorder(block, log)
-            stop = None if self._head is None else self._head.register_forward_pre_hook(_stop)
+            stops = [module.register_forward_pre_hook(_stop) for module in self._unfilled()]
             try:
                 self.model(batch, use_cache=False)
             except _Stopped:
                 pass
             finally:
-                if stop is not None:
+                for stop in stops:
                     stop.remove()
                 for place, block in enumerate(blocks):
                     self.blocks[place] = block
