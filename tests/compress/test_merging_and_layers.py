@@ -15,6 +15,7 @@ from tests.causal_models import build
 from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError, ModelError
 from windlass.compress import layer_importance
+from windlass.compress.block_calibration import InputStatistics
 from windlass.compress.layer_importance import (
     block_influences,
     choose_layers,
@@ -208,6 +209,10 @@ def test_factors_are_the_best_of_their_rank() -> None:
     assert error < 0.9 * (inputs @ (up @ down - weight).t()).norm()
     whole_up, whole_down = low_rank_factors(weight, 12, hessian)
     torch.testing.assert_close(whole_up @ whole_down, weight, rtol=1e-3, atol=1e-3)
+    common = torch.randn(8, 512) + 5  # a sum over fewer inputs than features, which rounding makes indefinite
+    few = low_rank_factors(torch.randn(64, 512), 16, common.t() @ common)
+    assert all(bool(torch.isfinite(factor).all()) for factor in few)
+    assert InputStatistics.of(4, "meta").hessian.is_meta, "on the device of the inputs"
     with pytest.raises(ConfigError, match="rank is 13"):
         low_rank_factors(weight, 13)
 

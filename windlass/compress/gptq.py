@@ -90,13 +90,24 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     wide = hessian.to(torch.float64, copy=True)
     diagonal = wide.diagonal()
     diagonal[diagonal <= 0] = 1.0  # a feature that is always zero: its weights change nothing
-    mean = float(diagonal.mean())
+    inverse = torch.cholesky_inverse(damped_factor(wide, damping))
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper.to(torch.float32)
+
+
+def damped_factor(hessian: Tensor, damping: float) -> Tensor:
+    """Return the lower Cholesky factor of a sum of `x x^T`, float64, whose diagonal is damped in place: by `damping`
+    times its mean, and by ten times more until the matrix is positive definite.
+
+    Raises:
+        ModelError: no damping makes it so, because it has values that are not finite.
+    """
+    diagonal = hessian.diagonal()
+    mean = max(float(diagonal.mean()), 1e-30)
     for _ in range(6):
         diagonal += damping * mean
-        factor, problem = torch.linalg.cholesky_ex(wide)
-        if not int(problem):
-            inverse = torch.cholesky_inverse(factor)
-            upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
-            return upper.to(torch.float32)
+        found: tuple[Tensor, Tensor] = torch.linalg.cholesky_ex(hessian)
+        if not int(found[1]):
+            return found[0]
         damping *= 10
     raise ModelError("the inputs of a layer have values that are not finite; check the model and the calibration text")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from windlass.base.errors import ConfigError
 from windlass.base.module_modes import evaluating
 from windlass.compress.block_calibration import InputStatistics
+from windlass.compress.gptq import damped_factor
 from windlass.compress.unit_importance import LossFunction, language_loss
 
 _DAMPING = 1e-6  # added to the diagonal, relative to its mean
@@ -30,6 +31,7 @@ def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -
 
     Raises:
         ConfigError: the rank is not between 1 and the smaller side.
+        ModelError: `hessian` has values that are not finite.
     """
     if not 1 <= rank <= min(weight.shape):
         raise ConfigError(f"rank is {rank} for a matrix {tuple(weight.shape)}; write 1 to {min(weight.shape)}")
@@ -37,9 +39,7 @@ def low_rank_factors(weight: Tensor, rank: int, hessian: Tensor | None = None) -
     if hessian is None:
         left, values, right = torch.linalg.svd(wide, full_matrices=False)
     else:
-        damped = hessian.double().clone()
-        damped.diagonal().add_(max(float(damped.diagonal().mean()), 1e-30) * _DAMPING)
-        factor = torch.linalg.cholesky(damped)
+        factor = damped_factor(hessian.to(torch.float64, copy=True), _DAMPING)
         left, values, right = torch.linalg.svd(wide @ factor, full_matrices=False)
         right = torch.linalg.solve_triangular(factor, right, upper=False, left=False)
     root = values[:rank].sqrt()
@@ -104,7 +104,7 @@ def _input_sums(
     model: nn.Module, layers: Mapping[str, nn.Linear], batches: Sequence[Any], loss: LossFunction
 ) -> dict[str, Tensor]:
     """Return the sum of `x x^T` over the inputs of each layer that the batches reach."""
-    found = {name: InputStatistics.of(layer.in_features) for name, layer in layers.items()}
+    found = {name: InputStatistics.of(layer.in_features, layer.weight.device) for name, layer in layers.items()}
 
     def called(name: str) -> Callable[..., None]:
         return lambda module, inputs: found[name].add(inputs[0].detach())
