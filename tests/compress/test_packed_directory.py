@@ -18,6 +18,7 @@ from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ModelError, WeightFormatError
 from windlass.compress import packed_directory, partial_directory
+from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
@@ -282,6 +283,14 @@ def test_targets_are_names_expressions_or_the_class(tmp_path: Path) -> None:
     edited(tmp_path / "packed", {"config_groups": {"b": by_bits[8], "a": by_bits[4]}}, {})
     with pytest.raises(ModelError, match=r"no target for the packed layer 'model\.layers\.0\.self_attn\.o_proj'"):
         load_packed_model(tmp_path / "packed")
+
+
+def test_a_single_file_is_read_before_an_index(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    (tmp_path / "old.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), "old.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {place.path.name for place in ModelDirectory(tmp_path).places.values()} == {"model.safetensors"}
 
 
 def test_a_target_that_holds_the_model_is_refused(tmp_path: Path) -> None:

@@ -316,6 +316,9 @@ def test_rotation_preserves_the_function_and_spreads_outliers(name: str, tied: b
     options = RoundingOptions("rtn", rotate=True)
     compress_directory(tmp_path / "wide", tmp_path / "int8", "int8", options)
     assert divergence(model, load_packed_model(tmp_path / "int8")) < 2e-3
+    report, _ = compress_directory(tmp_path / "wide", tmp_path / "head", "int8", options, head=True)
+    assert "lm_head" in report.layers and not report.kept
+    assert divergence(model, load_packed_model(tmp_path / "head")) < 2e-3
 
 
 def test_values_of_each_head_are_rotated_with_the_columns_that_read_them(tmp_path: Path) -> None:

@@ -145,10 +145,10 @@ class ModelDirectory:
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX
-        if not index.is_file():
-            if not (self.path / SINGLE).is_file():
-                raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; save the model as safetensors")
+        if (self.path / SINGLE).is_file():  # as transformers chooses, where a save in several files was there before
             return [self.path / SINGLE]
+        if not index.is_file():
+            raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; save the model as safetensors")
         names = self._read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise ModelError(f"{index} has no weight_map from tensors to files; copy it again")
@@ -195,6 +195,8 @@ def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_rem
     config = transformers.AutoConfig.from_pretrained(directory.path, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if "tie_word_embeddings" in directory.config:  # a view of a directory may have a head of its own
+        config.tie_word_embeddings = directory.config["tie_word_embeddings"]
     source = model_class or transformers.AutoModelForCausalLM
     with _parameters_on_meta():
         try:
