@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from windlass.base.errors import ModelError
+from windlass.compress import gguf_file
 from windlass.compress.gguf_blocks import BLOCK_TYPES, BlockType, decode_blocks, encode_blocks, find_block_type
 from windlass.compress.gguf_file import find_splitting
+from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.weight_format import get_weight_format
 
@@ -64,6 +70,14 @@ def test_damaged_blocks_and_formats_without_a_type_are_refused() -> None:
             find_block_type(get_weight_format(name), 256)
     with pytest.raises(ModelError, match="100 input features do not divide into blocks of 32"):
         find_block_type(get_weight_format("int8_g32"), 100)
+
+
+def test_models_of_pruned_heads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", PRUNING_ENTRY: {"heads": 6}}))
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(gguf_file, "_import_gguf", lambda: None)  # the package need not be installed
+    with pytest.raises(ModelError, match="has windlass_pruning in its config.json: .* not written to GGUF"):
+        gguf_file.write_gguf(tmp_path, tmp_path / "out.gguf")
 
 
 def test_tokenizers_name_their_splitting() -> None:

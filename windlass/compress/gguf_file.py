@@ -16,6 +16,7 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.compress.gguf_blocks import BLOCK_TYPES, decode_blocks, encode_blocks, find_block_type
 from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats
 from windlass.kernels.weight_format import PackedWeight, get_weight_format
 
@@ -61,13 +62,19 @@ def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -
         The GGUF type of each tensor, as `name: type`.
 
     Raises:
-        ModelError: the package gguf is missing, the model is of another family, or a format has no GGUF type.
+        ModelError: the package gguf is missing, the model is of another family or has pruned heads, or a format has no
+            GGUF type.
     """
     gguf = _import_gguf()
     directory = ModelDirectory(source)
     kind = directory.config.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ModelError(f"{source} is of type {kind!r}; GGUF is written for {', '.join(_ARCHITECTURES)}")
+    if PRUNING_ENTRY in directory.config:
+        raise ModelError(
+            f"{source} has {PRUNING_ENTRY} in its config.json: numbers of heads that differ from the configuration's, "
+            "which are not written to GGUF; prune to heads that transformers builds, or write the unpruned model"
+        )
     architecture, permutes = _ARCHITECTURES[kind]
     layers = sorted({one.rpartition(".")[0] for one in directory.places if one.endswith(".weight_scale")})
     formats = read_formats(directory.quantization or {}, layers) if layers else {}
