@@ -107,6 +107,27 @@ def test_checkpoints_have_the_numbers_of_their_layout(
         torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_layers_with_their_own_bits_are_read(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    own = {"bits": 8, "group_size": 32}
+    for target, settings in (("packed", {}), ("packed8", own)):
+        entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, **settings}
+        weights = quantized_copy(tmp_path / "wide", tmp_path / target, entry, True)
+    first, second = (tmp_path / name / "model.safetensors" for name in ("packed", "packed8"))
+    wider = {name: tensor for name, tensor in load_file(second).items() if "q_proj" in name}
+    save_file({**load_file(first), **wider}, first)
+    with pytest.raises(ModelError, match=r"q_proj' .* has 128 input features of 4 bits, and g_idx has 64"):
+        load_packed_model(tmp_path / "packed")
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["dynamic"] = {"-:.*embed": {}, r"+:.*\.q_proj": own}
+    path.write_text(json.dumps(config))
+    found = load_packed_model(tmp_path / "packed")
+    layer = "model.layers.0.self_attn.q_proj"
+    assert torch.equal(found.get_submodule(layer).unpack(), weights[layer])
+    assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
+
+
 def test_groups_of_scattered_features_keep_their_numbers(tmp_path: Path) -> None:
     saved(tmp_path / "wide")
     entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}

@@ -7,6 +7,7 @@ GPTQ stores a matrix transposed: `qweight` `[in * bits / 32, out]`, `qzeros` `[g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ def read_packed_layer(
         raise ModelError(
             f"layer {layer!r} of {directory.path} lacks {', '.join(sorted(missing))}; copy its files again"
         )
+    entry = {**entry, **_layer_settings(entry, layer)}
     tensors = {part: directory.read(name) for part, name in names.items()}
     bits, size = entry.get("bits", entry.get("w_bit")), entry.get("group_size", entry.get("q_group_size"))
     if bits not in (2, 3, 4, 8):
@@ -62,6 +64,11 @@ def read_packed_layer(
         if entry.get("checkpoint_format", "gptq") != "gptq_v2":
             zeros = (zeros + 1) & (2**bits - 1)
         order = tensors.get("g_idx")
+        if order is not None and len(order) != features:
+            raise ModelError(
+                f"layer {layer!r} of {directory.path} has {features} input features of {bits} bits, and g_idx has "
+                f"{len(order)}; correct bits in quantization_config, or copy the files again"
+            )
     groups, columns = scales.shape[1], codes.shape[1]
     group = None if size in (-1, None) or groups == 1 else int(size)
     straight = torch.arange(columns) // (group or columns)
@@ -82,6 +89,22 @@ def read_packed_layer(
             "windlass has groups of 32, 64 and 128 features, or rows"
         )
     return name, form.pack_codes(GroupCodes(codes, scales, None if symmetric else zeros)), set(names.values())
+
+
+def _layer_settings(entry: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """Return the settings of a layer that differ from those of the model: GPTQModel's `dynamic`, a mapping from a
+    regular expression for the beginning of names, perhaps after `+:`, to settings. Layers of `-:` are not packed."""
+    for pattern, settings in (entry.get("dynamic") or {}).items():
+        try:
+            matches = re.match(pattern.removeprefix("+:"), layer)
+        except re.error as error:
+            raise ModelError(
+                f"quantization_config.dynamic has {pattern!r}, which is not a regular expression: {error}"
+            ) from error
+        if matches and not pattern.startswith("-:"):
+            found: Mapping[str, Any] = settings
+            return found
+    return {}
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
