@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.causal_models import build
+from windlass.base.errors import ModelError
 from windlass.cli import compression_choice, compression_stages
 from windlass.cli.compression_figures import choose_method, figure_lines, format_name
 from windlass.cli.main import main
 from windlass.compress import partial_directory
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
+from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
 from windlass.kernels.packed_linear import PackedLinear
@@ -148,6 +150,10 @@ def test_encoders_are_packed_and_not_measured(tmp_path: Path, capsys: pytest.Cap
     wide.save_pretrained(tmp_path / "wide")
     arguments = (tmp_path / "wide", tmp_path / "out", "--group", 32)
     assert "is a BertForSequenceClassification, whose loss and speed" in failed(capsys, *arguments)
+    for options in (("--prune", "ffn=0.25", "--weights", "wide"), ("--prune", "layers=1")):
+        message = failed(capsys, *arguments[:2], *options, "--no-measure")
+        assert "is a BertForSequenceClassification, and only causal language models are pruned" in message
+    assert not list(tmp_path.glob("*out*"))
     run(*arguments, "--no-measure")
     found: Any = windlass.from_pretrained(kind, tmp_path / "out")
     layers = {name: module for name, module in found.named_modules() if isinstance(module, PackedLinear)}
@@ -255,6 +261,21 @@ def test_a_budget_is_met_and_reported(
     assert "leave weights" in failed(capsys, model, tmp_path / "no", "--budget", "size=4x", "--weights", "int8", *text)
 
 
+def test_a_size_counts_the_head_that_a_rotation_adds(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tied = load(model)
+    tied.lm_head.weight, tied.config.tie_word_embeddings = tied.model.embed_tokens.weight, True  # type: ignore
+    tied.save_pretrained(tmp_path / "tied")
+    train_tokenizer(LINES, 300, tmp_path / "tied")
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure"]
+    arguments = (tmp_path / "tied", tmp_path / "out", "--rotate", "--budget", "size=0.4", *text)
+    assert "size=0.4 cannot be met: the nearest is size=0." in failed(capsys, *arguments)
+    run(*arguments, "--head")
+    got = float(capsys.readouterr().out.partition("size: asked 0.4000 of the bytes, got ")[2].split()[0])
+    assert got <= 0.4 and "lm_head.weight_scale" in load_file(tmp_path / "out" / "model.safetensors")
+
+
 def test_a_loss_that_is_missed_on_held_out_text_leads_to_a_more_careful_choice(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +316,12 @@ def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.Ca
         capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "int4"
     )
     assert "nothing is pruned" in failed(capsys, model, tmp_path / "no", "--weights", "wide")
+    layers = ("--prune", "layers=1", "--weights", "wide")
+    for options in (("--rotate",), ("--activations", "int8"), ("--method", "gptq"), ("--group", "32")):
+        assert f"{options[0]}) is " in failed(capsys, model, tmp_path / "no", *layers, *options)
+    assert "'gptq', which has no effect" in failed(
+        capsys, model, tmp_path / "no", "--sparsity", "0.5", "--method", "gptq"
+    )
     assert "heads = 9, but" in failed(capsys, model, tmp_path / "no", "--prune", "heads=9")
     assert "has 'heads'" in failed(capsys, model, tmp_path / "no", "--prune", "heads")
     assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".no*")), "no traces of what was refused"
@@ -325,6 +352,18 @@ def test_an_interruption_of_the_measurement_is_continued(
         patch.setattr(compression_stages, "compress_directory", None)
         run(*arguments[1:])
     assert (tmp_path / "out" / "compression.json").is_file()
+
+
+def test_two_processes_do_not_share_a_workspace(tmp_path: Path) -> None:
+    first = CompressionWorkspace(tmp_path / "out", {"prune": "layers=1"})
+    assert first.value("figure", lambda: 3) == 3
+    with pytest.raises(ModelError, match=r"another process writes .*\.out\.work; wait for its end"):
+        CompressionWorkspace(tmp_path / "out", {"prune": "layers=2"})
+    first.close()
+    again = CompressionWorkspace(tmp_path / "out", {"prune": "layers=1"})
+    assert again.value("figure", lambda: 4) == 3
+    again.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interruption_of_the_report_leaves_a_complete_directory(

@@ -32,6 +32,7 @@ from windlass.compress.layer_sensitivity import mean_nats, sample_tokens
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.prune_directory import load_wide_model
+from windlass.compress.rotation import RotatedDirectory, untie_head
 
 ATTEMPTS = 4  # maximum number of choices that are rounded and measured
 _MARGIN = 0.9  # the next choice may have at most this fraction of the allowed loss
@@ -88,6 +89,9 @@ class FormatChooser:
         model = load_wide_model(directory, trust_remote_code=settings.trust_remote_code)
         directory = as_linear_directory(directory, trust_remote_code=settings.trust_remote_code)
         make_linear(model)
+        if settings.rotate:  # a head that shares the embedding becomes a tensor of its own, whose bytes count
+            directory = RotatedDirectory(directory)
+            untie_head(model)
         bits_per_nat = self._text.held_out.bits_per_byte(len(self._text.held_out.tokens) - 1)
         bits, bits_whole = 0.0, None
         if self._source != settings.source and budget.loss is not None:  # the budget counts from the unpruned model
@@ -99,6 +103,7 @@ class FormatChooser:
         relative = _relative_to(budget, bits_whole, bits, self.speed, times)
         if relative.loss is not None:
             relative = replace(relative, loss=relative.loss * share)
+        measured = "losses_of_rotated" if settings.rotate else "losses"
         self._progress.begin("measuring formats", "measurements")
         choice = choose_for_budget(
             model,
@@ -111,7 +116,7 @@ class FormatChooser:
             before=tensor_bytes(whole),
             times=times,
             progress=self._progress,
-            losses=lambda compute: self._work.value("losses", compute),
+            losses=lambda compute: self._work.value(measured, compute),
         )
         self._progress.end()
         del model

@@ -131,6 +131,7 @@ class CompressionSettings:
                 raise ConfigError(
                     "weights (--weights) stay unquantized and nothing is pruned; give --prune, --sparsity or --distill"
                 )
+            self._check_unrounded()
             return None
         name = format_name(self.weights or "int4", self.group)
         if name.startswith(_FEW_BITS) and not self.force and (self.distill is None or self.method != "auto"):
@@ -139,6 +140,21 @@ class CompressionSettings:
                 "makes it answer badly; use int3 or int4, train it with --distill, or --force"
             )
         return name
+
+    def _check_unrounded(self) -> None:
+        """Refuse options of rounding that have no effect on weights that stay unquantized."""
+        methods = ("auto",) if self.sparsity is None else ("auto", "rtn")
+        for name, value, is_used in (
+            ("method", self.method, self.method in methods),
+            ("group", self.group, self.group is None),
+            ("activations", self.activations, self.activations != "int8"),
+            ("rotate", self.rotate, not self.rotate or self.sparsity is not None),
+        ):
+            if not is_used:
+                raise ConfigError(
+                    f"{name} (--{name}) is {value!r}, which has no effect on unquantized weights; leave it out, or "
+                    "round the result in a second run"
+                )
 
     def _check_distillation(self) -> None:
         parse_losses(self.distill_loss)

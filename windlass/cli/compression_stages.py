@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -74,18 +75,18 @@ class CompressionRun:
         if settings.distill is not None:
             check_teacher_directory(settings.distill, settings.source)
         text = self._read_text()
-        work = CompressionWorkspace(settings.out, self._fingerprint(text))
-        source = self._prune(work, text) if settings.shares else settings.source
-        if settings.distill is not None:
-            source = self._distil(work, source)
         choice: BudgetChoice | None = None
-        if settings.limits is not None:
-            assert text is not None
-            after, choice = self._round_for_budget(work, source, text)
-        else:
-            after = self._round(source, text, None, settings.out)
-        self.is_complete = True
-        work.remove()
+        with closing(CompressionWorkspace(settings.out, self._fingerprint(text))) as work:
+            source = self._prune(work, text) if settings.shares else settings.source
+            if settings.distill is not None:
+                source = self._distil(work, source)
+            if settings.limits is not None:
+                assert text is not None
+                after, choice = self._round_for_budget(work, source, text)
+            else:
+                after = self._round(source, text, None, settings.out)
+            self.is_complete = True
+            work.remove()
         self._report(after, text, choice)
 
     def _read_text(self) -> CalibrationText | None:

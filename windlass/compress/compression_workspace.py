@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from windlass.base.atomic_file import make_directory
 from windlass.base.bounded_json import parse_json
-from windlass.base.errors import WindlassError
+from windlass.base.errors import ModelError, WindlassError
 from windlass.base.log import logger
 from windlass.compress.model_directory import write_json
 
@@ -20,18 +22,26 @@ _SETTINGS = "settings.json"
 class CompressionWorkspace:
     """Directory `.OUT.work` with the results of finished stages. Results of other settings are discarded.
 
+    A process locks it from the first result on, until `close`.
+
     Args:
         target: directory of the model that is written.
         settings: all inputs of the stages, as JSON data.
+
+    Raises:
+        ModelError: another process uses it.
     """
 
     def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
         target = target.resolve()
         self.path = target.with_name(f".{target.name}.work")
         self._settings = parse_json(json.dumps(dict(settings), sort_keys=True).encode())
+        self._lock: int | None = None
+        if self.path.exists():
+            self._take_lock()
         if self.path.exists() and self._read(_SETTINGS) != self._settings:
             logger.warning("%s was begun with other settings or from another model; it is computed anew", target)
-            shutil.rmtree(self.path)
+            self.remove()
 
     def directory(self, stage: str, write: Callable[[Path], Any]) -> Path:
         """Return the directory of a stage. If the stage is not finished, `write` fills the directory first."""
@@ -72,11 +82,27 @@ class CompressionWorkspace:
         """Remove the directory."""
         if self.path.exists():
             shutil.rmtree(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock of the directory, so that other processes can use it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _create(self) -> None:
-        if not self.path.exists():
+        if self._lock is None:
             make_directory(self.path)
+            self._take_lock()
             write_json(self.path / _SETTINGS, self._settings)
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise ModelError(f"another process writes {self.path}; wait for its end") from error
 
     def _read(self, name: str) -> Any:
         try:

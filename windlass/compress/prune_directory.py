@@ -23,9 +23,16 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
     """Return the model of a directory that is not quantized, in float32 and eval mode.
 
     Raises:
-        ModelError: the model is quantized or has an adapter, or transformers cannot load it.
+        ModelError: the model is quantized or has an adapter, is no causal language model, or transformers cannot load
+            it.
     """
     directory.check_wide()
+    if not directory.is_language_model:  # AutoModelForCausalLM would drop its head and add a random one
+        raise ModelError(
+            f"{directory.path} is a {directory.config['architectures'][0]}, and only causal language models are "
+            "pruned, distilled or compressed to a budget from a directory; prune it in memory by "
+            "windlass.compress.prune_model.prune_model"
+        )
     if is_packed_directory(directory.path):
         own = load_packed_model(directory.path, dtype=torch.float32, trust_remote_code=trust_remote_code)
         return own.requires_grad_(True)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass.base.errors import ModelError
 from windlass.compress.model_directory import ModelDirectory, TensorPlace
@@ -102,6 +103,15 @@ class RotatedDirectory(ModelDirectory):
         size = len(self._head_rotation)
         rotated: Tensor = rows.unflatten(1, (-1, size)) @ self._head_rotation
         return rotated.flatten(1)
+
+
+def untie_head(model: Any) -> None:
+    """Give the output head of a model a copy of the weight that it shares with the embedding, in place, as in the
+    directory of the rotated model."""
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
 
 
 def random_hadamard(size: int, seed: int = 0) -> Tensor:
