@@ -23,8 +23,8 @@ def load_wide_model(directory: ModelDirectory, *, trust_remote_code: bool = Fals
     """Return the model of a directory that is not quantized, in float32 and eval mode.
 
     Raises:
-        ModelError: the model is quantized or has an adapter, is no causal language model, or transformers cannot load
-            it.
+        ModelError: the model is quantized, has an adapter, is of another kind than a causal language model, or
+            transformers cannot load it.
     """
     directory.check_wide()
     if not directory.is_language_model:  # AutoModelForCausalLM would drop its head and add a random one

@@ -20,7 +20,7 @@ def refuse_packed_saves() -> None:
     if modeling is None:  # then no model is one of transformers
         return
     write = modeling.PreTrainedModel.save_pretrained
-    if getattr(write, "_refuses_packed", False):
+    if getattr(write, "refuses_packed", False):
         return
 
     @functools.wraps(write)
@@ -34,5 +34,5 @@ def refuse_packed_saves() -> None:
             )
         return write(self, *args, **kwargs)
 
-    save_pretrained._refuses_packed = True  # type: ignore[attr-defined]
+    save_pretrained.refuses_packed = True  # type: ignore[attr-defined]
     modeling.PreTrainedModel.save_pretrained = save_pretrained
