@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import EngineOverloadedError, RequestError
-from windlass.inference import llm_engine
+from windlass.inference import async_engine, llm_engine
 from windlass.inference.async_engine import AsyncLLMEngine, EngineStoppedError
 from windlass.inference.sampler import sample
 from windlass.inference.sampling_params import SamplingParams
@@ -97,6 +99,46 @@ def test_a_token_beyond_the_vocabulary_has_no_embedding_and_harms_no_other_reque
         with pytest.raises(RequestError, match="no unread outputs of a request 'x'"):
             await anext(engine.outputs("x"))
         await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_step_runs_between_two_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        _, engine = make_engine(max_queued=2)
+        order, run = [], engine._engine.runner.run
+        has_begun, may_end = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def embed(*_: Any) -> list[list[float]]:
+            order.append("embedding")
+            loop.call_soon_threadsafe(has_begun.set)
+            assert may_end.wait(20)
+            time.sleep(0.002)  # until the other clients have queued theirs
+            return [[1.0]]
+
+        def observed(batch: Any) -> torch.Tensor:
+            order.append("step")
+            return run(batch)
+
+        monkeypatch.setattr(async_engine, "embed_prompts", embed)
+        engine._engine.runner.run = observed
+        await engine.start()
+        stream = engine.stream([3, 4, 5], GREEDY.replace(max_tokens=80))
+        await anext(stream)
+        clients = [asyncio.create_task(engine.embed([[3]] * 6))]
+        await has_begun.wait()
+        clients += [asyncio.create_task(engine.embed([[3]] * 6)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloadedError, match="2 embeddings are waiting"):
+            await engine.embed([[3]])
+        may_end.set()
+        assert await asyncio.gather(*clients) == [[[1.0]] * 6] * 3
+        await stream.aclose()
+        assert order.count("embedding") == 18
+        assert all({"step"} <= set(pair) for pair in itertools.pairwise(order))
+        await engine.shutdown()
+        assert engine.error is None
 
     asyncio.run(main())
 

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, server_on_thread
+from windlass.base.errors import EngineOverloadedError
 from windlass.serving.server_settings import ApiKeys
 
 CHAT = "/v1/chat/completions"
@@ -241,7 +242,13 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
         answer = client.post(TEXT, json={"prompt": "a", "stream": stream})
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["type"] == "rate_limit_error"
-    assert 'vllm:admission_rejections_total{engine="0",model_name="m"} 2.0' in client.get("/metrics").text
+
+    async def embed(prompts: list[list[int]]) -> list[list[float]]:
+        raise EngineOverloadedError("the queue is full")
+
+    engine.embed = embed  # type: ignore[method-assign]
+    assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 429
+    assert 'vllm:admission_rejections_total{engine="0",model_name="m"} 3.0' in client.get("/metrics").text
 
 
 def test_a_server_that_is_not_ready_is_503() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from windlass.base.errors import RequestError, WindlassError
+from windlass.base.errors import EngineOverloadedError, RequestError, WindlassError
 from windlass.base.log import logger
 from windlass.inference.embeddings import embed_prompts
 from windlass.inference.engine_factory import make_engine
@@ -69,6 +69,7 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._embeddings: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}  # used by the engine's thread only
         self._unread: dict[str, _Subscriber] = {}  # used by the event loop's thread only
         self._ready: list[RequestOutput] = []  # outputs of the last step; used by the engine's thread only
@@ -274,16 +275,28 @@ class AsyncLLMEngine:
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the embedding of each prompt: the normalized hidden state of its last token.
 
+        Each is a forward of its own. At most one runs between two steps, so that requests get their tokens.
+
         Raises:
             RequestError: the model cannot embed, or a prompt is too long.
+            EngineOverloadedError: `max_queued` embeddings are waiting.
         """
+        limit = self._engine.options.max_queued
+        if limit is not None and self._embeddings.qsize() >= limit:
+            raise EngineOverloadedError(f"{limit} embeddings are waiting, which is the limit; try again later")
         found: list[list[float]] = []
-        for prompt in prompts:  # one at a time, so that requests get their tokens in between
-            found += await self._call(partial(embed_prompts, self._engine, [prompt]))
+        for prompt in prompts:
+            found += await self._call(partial(embed_prompts, self._engine, [prompt]), self._embeddings)
         return found
 
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        """Run a function in the engine's thread and return its result."""
+    async def _call(
+        self, function: Callable[[], Any], calls: queue.SimpleQueue[Callable[[], None]] | None = None
+    ) -> Any:
+        """Run a function in the engine's thread and return its result.
+
+        Args:
+            calls: queue that the function waits in; None: all functions of this queue run before the next step.
+        """
         if self._stopping or not self.is_healthy:
             raise EngineStoppedError("the inference engine has stopped and takes no requests") from self.error
         done: Future[Any] = Future()
@@ -298,7 +311,9 @@ class AsyncLLMEngine:
             except Exception as error:  # goes to the caller
                 done.set_exception(error)
 
-        self._calls.put(run)
+        if calls is not None:
+            calls.put(run)
+        self._calls.put(run if calls is None else None)  # wakes the thread
         waiting = asyncio.ensure_future(asyncio.wrap_future(done))
         try:
             while not (await asyncio.wait({waiting}, timeout=1))[0]:
@@ -310,11 +325,12 @@ class AsyncLLMEngine:
 
     def _run(self) -> None:
         try:
-            while not (self._stopping and not (self._drains and self._engine.has_requests())):
-                idle = not self._engine.has_requests() and not self._stopping
+            while not self._stopping or (self._drains and self._has_work()):
+                idle = not self._has_work() and not self._stopping
                 while idle and self._calls.empty() and self._engine.use_idle_time():
                     pass
                 self._run_calls(wait=idle)
+                self._run_embedding()
                 if self._engine.has_requests():
                     self._run_step()
             self._run_calls(wait=False)
@@ -329,8 +345,13 @@ class AsyncLLMEngine:
             self._send(subscriber, stopped)
         self._subscribers.clear()
         self._run_calls(wait=False)  # calls queued after the last step
+        while self._run_embedding():  # refused like them
+            pass
         if self.error is not None:
             self._close_after_error()
+
+    def _has_work(self) -> bool:
+        return self._engine.has_requests() or not self._embeddings.empty()
 
     def _close_after_error(self) -> None:
         """Free the memory of the engine, once all readers have the error that stopped it."""
@@ -362,6 +383,16 @@ class AsyncLLMEngine:
                 self._deliver_ready()  # a call can take long, or reuse the id of a request that has ended
                 if call is not None:
                     call()
+
+    def _run_embedding(self) -> bool:
+        """Compute the embedding that has waited longest; return False if none waits."""
+        try:
+            call = self._embeddings.get_nowait()
+        except queue.Empty:
+            return False
+        self._deliver_ready()  # clients need not wait for its forward
+        call()
+        return True
 
     def _wait_for_call(self) -> Callable[[], None] | None:
         (seconds, _), since = self._idle, time.monotonic()

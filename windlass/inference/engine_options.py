@@ -76,7 +76,7 @@ class EngineOptions:
         policy: see `SchedulerLimits`.
         max_gap_ms: limit of the predicted time between two tokens of a running answer; prompts are computed within it.
         max_wait_seconds: a request that waits longer for its first token goes before all others.
-        max_queued: waiting requests, beyond which new ones are refused; None: no limit.
+        max_queued: waiting requests, beyond which new ones are refused, and likewise embeddings; None: no limit.
         swap_bytes: host memory for the blocks of preempted sequences; blocks that do not fit are computed again.
         swap_directory: directory for the blocks that do not fit into `swap_bytes`.
         speculative: speculative decoding.

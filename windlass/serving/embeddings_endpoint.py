@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.base.errors import EngineOverloadedError
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.completions_endpoint import normalize_prompts
 from windlass.serving.event_stream import until_disconnect
@@ -62,7 +63,11 @@ async def create_embeddings(request: Request) -> Response:
                 parameter="input",
                 code="context_length_exceeded",
             )
-    vectors = await until_disconnect(request, context.engine.embed(prompts))
+    try:
+        vectors = await until_disconnect(request, context.engine.embed(prompts))
+    except EngineOverloadedError:
+        context.metrics.rejections.inc()
+        raise
     data = [
         {"object": "embedding", "index": index, "embedding": _encode(vector, form)}
         for index, vector in enumerate(vectors)
