@@ -10,13 +10,19 @@ import select
 import socket
 from typing import Any
 
+import pydantic
 import pytest
 from starlette.testclient import TestClient
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, server_on_thread
 from windlass.base.errors import EngineOverloadedError
+from windlass.serving.chat_request import ChatRequest
+from windlass.serving.completions_endpoint import CompletionRequest
+from windlass.serving.request_fields import RequestModel, StructuredOutputsField
+from windlass.serving.responses_request import ResponsesRequest
 from windlass.serving.server_settings import ApiKeys
+from windlass.serving.tokenizer_endpoints import DetokenizeRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -195,6 +201,22 @@ def test_other_bad_requests(client: TestClient) -> None:
     assert error["param"] == "dimensions"
     assert refused(client, "/v1/embeddings", {"input": "a" * 600})["code"] == "context_length_exceeded"
     assert refused(client, "/detokenize", {"tokens": [1, -5]})["param"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    "model", [ChatRequest, CompletionRequest, ResponsesRequest, DetokenizeRequest, StructuredOutputsField]
+)
+def test_many_wrong_elements_are_one_error(model: type[RequestModel]) -> None:
+    for name in model.model_fields:
+        for value in ([object()] * 99, {str(number): object() for number in range(99)}):
+            errors: list[Any] = []
+            try:
+                model.model_validate({name: value})
+            except pydantic.ValidationError as error:
+                errors = [one for one in error.errors(include_url=False) if one["loc"][0] == name]
+                # `parse` refuses the first unknown field itself
+                errors = [one for one in errors if one["type"] != "extra_forbidden"]
+            assert len(errors) <= 3, name  # one for each member of a union
 
 
 def test_a_chat_without_a_template() -> None:

@@ -19,7 +19,7 @@ from windlass.serving.chat_prompt import (
     render_chat,
 )
 from windlass.serving.generation import encode_text
-from windlass.serving.request_fields import RequestModel, SamplingFields
+from windlass.serving.request_fields import ListField, RequestModel, SamplingFields
 from windlass.serving.server_context import ServerContext
 from windlass.serving.tool_calls import (
     ForcedFunction,
@@ -42,8 +42,8 @@ class ChatFields(RequestModel):
         add_special_tokens: let the tokenizer add its beginning-of-text token, which most templates already contain.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: ListField[dict[str, Any]]
+    tools: ListField[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 
 from windlass.base.text import nearest_name, one_line
 from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
@@ -61,6 +61,21 @@ _REFUSED = {
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 Model = TypeVar("Model", bound="RequestModel")
+Value = TypeVar("Value")
+
+
+class _UpToFirstError:
+    """Marker of containers whose validation ends at the first error. pydantic would keep an error for each element.
+
+    pydantic's own `FailFast` has no hash, which unions need.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> dict[str, Any]:
+        return {**handler(source), "fail_fast": True}
+
+
+ListField = Annotated[list[Value], _UpToFirstError()]
+DictField = Annotated[dict[str, Value], _UpToFirstError()]
 
 
 class RequestModel(BaseModel):
@@ -158,7 +173,7 @@ class StructuredOutputsField(RequestModel):
     json_: str | dict[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListField[str] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
@@ -199,19 +214,19 @@ class CommonSamplingFields(RequestModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListField[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: DictField[float] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: ListField[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: ListField[int] | None = None
+    bad_words: ListField[str] | None = None
 
 
 class SamplingFields(CommonSamplingFields):
@@ -231,7 +246,7 @@ class SamplingFields(CommonSamplingFields):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListField[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 

@@ -10,7 +10,7 @@ from windlass.base.text import one_line
 from windlass.serving.api_errors import ApiError
 from windlass.serving.chat_prompt import content_text
 from windlass.serving.chat_request import ChatRequest
-from windlass.serving.request_fields import CommonSamplingFields, RequestModel
+from windlass.serving.request_fields import CommonSamplingFields, DictField, ListField, RequestModel
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # a model's reasoning is part of its text
@@ -78,15 +78,15 @@ class ResponsesRequest(CommonSamplingFields):
         "truncation": "shorten the input",
     }
 
-    input: str | list[dict[str, Any]]
+    input: str | ListField[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListField[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: ListField[str] | None = None
+    metadata: DictField[str] | None = None
     stream_options: StreamFields | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = None

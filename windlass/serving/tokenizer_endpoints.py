@@ -12,7 +12,7 @@ from windlass.serving.chat_prompt import parse_tools
 from windlass.serving.chat_request import ChatFields, encode_chat
 from windlass.serving.generation import NO_TOKENIZER, encode_text
 from windlass.serving.request_body import read_json_object
-from windlass.serving.request_fields import RequestModel
+from windlass.serving.request_fields import ListField, RequestModel
 from windlass.serving.server_context import ServerContext
 
 
@@ -35,7 +35,7 @@ class TokenizeChatRequest(ChatFields):
 class DetokenizeRequest(RequestModel):
     """Fields of a request for the text of tokens."""
 
-    tokens: list[int]
+    tokens: ListField[int]
     model: str | None = None
 
 
