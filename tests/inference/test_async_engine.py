@@ -17,7 +17,7 @@ from windlass.base.errors import EngineOverloadedError, RequestError
 from windlass.inference import async_engine, llm_engine
 from windlass.inference.async_engine import AsyncLLMEngine, EngineStoppedError
 from windlass.inference.sampler import sample
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -139,6 +139,26 @@ def test_a_step_runs_between_two_embeddings(monkeypatch: pytest.MonkeyPatch) -> 
         assert all({"step"} <= set(pair) for pair in itertools.pairwise(order))
         await engine.shutdown()
         assert engine.error is None
+
+    asyncio.run(main())
+
+
+def test_bad_words_are_encoded_once_and_not_in_the_thread_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        names: list[str] = []
+
+        def encode(params: SamplingParams) -> TokenTexts:
+            names.append(threading.current_thread().name)
+            return ((5,),)
+
+        monkeypatch.setattr(engine._engine._factory, "encode_bad_words", encode)
+        await engine.start()
+        params = GREEDY.replace(bad_words=["a"], n=3, temperature=1.0)
+        async for output in engine.stream([3, 4], params):
+            assert all(5 not in answer.token_ids for answer in output.outputs)
+        assert len(names) == 1 and names[0] != "windlass-engine"
+        await engine.shutdown()
 
     asyncio.run(main())
 

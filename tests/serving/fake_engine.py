@@ -20,7 +20,7 @@ from windlass.inference.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import ServiceLevel
 
 TEMPLATE = (
@@ -98,6 +98,7 @@ class FakeEngine:
         self.max_running = max_running
         self.running: dict[str, asyncio.Event] = {}
         self.seen: list[tuple[list[int], SamplingParams, str | None, int]] = []
+        self.bad_words: list[TokenTexts | None] = []
         self.finished: Counter[str] = Counter()
         self.tokens = Counter[str]()
         self.is_healthy = True
@@ -125,6 +126,9 @@ class FakeEngine:
             finished=dict(self.finished),
         )
 
+    def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
+        return tuple(tuple(self.tokenizer.encode(word, False)) for word in params.bad_words or ())
+
     async def embed(self, prompts: list[list[int]]) -> list[list[float]]:
         return [[float(len(prompt)), 0.5, -1.0] for prompt in prompts]
 
@@ -137,6 +141,7 @@ class FakeEngine:
         lora_name: str | None = None,
         priority: int = 0,
         sla: ServiceLevel | None = None,
+        bad_words: TokenTexts | None = None,
     ) -> AsyncIterator[RequestOutput]:
         request_id = request_id or "only"
         prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -146,6 +151,7 @@ class FakeEngine:
         if max(prompt) >= len(self.tokenizer):
             raise RequestError(f"token {max(prompt)} is not in the vocabulary", parameter="prompt")
         self.seen.append((prompt, params, lora_name, priority))
+        self.bad_words.append(bad_words)
         cancelled = self.running[request_id] = asyncio.Event()
         self.tokens["prompt"] += len(prompt)
         metrics = RequestMetrics(time.monotonic(), time.monotonic())

@@ -50,6 +50,15 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     assert params == SamplingParams(**{**fields, "logit_bias": {5: -1.5}}) and priority == 4
 
 
+def test_prompts_share_the_tokens_of_bad_words() -> None:
+    engine = FakeEngine()
+    body = {"prompt": ["a", "b", "c"], "bad_words": ["xy", "z"]}
+    assert client_of(engine).post(TEXT, json=body).status_code == 200
+    first, *others = engine.bad_words
+    assert first == ((ord("x"), ord("y")), (ord("z"),))
+    assert len(others) == 2 and all(one is first for one in others)
+
+
 def test_the_default_length_is_16_tokens_of_a_completion_and_the_window_of_a_chat() -> None:
     engine = FakeEngine(max_model_len=100)
     client = client_of(engine, max_output_tokens=80)

@@ -24,7 +24,7 @@ from windlass.inference.engine_factory import make_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import EngineStats, RequestOutput
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import ServiceLevel
 from windlass.inference.structured_output import OutputConstraint
 
@@ -149,8 +149,12 @@ class AsyncLLMEngine:
         lora_name: str | None = None,
         priority: int = 0,
         sla: ServiceLevel | None = None,
+        bad_words: TokenTexts | None = None,
     ) -> str:
         """Queue a request and return its id, with which `outputs` yields its outputs.
+
+        Args:
+            bad_words: those of `params`, encoded by `encode_bad_words`; None: they are encoded here.
 
         Raises:
             RequestError: the request cannot be served.
@@ -166,6 +170,8 @@ class AsyncLLMEngine:
             # a schema can take seconds, during which other requests get their tokens
             await self._call(self._engine.constraints.load)
             constraint = await asyncio.to_thread(self._engine.constraints.compile, params.structured_outputs)
+        if bad_words is None and params.bad_words:  # many take long, like a schema
+            bad_words = await asyncio.to_thread(self.encode_bad_words, params)
 
         def add() -> None:
             self._engine.add_request(
@@ -177,6 +183,7 @@ class AsyncLLMEngine:
                 level=sla,
                 streams=True,
                 constraint=constraint,
+                bad_words=bad_words,
             )
             self._subscribers[request_id] = subscriber
 
@@ -223,9 +230,18 @@ class AsyncLLMEngine:
         lora_name: str | None = None,
         priority: int = 0,
         sla: ServiceLevel | None = None,
+        bad_words: TokenTexts | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; see `add` and `outputs`."""
-        added = await self.add(prompt, params, request_id=request_id, lora_name=lora_name, priority=priority, sla=sla)
+        added = await self.add(
+            prompt,
+            params,
+            request_id=request_id,
+            lora_name=lora_name,
+            priority=priority,
+            sla=sla,
+            bad_words=bad_words,
+        )
         async with contextlib.aclosing(self.outputs(added)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 yield output
@@ -288,6 +304,14 @@ class AsyncLLMEngine:
         for prompt in prompts:
             found += await self._call(partial(embed_prompts, self._engine, [prompt]), self._embeddings)
         return found
+
+    def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
+        """Return the tokens of each bad word of `params`, for one request or several.
+
+        Raises:
+            RequestError: there are bad words and no tokenizer.
+        """
+        return self._engine.encode_bad_words(params)
 
     async def _call(
         self, function: Callable[[], Any], calls: queue.SimpleQueue[Callable[[], None]] | None = None

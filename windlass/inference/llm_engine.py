@@ -23,7 +23,7 @@ from windlass.inference.model_forward import own_modes
 from windlass.inference.outputs import EngineStats, RequestMetrics, RequestOutput
 from windlass.inference.request_factory import RequestFactory
 from windlass.inference.sampler import PendingTokens, SampledToken, can_draw_later, draw_later, sample
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import Policy, ServiceLevel
 from windlass.inference.sequence_table import SequenceTable, count_candidates
 from windlass.inference.speculation import DraftProposer
@@ -123,6 +123,7 @@ class LLMEngine:
         arrival: float | None = None,
         streams: bool = False,
         constraint: OutputConstraint | None = None,
+        bad_words: TokenTexts | None = None,
     ) -> None:
         """Queue a request.
 
@@ -134,6 +135,7 @@ class LLMEngine:
             arrival: time of the engine's clock; None: now.
             streams: `step` reports the request at every token, not only at its end.
             constraint: that of `params`, compiled by `constraints`; None: it is compiled here.
+            bad_words: those of `params`, encoded by `encode_bad_words`; None: they are encoded here.
 
         Raises:
             RequestError: the request cannot be served. Others go on.
@@ -176,7 +178,7 @@ class LLMEngine:
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        sequence = self._factory.make_sequence(request, constraint=constraint)
+        sequence = self._factory.make_sequence(request, constraint=constraint, bad_words=bad_words)
         request.sequences.append(sequence)
         self._requests[request_id] = request
         self._table.queue(sequence)
@@ -211,6 +213,14 @@ class LLMEngine:
             RequestError: the prompt is neither text nor token ids of the vocabulary, or is text without a tokenizer.
         """
         return self._factory.encode(prompt)
+
+    def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
+        """Return the tokens of each bad word of `params`. Another thread than that of the steps may call this.
+
+        Raises:
+            RequestError: there are bad words and no tokenizer.
+        """
+        return self._factory.encode_bad_words(params)
 
     @property
     def lora_names(self) -> list[str]:

@@ -15,7 +15,7 @@ from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationRequest, GenerationSequence
 from windlass.inference.outputs import CompletionOutput
 from windlass.inference.sampler import SequenceSampler
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
 
 
@@ -83,12 +83,17 @@ class RequestFactory:
             raise RequestError(f"the prompt is not valid Unicode text: {error}", parameter="prompt") from error
 
     def make_sequence(
-        self, request: GenerationRequest, index: int = 0, constraint: OutputConstraint | None = None
+        self,
+        request: GenerationRequest,
+        index: int = 0,
+        constraint: OutputConstraint | None = None,
+        bad_words: TokenTexts | None = None,
     ) -> GenerationSequence:
         """Return answer `index` of a request.
 
         Args:
             constraint: compiled constraint of the parameters; None: use that of the first answer, or compile it here.
+            bad_words: those of the parameters as tokens; None: use those of the first answer, or encode them here.
         """
         params = request.params
         wants_logprobs = params.logprobs is not None or params.best_of is not None
@@ -99,9 +104,14 @@ class RequestFactory:
             0.0 if wants_logprobs else None,
             [] if wants_logprobs else None,
         )
+        first = request.sequences[0] if request.sequences else None
         if params.structured_outputs is not None and constraint is None:
-            first = request.sequences[0].constraint if request.sequences else None
-            constraint = first.copy() if first is not None else self.constraints.compile(params.structured_outputs)
+            if first is not None and first.constraint is not None:
+                constraint = first.constraint.copy()
+            else:
+                constraint = self.constraints.compile(params.structured_outputs)
+        if bad_words is None:
+            bad_words = self.encode_bad_words(params) if first is None else first.sampler.bad_words
         if index == 0:
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         else:
@@ -113,7 +123,7 @@ class RequestFactory:
             seed,
             index,
             self._eos_ids | frozenset(params.stop_token_ids or ()),
-            self._encode_bad_words(params),
+            bad_words,
             None if constraint is None else constraint.allowed,
         )
         detokenizer = None
@@ -126,16 +136,21 @@ class RequestFactory:
             next(self._numbers), request, index, list(request.prompt_ids), output, sampler, detokenizer, constraint
         )
 
-    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each bad word, at the start of a text and after a space."""
+    def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
+        """Return the tokens of each bad word, at the start of a text and after a space.
+
+        Raises:
+            RequestError: there are bad words and no tokenizer.
+        """
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
             raise RequestError("bad_words needs a tokenizer", parameter="bad_words")
-        found = set()
-        for word in params.bad_words:
-            for text in (word, " " + word.lstrip()):
-                found.add(tuple(self._tokenizer(text, add_special_tokens=False).input_ids))
+        texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        try:
+            found = {tuple(ids) for ids in self._tokenizer(texts, add_special_tokens=False).input_ids}
+        except (TypeError, UnicodeError) as error:  # as in `encode`
+            raise RequestError(f"bad_words is not valid Unicode text: {error}", parameter="bad_words") from error
         return tuple(sorted(word for word in found if word))
 
     def _check_prompt(self, ids: Sequence[int], params: SamplingParams) -> None:

@@ -22,7 +22,7 @@ from windlass.base.errors import ModelError, RequestError
 from windlass.base.log import logger
 from windlass.base.text import one_line
 from windlass.inference.outputs import Logprob, TokenLogprobs
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.token_draw import draw_together, draw_tokens, greatest, upload
 
 _LOWEST = -torch.inf
@@ -45,7 +45,7 @@ class SequenceSampler:
     seed: int
     index: int = 0
     stop_ids: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: TokenTexts = ()
     allowed: Callable[[], torch.Tensor] | None = None
     _random: random.Random = field(init=False)
     _counts: dict[int, int] = field(default_factory=dict, init=False)

@@ -15,6 +15,9 @@ MAX_CANDIDATES = 128
 MAX_LOGPROBS = 64
 """Largest number of alternatives that a request can ask logprobs of."""
 
+TokenTexts = tuple[tuple[int, ...], ...]
+"""Texts as tokens, e.g. bad words."""
+
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-5, 1e6  # beyond them, divided logits would overflow or vanish
 _MAX_STOPS = 64
 _MAX_BAD_WORDS = 1024

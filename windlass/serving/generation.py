@@ -14,7 +14,7 @@ from starlette.requests import Request
 from windlass.base.errors import EngineOverloadedError, RequestError
 from windlass.base.log import logger
 from windlass.inference.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import ServiceLevel
 from windlass.serving.api_errors import ApiError
 from windlass.serving.event_stream import merge
@@ -91,7 +91,9 @@ class Generation:
             ApiError: the engine ended a request with an error.
             RequestError, EngineOverloadedError: the engine refuses a prompt, or its parameters exclude all tokens.
         """
-        async with contextlib.aclosing(merge([self._start(index) for index in range(len(self.prompts))])) as states:
+        bad_words = await self._encode_bad_words()
+        starts = [self._start(index, bad_words) for index in range(len(self.prompts))]
+        async with contextlib.aclosing(merge(starts)) as states:
             try:
                 async for index, output in states:
                     self.outputs[index] = output
@@ -128,7 +130,14 @@ class Generation:
         """Return the number of tokens so far."""
         return usage_of(self.outputs.values())
 
-    async def _start(self, index: int) -> AsyncIterator[RequestOutput]:
+    async def _encode_bad_words(self) -> TokenTexts | None:
+        """Return the bad words of the request, which all prompts share."""
+        params = self.params[0]
+        if not params.bad_words:
+            return None
+        return await self.context.in_tokenizer_thread(lambda: self.context.engine.encode_bad_words(params))
+
+    async def _start(self, index: int, bad_words: TokenTexts | None) -> AsyncIterator[RequestOutput]:
         stream = self.context.engine.stream(
             self.prompts[index],
             self.params[index],
@@ -136,6 +145,7 @@ class Generation:
             lora_name=self.lora_name,
             priority=self.priority,
             sla=self.sla,
+            bad_words=bad_words,
         )
         metrics = self.context.metrics
         last_time, last_tokens = None, 0

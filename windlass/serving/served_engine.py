@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from windlass.inference.outputs import EngineStats, RequestOutput
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import SamplingParams, TokenTexts
 from windlass.inference.scheduler import ServiceLevel
 
 
@@ -48,15 +48,22 @@ class ServedEngine(Protocol):
         lora_name: str | None = None,
         priority: int = 0,
         sla: ServiceLevel | None = None,
+        bad_words: TokenTexts | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the state of a request after each step that changed it, with all tokens and all text so far.
 
         Closing the iterator, or cancelling its task, cancels the request.
 
+        Args:
+            bad_words: those of `params`, encoded by `encode_bad_words`; None: the engine encodes them.
+
         Raises:
             RequestError: invalid input, before the first item.
             EngineOverloadedError: the queue is full, before the first item.
         """
+
+    def encode_bad_words(self, params: SamplingParams) -> TokenTexts:
+        """Return the tokens of each bad word of `params`. Called on the tokenizer's thread."""
 
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
