@@ -220,10 +220,9 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
             code="context_length_exceeded",
         )
     limit = context.settings.max_output_tokens
-    if limit is not None and params.max_tokens is not None and params.max_tokens > limit:
-        raise ApiError(
-            400, f"max_tokens is {params.max_tokens:,}; this server allows {limit:,}", parameter="max_tokens"
-        )
+    for name, tokens in (("min_tokens", params.min_tokens), ("max_tokens", params.max_tokens)):
+        if limit is not None and tokens is not None and tokens > limit:
+            raise ApiError(400, f"{name} is {tokens:,}; this server allows {limit:,}", parameter=name)
     if params.max_tokens is None:
         params = params.replace(max_tokens=max(left if limit is None else min(left, limit), params.min_tokens))
     return params
