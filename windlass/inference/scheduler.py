@@ -332,9 +332,14 @@ class _Planner:
     def _gap(self) -> float | None:
         """Return the time that the step may take: the declared limit, or less for a running answer's service level."""
         gap = self._limits.max_gap_seconds
-        for sequence in self._running:
-            if sequence.level is not None and sequence.level.tokens_per_second > 0 and sequence.is_decode:
-                promised = _LEVEL_SHARE / sequence.level.tokens_per_second
+        decodes = [sequence for sequence in self._running if sequence.is_decode]
+        rates = [one.level.tokens_per_second for one in decodes if one.level is not None]
+        if not any(rates):
+            return gap
+        alone = self._cost.step_seconds(len(decodes), sum(sequence.num_computed for sequence in decodes))
+        for rate in rates:
+            # a rate that decodes alone do not reach is missed anyway, and would only delay prompts
+            if rate > 0 and (promised := _LEVEL_SHARE / rate) >= alone:
                 gap = promised if gap is None else min(gap, promised)
         return gap
 

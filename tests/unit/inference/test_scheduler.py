@@ -286,6 +286,21 @@ def test_running_answers_keep_their_service_level_while_prompts_are_computed() -
     assert max(simulation.gaps) <= 0.05 and len(simulation.gaps) > 50
 
 
+def test_a_rate_that_decodes_alone_do_not_reach_delays_no_prompt() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 0.0)
+    steps = []
+    for level in (None, ServiceLevel(1.0, 1e9)):
+        simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000), cost)
+        simulation.add(0, 30, 200, level=level)
+        simulation.step()
+        simulation.add(1, 3000, 4)
+        steps.append(0)
+        while 1 not in simulation.first:
+            simulation.step()
+            steps[-1] += 1
+    assert steps[0] == steps[1]
+
+
 def test_prompts_with_a_service_level_go_by_deadline() -> None:
     limits = SchedulerLimits("splitfuse", 64, 8, BLOCK, 400)
     near = SequenceSnapshot(1, 0.0, 300, 0, 0, level=ServiceLevel(1.0))
