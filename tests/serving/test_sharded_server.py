@@ -16,6 +16,8 @@ import pytest
 from tests.ports import free_port
 from tests.serving.harness import wait_until
 from tests.serving.tiny_model import write_tiny_model
+from windlass.serving.engine_loading import EngineSource
+from windlass.serving.replicas.replica_server import replica_environment
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 12, "temperature": 0}
 SMALL = ("--kv-cache-tokens", "256", "--max-model-len", "128", "--max-sequences", "4", "--served-model-name", "m")
@@ -141,3 +143,12 @@ def test_a_rank_that_dies_at_the_start_ends_the_server(directory: Path, tmp_path
         os.kill(server.workers()[0], signal.SIGKILL)
         assert server.process.wait(120) == 1, server.log()
         assert "rank 1 of the model ended by SIGKILL" in server.log()
+
+
+@pytest.mark.parametrize(("options", "threads"), [({}, "4"), ({"tp": 2}, "2"), ({"tp": 4, "pp": 4}, "1")])
+def test_ranks_of_replicas_share_the_cores(
+    options: dict[str, int], threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert replica_environment(EngineSource("model", options), 2)["OMP_NUM_THREADS"] == threads

@@ -29,7 +29,7 @@ def serve_replicas(
 
     async def run() -> int:
         shared = create_shared_weights()
-        environment = {**replica_environment(count), **shared_weights_environment(shared)}
+        environment = {**replica_environment(source, count), **shared_weights_environment(shared)}
         router = ReplicaRouter(source, settings, count, environment, on_ready)
         app = build_router_app(router)
         return await HttpServer(app, router, router.counter, listener, settings.drain_timeout).run()
@@ -37,7 +37,7 @@ def serve_replicas(
     return asyncio.run(run())
 
 
-def replica_environment(count: int) -> dict[str, str]:
-    """Return the environment of a replica: its share of the cores, unless OMP_NUM_THREADS is set."""
+def replica_environment(source: EngineSource, count: int) -> dict[str, str]:
+    """Return the environment of a replica: the share of the cores of each of its ranks, unless OMP_NUM_THREADS is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
+    return {"OMP_NUM_THREADS": str(max(1, cores // (count * source.num_ranks))), **os.environ}
