@@ -31,6 +31,15 @@ def serve(model: Any, **options: Any) -> LLM:
     return LLM(model, **{"check_at_load": False, "max_tokens_per_step": 32, "max_sequences": 8, **options})
 
 
+def test_engines_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sized(engines: int) -> int:
+        with serve(llama(), host_engines=engines) as llm:
+            return llm.stats().kv_blocks
+
+    monkeypatch.setattr("windlass.inference.runner_factory.available_memory", lambda ranks: 2**17 // ranks)
+    assert sized(4) == sized(1) // 4 > 0
+
+
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> list[Any]:
     llm.engine.add_request("stream", prompt, params, streams=True)
     outputs = []

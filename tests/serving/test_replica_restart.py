@@ -145,5 +145,5 @@ def test_a_long_directory_of_temporary_files_is_an_error_with_a_fix(
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with pytest.raises(ConfigError, match="set TMPDIR to a shorter one"):
-        ReplicaRouter(EngineSource("fake"), settings_with(), 2, {}, lambda: None)
+        ReplicaRouter(EngineSource("fake"), settings_with(), [{}, {}], lambda: None)
     assert not list(directory.iterdir())

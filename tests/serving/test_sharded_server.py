@@ -17,7 +17,7 @@ from tests.ports import free_port
 from tests.serving.harness import wait_until
 from tests.serving.tiny_model import write_tiny_model
 from windlass.serving.engine_loading import EngineSource
-from windlass.serving.replicas.replica_server import replica_environment
+from windlass.serving.replicas.replica_server import replica_environments
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 12, "temperature": 0}
 SMALL = ("--kv-cache-tokens", "256", "--max-model-len", "128", "--max-sequences", "4", "--served-model-name", "m")
@@ -151,4 +151,28 @@ def test_ranks_of_replicas_share_the_cores(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert replica_environment(EngineSource("model", options), 2)["OMP_NUM_THREADS"] == threads
+    both = replica_environments(EngineSource("model", options), 2, num_devices=0)
+    assert [one["OMP_NUM_THREADS"] for one in both] == [threads, threads]
+
+
+@pytest.mark.parametrize(
+    ("tp", "visible", "devices"),
+    [
+        (1, None, ["0", "1", "2"]),
+        (1, "5,7,6", ["5", "7", "6"]),
+        (2, "4,5,6,7,8,9", ["4,5", "6,7", "8,9"]),
+        (2, "4,5,6", ["4,5", "4,5", "4,5"]),
+        (4, "4,5,6", ["4,5,6", "4,5,6", "4,5,6"]),
+    ],
+)
+def test_each_replica_has_gpus_of_its_own(
+    tp: int, visible: str | None, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    count = 8 if visible is None else len(visible.split(","))
+    found = replica_environments(EngineSource("model", {"tp": tp}), 3, num_devices=count)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == devices
+    on_cpu = replica_environments(EngineSource("model", {"tp": tp}), 3, num_devices=0)
+    assert all(one.get("CUDA_VISIBLE_DEVICES") == visible for one in on_cpu)

@@ -142,6 +142,7 @@ def serve(
         "ep": ep,
         "kv_dtype": kv_dtype,
         "kv_cache_tokens": kv_cache_tokens,
+        "host_engines": replicas,
         "max_model_len": max_model_len,
         "max_tokens_per_step": max_tokens_per_step,
         "max_queued": max_queued,

@@ -70,6 +70,8 @@ class EngineOptions:
             allow.
         kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
             those of `max_sequences` sequences of the maximum length.
+        host_engines: engines that share the host's memory, e.g. replicas of a server. On the CPU each takes its part of
+            the free memory for its KV cache.
         block_size: tokens of a KV block.
         kv_dtype: dtype of the KV cache; `auto`: that of the model.
         prefix_caching: share the keys and values of equal prefixes.
@@ -110,6 +112,7 @@ class EngineOptions:
     max_sequences: int = 64
     max_model_len: int | None = None
     kv_cache_tokens: int | None = None
+    host_engines: int = 1
     block_size: int = 16
     kv_dtype: KvDtype = "auto"
     prefix_caching: bool = True
@@ -136,7 +139,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp", "ep", "pp"):
+        for name in ("max_tokens_per_step", "max_sequences", "host_engines", "block_size", "tp", "ep", "pp"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_tokens", "max_queued", "weights_buffer_bytes"):
             if getattr(self, name) is not None:

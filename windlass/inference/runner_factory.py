@@ -445,7 +445,8 @@ def _block_counter(
             free, total = torch.cuda.mem_get_info(device)
             memory = free - (1 - options.gpu_memory_utilization) * total
         else:
-            memory = available_memory(ranks=1 if ranks is None else ranks.size) * _CACHE_SHARE
+            sharing = options.host_engines * (1 if ranks is None else ranks.size)
+            memory = available_memory(ranks=sharing) * _CACHE_SHARE
         enough = -(-longest // options.block_size) * options.max_sequences
         blocks = min(int(memory // max(block_nbytes, 1)), enough)
         if blocks < 1:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -48,8 +48,7 @@ class ReplicaRouter:
 
     Args:
         source: engine of each replica.
-        count: number of replicas.
-        environment: environment variables of the replicas' processes.
+        environments: environment variables of each replica's process.
         on_ready: called once all replicas serve.
 
     Raises:
@@ -60,8 +59,7 @@ class ReplicaRouter:
         self,
         source: EngineSource,
         settings: ServerSettings,
-        count: int,
-        environment: Mapping[str, str],
+        environments: Sequence[Mapping[str, str]],
         on_ready: Callable[[], None],
     ) -> None:
         self.settings = settings
@@ -70,7 +68,7 @@ class ReplicaRouter:
         self.metrics = HttpMetrics(self.registry, "router")
         # sockets in a directory that other users cannot enter
         self._directory = tempfile.TemporaryDirectory(prefix="windlass-")
-        if len(os.fsencode(self._socket_path(count))) > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(self._socket_path(len(environments)))) > _MAX_SOCKET_PATH_BYTES:
             self._directory.cleanup()
             raise ConfigError(
                 f"the directory of temporary files is {tempfile.gettempdir()!r}, which is too long for the paths of "
@@ -80,7 +78,7 @@ class ReplicaRouter:
         self._ended = asyncio.Event()
         self.replicas = [
             ReplicaSupervisor(index, self._task(source, index), dict(environment), self._ended.set)
-            for index in range(count)
+            for index, environment in enumerate(environments)
         ]
         self._add_gauges()
 

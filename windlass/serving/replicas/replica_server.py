@@ -7,7 +7,10 @@ import os
 import socket
 from collections.abc import Callable
 
+from windlass.base.log import logger
 from windlass.base.shared_weights_file import create_shared_weights, shared_weights_environment
+from windlass.base.text import plural
+from windlass.launch.visible_devices import VISIBLE_DEVICES_VARIABLE, available_devices, count_devices
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.http_server import HttpServer
 from windlass.serving.replicas.replica_router import ReplicaRouter, build_router_app
@@ -29,15 +32,34 @@ def serve_replicas(
 
     async def run() -> int:
         shared = create_shared_weights()
-        environment = {**replica_environment(source, count), **shared_weights_environment(shared)}
-        router = ReplicaRouter(source, settings, count, environment, on_ready)
+        environments = [
+            {**environment, **shared_weights_environment(shared)}
+            for environment in replica_environments(source, count, count_devices())
+        ]
+        router = ReplicaRouter(source, settings, environments, on_ready)
         app = build_router_app(router)
         return await HttpServer(app, router, router.counter, listener, settings.drain_timeout).run()
 
     return asyncio.run(run())
 
 
-def replica_environment(source: EngineSource, count: int) -> dict[str, str]:
-    """Return the environment of a replica: the share of the cores of each of its ranks, unless OMP_NUM_THREADS is set."""
+def replica_environments(source: EngineSource, count: int, num_devices: int) -> list[dict[str, str]]:
+    """Return the environment of each replica: its GPUs, one for each rank, and the share of the cores of each rank,
+    unless OMP_NUM_THREADS is set.
+
+    Args:
+        num_devices: GPUs that this process sees. If they are too few, replicas share them.
+    """
+    ranks = source.num_ranks
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // (count * source.num_ranks))), **os.environ}
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // (count * ranks))), **os.environ}
+    devices = available_devices(os.environ, num_devices)
+    groups = [devices[first : first + ranks] for first in range(0, len(devices) - ranks + 1, ranks)]
+    if not groups:  # CPUs, or several ranks on a GPU
+        return [dict(shared) for _ in range(count)]
+    if len(groups) < count:
+        logger.warning(
+            "%d replicas of %s share %s; set --kv-cache-tokens, since each would take a part of a whole GPU",
+            count, plural(ranks, "rank"), plural(len(devices), "GPU"),
+        )  # fmt: skip
+    return [{**shared, VISIBLE_DEVICES_VARIABLE: ",".join(groups[index % len(groups)])} for index in range(count)]
