@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from windlass.base.atomic_file import replace_directory
-from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError
+from windlass.base.errors import CheckpointError, ConfigError, LossError, ModelError, RequestError
 from windlass.cli import train as command
 from windlass.cli.training import run_metrics as metrics_module
 from windlass.cli.training.loss_agreement import all_reduce_losses, all_reduce_sum
@@ -366,6 +366,54 @@ def test_exported_model_loads_with_equal_logits_and_generates_text(llama: Any, t
     first = generate_continuation(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
     assert first == generate_continuation(tmp_path / "hf", "def", max_new_tokens=8, seed=1)
     assert generate_continuation(tmp_path / "hf", "", max_new_tokens=100, temperature=0) is not None
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Token ids of the prompts of each later generation."""
+    from windlass.inference.llm import LLM
+
+    seen: list[list[int]] = []
+    generate = LLM.generate
+
+    def recorded(llm: LLM, prompts: Any, params: Any) -> Any:
+        seen.extend(prompts)
+        return generate(llm, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", recorded)
+    return seen
+
+
+def test_an_answer_is_shortened_to_the_room_that_the_prompt_leaves(
+    llama: Any, tmp_path: Path, prompts: list[list[int]], logged: Callable[[], list[str]]
+) -> None:
+    model, tokenizer_dir = llama
+    export_model(model, dict(model.state_dict()), tokenizer_dir, tmp_path / "hf")
+    prompt = "xyz" * 8  # no merges: 24 tokens of the window of 32
+    fitting = generate_continuation(tmp_path / "hf", prompt, max_new_tokens=8, seed=3)
+    assert not any("the text ends" in line for line in logged())
+    assert generate_continuation(tmp_path / "hf", prompt, max_new_tokens=100, seed=3) == fitting
+    assert any("the text ends after 8 of 100 new tokens" in line for line in logged())
+    assert [len(ids) for ids in prompts] == [24, 24]
+    with pytest.raises(RequestError, match="the prompt has 32 tokens; the model takes 32"):
+        generate_continuation(tmp_path / "hf", "yyyy" * 8, max_new_tokens=1)
+
+
+def test_a_prompt_begins_with_the_tokens_that_the_tokenizer_adds(
+    llama: Any, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    model, tokenizer_dir = llama
+    export_model(model, dict(model.state_dict()), tokenizer_dir, tmp_path / "hf")
+    generate_continuation(tmp_path / "hf", "def", max_new_tokens=1)
+    file = tmp_path / "hf" / "tokenizer.json"
+    begins = {"SpecialToken": {"id": "<|pad|>", "type_id": 0}}
+    token = {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}
+    template = {"type": "TemplateProcessing", "single": [begins, {"Sequence": {"id": "A", "type_id": 0}}]}
+    template |= {"pair": [begins, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {"<|pad|>": token}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": template}))
+    for prompt in ("def", ""):
+        generate_continuation(tmp_path / "hf", prompt, max_new_tokens=1)
+    assert prompts[1:] == [[1, *prompts[0]], [1]]
 
 
 def test_weights_that_do_not_fit_are_not_exported(llama: Any, tmp_path: Path) -> None:

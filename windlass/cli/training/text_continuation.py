@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import ConfigError
+from windlass.base.log import logger
 
 _MAX_NEW_TOKENS = 10**6
 
@@ -35,6 +36,7 @@ def generate_continuation(
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing.
         ConfigError: a number is out of range.
+        RequestError: the prompt leaves no room for an answer.
     """
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature (--temperature) is {temperature}; write 0 or a positive number")
@@ -52,16 +54,22 @@ def generate_continuation(
 
     with LLM(directory, device=device, trust_remote_code=trust_remote_code, max_sequences=1, **options) as llm:
         try:
-            ids = llm.tokenizer(prompt, add_special_tokens=False).input_ids if prompt else []
+            ids = llm.tokenizer(prompt).input_ids
         except (TypeError, UnicodeError) as error:
             raise ConfigError(f"prompt (--prompt) is {prompt!r}, which is not valid UTF-8; write text") from error
         if not ids:
-            starts = (llm.tokenizer.eos_token_id, llm.tokenizer.bos_token_id, *sorted(llm.engine.eos_ids))
+            starts = (llm.tokenizer.bos_token_id, llm.tokenizer.eos_token_id, *sorted(llm.engine.eos_ids))
             ids = [token for token in starts if token is not None][:1]
         if not ids:
             raise ConfigError("prompt (--prompt) is empty, and the tokenizer has no token for a beginning; write text")
-        # the last part of the prompt, with room for the answer
-        ids = ids[-max(llm.max_model_len - max_new_tokens, 1) :]
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
-        (output,) = llm.generate([ids], params)
-    return output.outputs[0].text
+        (output,) = llm.generate([ids], params)  # the answer has at most the tokens that the prompt leaves
+        answer = output.outputs[0]
+        if answer.finish_reason == "length" and len(answer.token_ids) < max_new_tokens:
+            logger.warning(
+                "the text ends after %d of %d new tokens, since the model takes %d tokens together with the prompt",
+                len(answer.token_ids),
+                max_new_tokens,
+                llm.max_model_len,
+            )
+    return answer.text

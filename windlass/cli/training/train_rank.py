@@ -16,7 +16,7 @@ import torch.distributed as dist
 import windlass
 from windlass import watchdog
 from windlass.base.atomic_file import replace_directory, temporary_path_beside
-from windlass.base.errors import CheckpointError
+from windlass.base.errors import CheckpointError, RequestError
 from windlass.base.log import logger
 from windlass.cli.training.loss_plot import plot_loss
 from windlass.cli.training.model_builder import build_model
@@ -181,16 +181,20 @@ def write_results(plan: TrainingPlan, loop: TrainLoop, tokens: TokenFile, state:
     export_model(loop.engine.module, state, Path(plan.tokenizer), plan.export_folder)
     prompt = plan.prompt
     if prompt is None:
-        prompt = load_tokenizer(Path(plan.tokenizer)).backend.decode(tokens.held_out[1:25].tolist())
+        beginning = tokens.held_out[1 : 1 + min(24, plan.seq_len // 2)].tolist()
+        prompt = load_tokenizer(Path(plan.tokenizer)).backend.decode(beginning)
     sample = ""
     if plan.sample_tokens:
-        sample = generate_continuation(
-            plan.export_folder,
-            prompt,
-            max_new_tokens=plan.sample_tokens,
-            seed=plan.seed,
-            trust_remote_code=plan.trust_remote_code,
-        )
+        try:
+            sample = generate_continuation(
+                plan.export_folder,
+                prompt,
+                max_new_tokens=plan.sample_tokens,
+                seed=plan.seed,
+                trust_remote_code=plan.trust_remote_code,
+            )
+        except RequestError as error:  # a prompt that is too long must not lose the results of the run
+            logger.warning("the run has no sample: %s", error)
     header = tokens.header
     drawn = plot_loss(
         read_rows(plan.metrics_file),
