@@ -146,6 +146,15 @@ def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, param
         ({"tools": [WEATHER], "guided_regex": "a"}, "guided_regex", "excludes"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        *(
+            ({"response_format": form}, "response_format", f"unknown field 'response_format.{name}'")
+            for form, name in (
+                ({"type": "json_object", "schema": {"type": "object"}}, "schema"),
+                ({"type": "text", "json_schema": {}}, "json_schema"),
+                ({"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}, "strict"),
+                ({"type": "json_schema", "json_schema": {"schema": {}, "streng": True}}, "json_schema.streng"),
+            )
+        ),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "both"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
         ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs", "0 to 64"),

@@ -175,6 +175,7 @@ BAD = [
     ({"input": "hi", "max_output_tokens": 3, "min_tokens": 4}, "min_tokens", "more than max_output_tokens (3)"),
     ({"input": "hi", "text": {"format": {"type": "xml"}}}, "text", "text.type is 'xml'"),
     ({"input": "hi", "text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
+    ({"input": "hi", "text": {"format": {"type": "json_schema", "schema": {}, "x": 1}}}, "text", "'text.format.x'"),
     ({"input": "hi", "include": ["file_search_call.results"]}, "include", "file_search_call"),
     ({"input": "hi", "reasoning": {"effort": "high"}}, "reasoning", "chat_template_kwargs"),
     ({"input": "hi", "temprature": 1.0}, "temprature", "did you mean temperature?"),

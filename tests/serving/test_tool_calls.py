@@ -170,7 +170,8 @@ def test_required_calls_are_constrained_to_a_list_of_calls() -> None:
     [
         ({"type": "json_object"}, "json_object"),
         ({"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "array"}}}, "json"),
-        ({"type": "text"}, None),
+        ({"type": "json_schema", "json_schema": {"strict": True, "schema": {}, "name": "", "description": ""}}, "json"),
+        ({"type": "text", "json_schema": None}, None),
     ],
 )
 def test_the_response_format_becomes_a_constraint(form: Any, field: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,26 +169,7 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
     """Return the field that constrains the text, and its constraint: None for vLLM's fields, which `sampling_params`
     reads itself."""
     found = [] if choice.schema is None else [("tool_choice", StructuredOutputsParams(json=choice.schema))]
-    form = fields.response_format
-    kind = form.get("type") if form is not None else "text"
-    form_constraint: StructuredOutputsParams | None = None
-    if form is not None and kind == "json_object":
-        form_constraint = StructuredOutputsParams(json_object=True)
-    elif form is not None and kind == "json_schema":
-        wrapper = form.get("json_schema")
-        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-        if not isinstance(schema, dict):
-            raise ApiError(
-                400, "response_format.json_schema.schema is missing; send a JSON Schema", parameter="response_format"
-            )
-        form_constraint = StructuredOutputsParams(json=schema)
-    elif kind != "text":
-        shown = one_line(repr(kind), 80)
-        raise ApiError(
-            400,
-            f"response_format.type is {shown}; write text, json_object or json_schema",
-            parameter="response_format",
-        )
+    form_constraint = None if fields.response_format is None else _form_constraint(fields.response_format)
     if form_constraint is not None and not choice.forced:  # the form concerns text, which a forced call lacks
         if choice.shown and choice.form != "none":
             schema = form_constraint.json if isinstance(form_constraint.json, Mapping) else {"type": "object"}
@@ -204,6 +185,45 @@ def response_constraint(fields: ChatRequest, choice: ToolChoice) -> tuple[str | 
         raise ApiError(400, f'{own} excludes calls of tools; send tool_choice = "none"', parameter=own)
     name, constraint = found[0] if found else (None, None)
     return name, None if name == own else constraint
+
+
+def _form_constraint(form: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """Return the constraint of a response format; None for plain text."""
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        shown = one_line(repr(kind), 80)
+        raise ApiError(
+            400,
+            f"response_format.type is {shown}; write text, json_object or json_schema",
+            parameter="response_format",
+        )
+    _check_names(form, "response_format", ("type", "json_schema") if kind == "json_schema" else ("type",))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    wrapper = form.get("json_schema")
+    schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+    if not isinstance(wrapper, dict) or not isinstance(schema, dict):
+        raise ApiError(
+            400, "response_format.json_schema.schema is missing; send a JSON Schema", parameter="response_format"
+        )
+    # the text obeys the schema with and without `strict`
+    _check_names(wrapper, "response_format.json_schema", ("name", "description", "schema", "strict"))
+    return StructuredOutputsParams(json=schema)
+
+
+def _check_names(part: Mapping[str, Any], place: str, known: Collection[str]) -> None:
+    """Raise for a field of the response format that has no effect."""
+    for name, value in part.items():
+        if name not in known and value is not None:
+            shown = one_line(f"{place}.{name}", 120)
+            raise ApiError(
+                400,
+                f"unknown field {shown!r} of this type; leave it out, or write type = json_schema with a schema",
+                parameter="response_format",
+                code="unknown_parameter",
+            )
 
 
 def chat_sampling_params(fields: ChatRequest, constraint: StructuredOutputsParams | None) -> SamplingParams:

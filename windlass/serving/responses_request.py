@@ -20,7 +20,8 @@ _SAME = (*CommonSamplingFields.model_fields, "parallel_tool_calls", "chat_templa
 """Fields that a chat completion has under the same name."""
 
 CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens",
-              "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
+              "response_format.json_schema": "text.format", "response_format": "text",
+              "reasoning_effort": "reasoning"}  # fmt: skip
 """Fields of a chat completion, for errors about them, each with the name that it has here."""
 
 
