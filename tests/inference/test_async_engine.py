@@ -220,6 +220,7 @@ def test_an_old_stream_does_not_end_a_new_request_of_its_id() -> None:
 def test_errors_of_one_request_leave_the_others_alone() -> None:
     async def main() -> None:
         model, engine = make_engine(max_queued=1, max_sequences=1)
+        assert engine.max_queued == 1
         await engine.start()
         # all requests arrive while the thread is held, so that no step runs between them
         release = threading.Event()

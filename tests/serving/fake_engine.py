@@ -90,6 +90,7 @@ class FakeEngine:
     ) -> None:
         self.tokenizer = tokenizer or CharacterTokenizer()
         self.max_model_len = max_model_len
+        self.max_queued: int | None = None
         self.lora_names = list(lora_names)
         self.answer = answer
         self.fails_at = fails_at

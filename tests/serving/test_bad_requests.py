@@ -284,6 +284,14 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
     assert 'vllm:admission_rejections_total{engine="0",model_name="m"} 3.0' in client.get("/metrics").text
 
 
+def test_more_prompts_than_the_queue_holds_are_400() -> None:
+    """A repetition of the request would be refused too, so it gets no Retry-After."""
+    engine = FakeEngine()
+    engine.max_queued = 2
+    assert "allows 2" in refused(client_of(engine), TEXT, {"prompt": ["a"] * 3})["message"]
+    assert client_of(engine).post(TEXT, json={"prompt": ["a"] * 2}).status_code == 200
+
+
 def test_a_server_that_is_not_ready_is_503() -> None:
     client = client_of(None)
     assert client.get("/health").status_code == 200

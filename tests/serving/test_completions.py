@@ -68,6 +68,8 @@ def test_the_default_length_is_16_tokens_of_a_completion_and_the_window_of_a_cha
     client.post(CHAT, json={"messages": [{"role": "user", "content": "a" * 50}]})
     lengths = [params.max_tokens for _, params, *_ in engine.seen]
     assert lengths == [16, 9, 80, 100 - len("<user><assistant>") - 50]
+    assert client_of(engine, max_output_tokens=8).post(TEXT, json={"prompt": "a"}).status_code == 200
+    assert engine.seen[-1][1].max_tokens == 8
 
 
 def test_one_constraint_in_its_older_and_its_newer_form_is_one() -> None:

@@ -113,6 +113,11 @@ class AsyncLLMEngine:
         return self._engine.max_model_len
 
     @property
+    def max_queued(self) -> int | None:
+        """Waiting requests, beyond which new ones are refused; None: no limit."""
+        return self._engine.options.max_queued
+
+    @property
     def lora_names(self) -> list[str]:
         """Names of the loaded adapters."""
         return self._engine.lora_names

@@ -61,8 +61,11 @@ def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]
         raise ApiError(400, "suffix is not supported; leave it out", parameter="suffix", code="unsupported_parameter")
     max_tokens = fields.max_tokens
     if max_tokens is None:
-        left = context_left(request.app.state.context, prompts)
-        max_tokens = min(max(_DEFAULT_MAX_TOKENS, fields.min_tokens or 0), left)
+        context: ServerContext = request.app.state.context
+        left = context_left(context, prompts)
+        max_tokens = min(
+            max(_DEFAULT_MAX_TOKENS, fields.min_tokens or 0), left, context.settings.max_output_tokens or left
+        )
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
     if fields.echo:
         # evaluation harnesses ask only for the log-probabilities of the prompt; one token is generated and left out
@@ -81,7 +84,10 @@ async def _encode_prompts(
     context: ServerContext, fields: CompletionRequest
 ) -> tuple[list[list[int]], list[str | None]]:
     """Return tokens and text of each prompt; the text is None if the prompt was given as tokens."""
-    prompts = normalize_prompts(fields.prompt, "prompt", context.settings.max_prompts)
+    max_prompts, max_queued = context.settings.max_prompts, context.engine.max_queued
+    # more prompts than the queue can hold would be refused at each repetition of the request
+    most = max_prompts if max_queued is None else min(max_prompts, max_queued)
+    prompts = normalize_prompts(fields.prompt, "prompt", most)
     special = fields.add_special_tokens is not False
     tokens = [one if isinstance(one, list) else await encode_text(context, one, special) for one in prompts]
     return tokens, [one if isinstance(one, str) else None for one in prompts]

@@ -22,6 +22,10 @@ class ServedEngine(Protocol):
         """Maximum number of tokens of a prompt and its answer together."""
 
     @property
+    def max_queued(self) -> int | None:
+        """Waiting requests, beyond which new ones are refused; None: no limit."""
+
+    @property
     def lora_names(self) -> Sequence[str]:
         """Names of the loaded adapters."""
 
