@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import ServiceLevel
+from windlass.storage.process_directory import process_start_time
 
 OWN_CACHE = {"bloom", "mpt", "falcon", "gptj", "gpt_neo", "qwen3_next"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -368,6 +371,19 @@ def test_blocks_that_cannot_be_read_back_are_computed_again(tmp_path: Any) -> No
         assert llm.stats().kv_cache_usage == 0
     assert lost > 1
     assert_greedy(model, outputs)
+
+
+def test_blocks_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
+    model = build_longer("llama")
+    with LLM(model, swap_directory=tmp_path, check_at_load=False):
+        (ours,) = tmp_path.iterdir()
+        assert ours.stat().st_mode & 0o077 == 0
+    assert not ours.exists()
+    # the same name, of an earlier process with this number
+    left = tmp_path / ours.name.replace(f"-{process_start_time(os.getpid())}-", "-1-")
+    left.mkdir()
+    with LLM(model, swap_directory=tmp_path, check_at_load=False):
+        assert not left.exists()
 
 
 def test_greedy_tokens_are_those_of_transformers_generate() -> None:

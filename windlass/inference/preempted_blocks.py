@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windlass.base.atomic_file import make_directory
 from windlass.base.errors import StorageError
 from windlass.base.log import logger
 from windlass.base.text import one_line
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.step_batch import ModelRunner, SavedBlocks
 from windlass.inference.step_cost import StepCost
+from windlass.storage.process_directory import ProcessDirectory
 from windlass.storage.tensor_file import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ class PreemptedBlocks:
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost) -> None:
         self._runner, self._cost = runner, cost
         self._host_left = options.swap_bytes if runner.block_nbytes else 0
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: ProcessDirectory | None = None
         if options.swap_directory is not None and runner.block_nbytes:
             try:
-                make_directory(Path(options.swap_directory))
-                self._directory = tempfile.TemporaryDirectory(prefix="windlass-kv-", dir=options.swap_directory)
-            except OSError as error:
+                # also removes the files of killed processes, which hold the texts of their users
+                self._directory = ProcessDirectory(Path(options.swap_directory), "kv")
+            except StorageError as error:
                 raise StorageError(f"swap_directory {options.swap_directory} cannot be used: {error}") from error
+            weakref.finalize(self, self._directory.release)
         self._files: dict[int, Path] = {}
         self._held: dict[int, int] = {}
         self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, before the first measurement
@@ -56,7 +57,7 @@ class PreemptedBlocks:
             self._held[sequence.sequence_id] = nbytes
         elif self._directory is not None and 2 * nbytes / self._rates["disk"] <= again:
             began = time.perf_counter()
-            path = Path(self._directory.name) / str(sequence.sequence_id)
+            path = self._directory.path / str(sequence.sequence_id)
             try:
                 saved = self._runner.save_blocks(blocks)
                 write_tensors(path, {str(number): tensor for number, tensor in enumerate(saved)})
@@ -98,7 +99,7 @@ class PreemptedBlocks:
     def close(self) -> None:
         """Remove all files."""
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.release()
 
     def _measure(self, tier: str, nbytes: int, began: float) -> None:
         self._rates[tier] = nbytes / max(time.perf_counter() - began, 1e-9)
