@@ -15,7 +15,7 @@ from tests.inference.greedy_reference import make_prompts
 from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
 from windlass.base.errors import ModelError, RequestError
 from windlass.inference.chat_template import reads_parts
-from windlass.inference.detokenizer import Detokenizer, text_offsets
+from windlass.inference.detokenizer import Detokenizer, held_back, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
 
@@ -115,6 +115,39 @@ def test_tokens_become_text_by_the_tokenizers_own_decode(method: str) -> None:
     for token in tokenizer("the quick", add_special_tokens=False).input_ids:
         detokenizer.append(token)
     assert detokenizer.text == "THE QUICK"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(pieces=st.lists(st.text("ab", max_size=4)), stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4))
+def test_the_end_that_may_become_a_stop_text_is_found_within_its_bound(pieces: list[str], stops: list[str]) -> None:
+    text, held = "", 0
+    for piece in pieces:
+        text += piece
+        ends = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
+        held = held_back(text, stops, held + len(piece))
+        assert held == max(ends, default=0)
+
+
+def test_a_token_is_not_compared_with_each_beginning_of_a_stop_text() -> None:
+    compared = 0
+
+    class Counted(str):
+        def __getitem__(self, key: Any) -> str:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(key)
+
+        def startswith(self, *given: Any) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().startswith(*given)
+
+    tokenizer = TOKENIZERS[min(TOKENIZERS)]()
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        params = SamplingParams(seed=3, max_tokens=80, ignore_eos=True, stop=[Counted("\0" * 900), Counted("\1" * 900)])
+        (output,) = llm.generate("the ", params)
+    answer = output.outputs[0]
+    assert len(answer.token_ids) == 80 and 0 < compared < 4 * len(answer.text)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -146,7 +146,7 @@ class AnswerWriter:
         found = find_stop(text, len(new), stops) if new else None
         if found is None:
             # hold back an end that may be the beginning of a stop text
-            output.text = text[: len(text) - held_back(text, params.stops)]
+            output.text = text[: len(text) - held_back(text, params.stops, len(text) - len(output.text))]
             return False
         place, stop = found
         output.text = text[: place + len(stop)] if params.include_stop_str_in_output else text[:place]

@@ -97,12 +97,15 @@ def find_stop(text: str, new_length: int, stops: Sequence[str]) -> tuple[int, st
     return found
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the end of `text` that may become a stop text."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
+def held_back(text: str, stops: Sequence[str], most: int) -> int:
+    """Return the length of the end of `text` that may become a stop text.
+
+    Args:
+        most: upper bound of the result. The end grows by the new characters at most, so the result for the text before
+            them and their number are a bound with which the cost of a text is in proportion to its length.
+    """
+    for length in range(min(most, len(text)), 0, -1):
+        end = text[-length:]
+        if any(length < len(stop) and stop.startswith(end) for stop in stops):
+            return length
+    return 0
