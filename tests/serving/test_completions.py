@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,9 @@ from tests.serving.harness import client_of, events_of
 from windlass.inference.outputs import Logprob
 from windlass.inference.sampling_params import SamplingParams
 from windlass.serving.event_stream import encode_event
+from windlass.serving.generation import Generation
 from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.server_metrics import ServerMetrics
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -236,3 +240,23 @@ def test_metrics_have_vllms_names_and_the_engines_counts() -> None:
         'windlass:http_requests_total{engine="0",path="/v1/completions",status="400"}': 1,
     }
     assert {name: float(lines[name]) for name in expected} == expected
+
+
+def test_times_between_tokens_are_those_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps: list[tuple[float, int]] = []
+    monkeypatch.setattr(ServerMetrics, "observe_token_gap", lambda self, *gap: gaps.append(gap))
+    client_of(FakeEngine()).post(TEXT, json={"prompt": "abc", "max_tokens": 3, "n": 4})
+    assert len(gaps) == 2 * 4 and {tokens for _, tokens in gaps} == {1}
+
+
+def test_a_request_that_ends_early_has_a_time_to_its_first_token() -> None:
+    client = client_of(FakeEngine(gate="/nonexistent"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(_cancelled_after_the_first_token(client))
+    assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 1.0' in client.get("/metrics").text
+
+
+async def _cancelled_after_the_first_token(client: Any) -> None:
+    context = client.app.state.context
+    generation = Generation(context, "r", "r", "m", [[97]], [SamplingParams(max_tokens=5)])
+    await asyncio.wait_for(generation.finish(), 0.2)

@@ -147,22 +147,32 @@ class Generation:
             sla=self.sla,
             bad_words=bad_words,
         )
-        metrics = self.context.metrics
-        last_time, last_tokens = None, 0
+        seen: dict[int, tuple[float, int]] = {}  # by answer: time and number of its tokens
         try:
             async for output in stream:
-                tokens = sum(len(one.token_ids) for one in output.outputs)
-                token_time = output.metrics.last_token_time
-                if last_time is not None and token_time is not None and tokens > last_tokens:
-                    metrics.observe_token_gap(max(0.0, token_time - last_time), tokens - last_tokens)
-                last_time, last_tokens = token_time, tokens
+                self._observe_tokens(output, seen)
                 if output.finished:
-                    metrics.observe_finished(output)
+                    self.context.metrics.observe_finished(output)
                 yield output
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
+
+    def _observe_tokens(self, output: RequestOutput, seen: dict[int, tuple[float, int]]) -> None:
+        """Add the times of new tokens to the metrics."""
+        metrics, now = self.context.metrics, output.metrics.last_token_time
+        if now is None:
+            return
+        if not seen:
+            metrics.observe_first_token(output.metrics)
+        for answer in output.outputs:
+            count = len(answer.token_ids)
+            before, known = seen.get(answer.index, (None, 0))
+            if count > known:
+                if before is not None:
+                    metrics.observe_token_gap(max(0.0, now - before), count - known)
+                seen[answer.index] = now, count
 
 
 def start_generation(

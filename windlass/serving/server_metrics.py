@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from windlass.inference.outputs import RequestOutput
+from windlass.inference.outputs import RequestMetrics, RequestOutput
 from windlass.serving.served_engine import ServedEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,7 +37,7 @@ _TOKEN_COUNTS = (
 
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "Time to first token in seconds.", _FIRST_TOKEN_SECONDS),
-    ("inter_token_latency_seconds", "Time between two tokens of a request in seconds.", _TOKEN_SECONDS),
+    ("inter_token_latency_seconds", "Time between two tokens of an answer in seconds.", _TOKEN_SECONDS),
     ("e2e_request_latency_seconds", "Time of a request from its arrival to its end in seconds.", _REQUEST_SECONDS),
     ("request_queue_time_seconds", "Time before the first step of a request in seconds.", _REQUEST_SECONDS),
     ("request_prefill_time_seconds", "Time from the first step to the first token in seconds.", _REQUEST_SECONDS),
@@ -88,16 +88,21 @@ class ServerMetrics:
         self.registry.register(_EngineCollector(engine, self._labels))
 
     def observe_token_gap(self, seconds: float, tokens: int) -> None:
-        """Add the time that `tokens` tokens took together, after the first token of a request."""
+        """Add the time that `tokens` tokens of one answer took together, after its first token."""
         for _ in range(tokens):
             self._histograms["inter_token_latency_seconds"].observe(seconds / tokens)
+
+    def observe_first_token(self, times: RequestMetrics) -> None:
+        """Add the time to the first token of a request, which may be cancelled later."""
+        if times.first_token_time is not None:
+            seconds = max(0.0, times.first_token_time - times.arrival_time)
+            self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def observe_finished(self, output: RequestOutput) -> None:
         """Add the times and counts of a request that has ended."""
         times = output.metrics
         first, scheduled, last = times.first_token_time, times.scheduled_time, times.last_token_time
         spans = {
-            "time_to_first_token_seconds": (times.arrival_time, first),
             "e2e_request_latency_seconds": (times.arrival_time, times.finished_time),
             "request_queue_time_seconds": (times.arrival_time, scheduled),
             "request_prefill_time_seconds": (scheduled, first),
