@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, WindlassError
 from windlass.cli.bench import bench_app
-from windlass.cli.benches import bar_chart, bench_results, deepspeed_baseline, offload_bench, training_bench
+from windlass.cli.benches import bar_chart, bench_results, deepspeed_baseline, load_bench, offload_bench, training_bench
 from windlass.cli.benches.bench_engines import check_engine_name, synchronizes_gradients
 from windlass.cli.benches.bench_models import LanguageModel, linear_stack
 from windlass.cli.benches.expected_order import (
@@ -199,3 +199,12 @@ def test_experiments_run_and_leave_their_files(arguments: list[str], tmp_path: P
     written = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
     assert written["verdicts"] and written["bench"] == arguments[0]
     assert (tmp_path / f"{arguments[0]}.png").stat().st_size > 1000
+
+
+def test_the_load_fits_the_vocabulary_and_the_window_of_a_model() -> None:
+    fitted = load_bench.LoadSettings(model=Path("m")).fitted(256, 2048)
+    assert fitted.long_prompt == 2000
+    tokens = load_bench._prompt(1000, 0, fitted.vocabulary)
+    assert min(tokens) >= 128 and max(tokens) < 256
+    with pytest.raises(WindlassError, match="--model m takes 512 tokens"):
+        fitted.fitted(256, 512)

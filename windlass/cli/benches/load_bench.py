@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,13 @@ from windlass.cli.benches.line_chart import LinePanel, draw_lines
 from windlass.cli.benches.server_under_test import ServerUnderTest
 from windlass.cli.benches.service_level import percentile
 from windlass.cli.benches.serving_models import VOCABULARY, make_random_llama
+from windlass.cli.training.model_builder import declared_vocab_size
+from windlass.cli.training.run_folder import export_directory_of
 
 _LONG_PROMPT = 10_000
 _SHORT_PROMPT, _SHORT_ANSWER = 128, 8
+_LONGEST_ANSWER = 48
+_SMALLEST_WINDOW = 1024  # a short prompt and a cancelled answer of 400 tokens
 _FLAT_BYTES = 32 << 20  # growth of resident memory that counts as flat
 _GOAL_WAIT = 3.0
 _START_SECONDS = 120
@@ -37,7 +41,7 @@ _MALFORMED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("temperature", {"temperature": -1}),
     ("max_tokens", {"max_tokens": -5}),
     ("unknown field", {"extra_body": {"no_such_field": 1}}),
-    ("token", {"prompt": [VOCABULARY + 7]}),
+    ("token", {"prompt": [2**31 - 1]}),
     ("empty prompt", {"prompt": []}),
     ("model", {"model": "no-such-model"}),
     ("schema", {"extra_body": {"structured_outputs": {"json": {"type": "nonsense"}}}}),
@@ -54,6 +58,8 @@ class LoadSettings:
         clients: number of clients of the load, at the same time.
         short_requests: number of short requests, which are timed alone, and again beside long prompts.
         max_gap_ms: option of the server.
+        long_prompt: tokens of a long prompt.
+        vocabulary: tokens of the model, of which prompts are drawn.
     """
 
     model: Path | None = None
@@ -64,6 +70,20 @@ class LoadSettings:
     short_requests: int = 100
     max_gap_ms: float = 20.0
     long_prompt: int = _LONG_PROMPT
+    vocabulary: int = VOCABULARY
+
+    def fitted(self, vocabulary: int, window: int) -> LoadSettings:
+        """Return the settings with prompts that a model can take.
+
+        Raises:
+            WindlassError: the model's window is too small for the load.
+        """
+        if window < _SMALLEST_WINDOW:
+            raise WindlassError(
+                f"--model {self.model} takes {window:,} tokens; this workload needs {_SMALLEST_WINDOW:,}; choose "
+                "another model"
+            )
+        return replace(self, vocabulary=vocabulary, long_prompt=min(self.long_prompt, window - _LONGEST_ANSWER))
 
 
 @dataclass
@@ -90,7 +110,7 @@ def run_load_bench(settings: LoadSettings, out: Path) -> bool:
         True if no request was lost or is left in the server, no KV block leaked, and the server's exit code is 0.
 
     Raises:
-        WindlassError: the package `openai` is missing, or the server does not start.
+        WindlassError: the package `openai` is missing, the server does not start, or the model's window is too small.
     """
     try:
         import openai  # noqa: F401
@@ -104,6 +124,8 @@ def run_load_bench(settings: LoadSettings, out: Path) -> bool:
         arguments += ["--served-model-name", "bench", "--max-sequences", str(settings.clients)]
         server = ServerUnderTest(model, arguments, out / "server.log")
         try:
+            vocabulary = declared_vocab_size(str(export_directory_of(model).absolute())) or VOCABULARY
+            settings = settings.fitted(vocabulary, server.max_model_len())
             measured = asyncio.run(_drive(server, settings))
             code = server.stop()
         finally:
@@ -118,16 +140,17 @@ async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, A
     with Progress(console=bench_console(), transient=True) as progress:
         task = progress.add_task("short requests alone", total=2 * settings.short_requests + settings.requests)
         for seed in range(3):
-            await _short(client, 10**6 + seed)  # warms up
+            await _short(client, 10**6 + seed, settings.vocabulary)  # warms up
         freeze_live_objects()  # a collection would be counted as a wait for the server
-        idle = [await _timed_short(client, seed, progress, task) for seed in range(settings.short_requests)]
+        vocabulary = settings.vocabulary
+        idle = [await _timed_short(client, seed, vocabulary, progress, task) for seed in range(settings.short_requests)]
         progress.update(task, description="short requests beside long prompts")
-        senders = _LongPromptSenders(server.address, settings.long_prompt)
+        senders = _LongPromptSenders(server.address, settings)
         try:
             await senders.wait_until_started()
             await asyncio.sleep(0.5)
             seeds = range(settings.short_requests, 2 * settings.short_requests)
-            beside = [await _timed_short(client, seed, progress, task) for seed in seeds]
+            beside = [await _timed_short(client, seed, vocabulary, progress, task) for seed in seeds]
             computed = await senders.stop()
         finally:
             senders.kill()
@@ -159,18 +182,19 @@ async def _drive(server: ServerUnderTest, settings: LoadSettings) -> dict[str, A
     }
 
 
-def _prompt(length: int, seed: int) -> list[int]:
+def _prompt(length: int, seed: int, vocabulary: int) -> list[int]:
+    """Return random tokens, without the first ones of a vocabulary, which are special tokens and single bytes."""
     r = random.Random(seed)
-    return [r.randrange(300, VOCABULARY) for _ in range(length)]
+    return [r.randrange(min(300, vocabulary // 2), vocabulary) for _ in range(length)]
 
 
-async def _short(client: Any, seed: int) -> float:
+async def _short(client: Any, seed: int, vocabulary: int) -> float:
     """Return the seconds to the first token of a short request, read to its end."""
     began = time.perf_counter()
     first = 0.0
     stream = await client.completions.create(
         model="bench",
-        prompt=_prompt(_SHORT_PROMPT, seed),
+        prompt=_prompt(_SHORT_PROMPT, seed, vocabulary),
         max_tokens=_SHORT_ANSWER,
         temperature=0,
         stream=True,
@@ -181,8 +205,8 @@ async def _short(client: Any, seed: int) -> float:
     return first
 
 
-async def _timed_short(client: Any, seed: int, progress: Progress, task: Any) -> float:
-    first = await _short(client, seed)
+async def _timed_short(client: Any, seed: int, vocabulary: int, progress: Progress, task: Any) -> float:
+    first = await _short(client, seed, vocabulary)
     progress.advance(task)
     await asyncio.sleep(random.Random(seed).random() * 0.05)  # at any moment of a step
     return first
@@ -195,12 +219,12 @@ class _LongPromptSenders:
     wait of the short requests.
     """
 
-    def __init__(self, address: str, length: int) -> None:
+    def __init__(self, address: str, settings: LoadSettings) -> None:
         context = multiprocessing.get_context("spawn")
         self._started, self._stopping, self._sent = context.Semaphore(0), context.Event(), context.SimpleQueue()
         shared = self._started, self._stopping, self._sent
         self._processes = [
-            context.Process(target=_send_long_prompts, args=(address, length, number, *shared), daemon=True)
+            context.Process(target=_send_long_prompts, args=(address, settings, number, *shared), daemon=True)
             for number in range(2)
         ]
         for process in self._processes:
@@ -236,14 +260,16 @@ class _LongPromptSenders:
             process.join()
 
 
-def _send_long_prompts(address: str, length: int, number: int, started: Any, stopping: Any, sent: Any) -> None:
+def _send_long_prompts(
+    address: str, settings: LoadSettings, number: int, started: Any, stopping: Any, sent: Any
+) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
     started.release()
     count = 0
     while not stopping.is_set():
-        prompt = _prompt(length, 10**7 + 1000 * number + count)
+        prompt = _prompt(settings.long_prompt, 10**7 + 1000 * number + count, settings.vocabulary)
         client.completions.create(model="bench", prompt=prompt, max_tokens=4)
         count += 1
     sent.put(count)
@@ -254,10 +280,10 @@ async def _one_request(client: Any, settings: LoadSettings, number: int, outcome
     import openai
 
     r = random.Random(number)
-    answer = r.randrange(8, 49)
-    prompt: list[int] = _prompt(r.randrange(8, 193), number)
+    answer = r.randrange(8, _LONGEST_ANSWER + 1)
+    prompt: list[int] = _prompt(r.randrange(8, 193), number, settings.vocabulary)
     if number == settings.requests // 2:
-        prompt = _prompt(settings.long_prompt, number)
+        prompt = _prompt(settings.long_prompt, number, settings.vocabulary)
     fields: dict[str, Any] = {"model": "bench", "prompt": prompt, "max_tokens": answer, "temperature": 0}
     fields |= {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
     kind, expected = "whole", "whole"

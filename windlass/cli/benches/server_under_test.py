@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -55,6 +56,11 @@ class ServerUnderTest:
                 time.sleep(0.1)
         lines = self._log.read_text(errors="replace").splitlines()[-5:]
         raise WindlassError(f"the server is not ready; the end of {self._log}: " + " | ".join(lines))
+
+    def max_model_len(self) -> int:
+        """Return the number of tokens that the model takes, of a prompt and its answer together."""
+        with urllib.request.urlopen(f"{self.address}/v1/models", timeout=30) as answer:
+            return int(json.load(answer)["data"][0]["max_model_len"])
 
     def metrics(self) -> dict[str, float]:
         """Return the sum of each metric over its labels."""
