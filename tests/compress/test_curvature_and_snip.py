@@ -213,3 +213,15 @@ def test_snip_prunes_by_weights_times_gradients_in_steps() -> None:
         init_compression(Blocks(), snip(block_pattern="x4"))
     with pytest.raises(ConfigError, match="block_pattern is 3x1, which does not divide the 4 outputs"):
         init_compression(Blocks(), snip(block_pattern="3x1"))
+
+
+def test_snip_leaves_out_products_that_are_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = model_and_batch()
+    init_compression(model, snip(schedule_offset=0))
+    score = model.layer[0]["up"].get_buffer("sparse_pruning_momentum")
+    for rows in (x, x * torch.inf):
+        model(rows).backward()
+        before = score.clone()
+        end_compression_step(model)
+    assert float(score.sum()) > 0 and torch.equal(score, before)
+    assert "step 1 has products of weights and gradients that are not finite in 'layer.0.up'" in caplog.text

@@ -294,6 +294,32 @@ def test_masks_and_bits_follow_the_whole_batch(stage: int, ranks: int, transport
         assert torch.equal(value, results[0][2][name]), "the same on all ranks"
 
 
+def momentum_after_a_bad_batch(section: dict[str, Any]) -> list[Tensor]:
+    """Return the momentum of a mask before and after a batch of infinities, and after the batch behind it."""
+    config = {name: value for name, value in FOLLOWING.items() if name != "quantize_training"} | section
+    torch.manual_seed(0)
+    engine = windlass.initialize(model=init_compression(Model(), config), config=config)[0]
+    found = []
+    for step, infinite in ((0, False), (1, False), (2, True), (3, False)):
+        rows = batch(step).fill_(torch.inf) if infinite else batch(step)
+        engine.backward(engine(rows.to(engine.module.blocks[0]["first"].bias.dtype)))
+        try:
+            engine.step()
+        except windlass.WindlassError:
+            assert infinite
+        assert engine.was_step_applied() != infinite
+        found.append(engine.module.get_buffer("blocks.0.second.sparse_pruning_momentum").clone())
+    engine.destroy()
+    return found[1:]
+
+
+@pytest.mark.parametrize("section", [{}, {"fp16": {"enabled": True, "initial_scale_power": 4}}], ids=["fp32", "fp16"])
+def test_a_step_that_is_not_applied_does_not_change_the_scores_of_masks(section: dict[str, Any]) -> None:
+    before, bad, after = run_ranks(momentum_after_a_bad_batch, 1, section, transport="gloo")[0]
+    assert float(before.abs().sum()) > 0 and torch.equal(bad, before)
+    assert bool(after.isfinite().all()) and not torch.equal(after, before)
+
+
 def unprepared() -> str:
     with pytest.raises(windlass.WindlassError) as caught:
         windlass.initialize(model=Model(), config=CONFIG)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError
+from windlass.base.log import logger
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.compressed_layers import CompressedLayer, Pruning, mask_name
 from windlass.compress.fake_rounding import top_share
@@ -51,33 +52,55 @@ def snip_layers(model: nn.Module) -> Iterator[tuple[CompressedLayer, Pruning]]:
                 yield module, pruning
 
 
-def update_masks(model: nn.Module, step: int, group: RankGroup | None = None) -> None:
+def drop_products(model: nn.Module) -> None:
+    """Drop the products of a step that failed."""
+    for layer, _ in snip_layers(model):
+        layer.take_products()
+
+
+def update_masks(model: nn.Module, step: int, group: RankGroup | None = None, *, applied: bool = True) -> None:
     """Add the products of a step to the scores, and prune further where the schedule has a change. Collective.
+
+    A layer with products that are not finite keeps its scores, with a warning.
 
     Args:
         step: optimizer steps that were taken, this one included.
         group: data ranks, each of which has products of its own samples.
+        applied: False after a step that was skipped, e.g. for an overflow under fp16: its products are dropped.
     """
     for layer, pruning in snip_layers(model):
         product = layer.take_products()
         taken = step - 1  # the step of the forward
+        # The schedule counts skipped steps, so that the last mask is not left out.
         if not pruning.offset <= taken <= max(pruning.offset, pruning.end):
             continue
         with torch.no_grad():
-            score = layer.get_buffer(MOMENTUM_BUFFER)
-            sharded = layer.compression.sharded
-            local = layer.weight.shape if product is None else product.shape
-            values = torch.zeros(local, device=score.device) if product is None else product
-            if group is not None and group.size > 1:
-                group.all_reduce(values)
-            if sharded is not None:
-                values = sharded.gather(values, sharded.dim)
-            values = values.abs()
-            score.mul_(_MOMENTUM).add_(values / values.mean().clamp(min=1e-30))
+            if applied:
+                _add_to_score(layer, product, taken, group)
             last = taken >= pruning.end
             if last or (taken - pruning.offset) % pruning.stride == 0:
-                share = dense_share(pruning, taken)
+                score, share = layer.get_buffer(MOMENTUM_BUFFER), dense_share(pruning, taken)
                 layer.get_buffer(mask_name(pruning)).copy_(_block_mask(score, pruning.block, share))
+
+
+def _add_to_score(layer: CompressedLayer, product: Tensor | None, step: int, group: RankGroup | None) -> None:
+    score, sharded = layer.get_buffer(MOMENTUM_BUFFER), layer.compression.sharded
+    local = layer.weight.shape if product is None else product.shape
+    values = torch.zeros(local, device=score.device) if product is None else product
+    if group is not None and group.size > 1:
+        group.all_reduce(values)
+    if sharded is not None:
+        values = sharded.gather(values, sharded.dim)
+    values = values.abs()
+    mean = values.mean()
+    if not bool(mean.isfinite()):  # a loop with a gradient scaler has skipped this step
+        logger.warning(
+            "sparse_pruning: step %d has products of weights and gradients that are not finite in %r; its scores stay",
+            step,
+            layer.compression.name,
+        )
+        return
+    score.mul_(_MOMENTUM).add_(values / mean.clamp(min=1e-30))
 
 
 def dense_share(pruning: Pruning, step: int) -> float:

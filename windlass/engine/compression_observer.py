@@ -6,7 +6,7 @@ from torch import nn
 
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.quantize_training import bit_planner
-from windlass.compress.snip_pruning import snip_layers, update_masks
+from windlass.compress.snip_pruning import drop_products, snip_layers, update_masks
 from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.training_engine import Engine
 
@@ -23,10 +23,16 @@ class CompressionObserver(EngineObserver):
 
     def after_step(self) -> None:
         step = self._engine.global_steps
-        update_masks(self._model, step, self._group)
+        update_masks(self._model, step, self._group, applied=self._engine.was_step_applied())
         planner = bit_planner(self._model)
         if planner is not None:
             planner.end_step(self._model, step, self._group)
+
+    def after_failed_step(self) -> None:
+        drop_products(self._model)
+
+    def after_load(self) -> None:
+        drop_products(self._model)
 
 
 def observe_compression(model: nn.Module, engine: Engine, group: RankGroup) -> None:
