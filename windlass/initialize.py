@@ -215,7 +215,7 @@ def build_engine(
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _engines_by_model_id[id(model)] = engine
     follow_engine_steps(model, engine)
-    observe_compression(model, engine, mesh.dense.data)
+    observe_compression(model, engine, mesh)
     if device.type == "cpu":
         keep_freed_memory()
     observer.after_initialize(engine)

@@ -20,6 +20,7 @@ from windlass.compress.compression_training import compression_clock, end_compre
 from windlass.compress.quantize_training import bit_planner, prepare_quantize_training
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
+from windlass.parallel.experts import MixtureOfExperts
 
 STEPS, ROWS = 5, 4
 
@@ -318,6 +319,65 @@ def test_a_step_that_is_not_applied_does_not_change_the_scores_of_masks(section:
     before, bad, after = run_ranks(momentum_after_a_bad_batch, 1, section, transport="gloo")[0]
     assert float(before.abs().sum()) > 0 and torch.equal(bad, before)
     assert bool(after.isfinite().all()) and not torch.equal(after, before)
+
+
+class Routed(nn.Module):
+    """Mixture of three experts, which two ranks hold in unequal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))
+        self.moe = MixtureOfExperts(12, expert, 3, drop_tokens=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (x + self.moe(x)[0] - 1).square().mean()
+        return loss
+
+
+def routed_config() -> dict[str, Any]:
+    snip = {"method": "snip_momentum", "schedule_offset": 0, "schedule_offset_end": 3, "block_pattern": "1x1"}
+    return {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        "train_batch_size": ROWS,
+        "parallel": {"ep": dist.get_world_size()},
+        "compression_training": {
+            "sparse_pruning": technique(snip, {"dense_ratio": 0.5}, r"experts.*\.0$"),
+            "row_pruning": technique({"method": "l1"}, {"dense_ratio": 0.5}, r"experts.*\.2$"),
+        },
+    }
+
+
+def masks_of_experts(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the masks before and after training and a load of the model, of all ranks."""
+    torch.manual_seed(0)
+    config = routed_config()
+    model = init_compression(Routed(), config)
+    for number, expert in enumerate(model.moe.deepspeed_moe["experts"].deepspeed_experts):
+        expert[2].row_pruning_mask.fill_(number % 2 > 0)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    engine = windlass.initialize(model=model, config=config)[0]
+    for step in range(3):
+        step_of(engine, step)
+    engine.save_checkpoint(folder)
+    state = engine.full_state_dict()
+    for buffer in engine.module.buffers():
+        buffer.zero_()
+    engine.load_checkpoint(folder)
+    loaded = engine.full_state_dict()
+    engine.destroy()
+    assert all(torch.equal(value, loaded[name]) for name, value in state.items())
+    return before, {name: value for name, value in state.items() if name in before}
+
+
+def test_experts_on_other_ranks_have_masks_of_their_own(tmp_path: Path) -> None:
+    before, whole = run_ranks(masks_of_experts, 1, str(tmp_path / "one"), transport="gloo")[0]
+    _, parts = run_ranks(masks_of_experts, 2, str(tmp_path / "two"), transport="gloo")[0]
+    assert parts.keys() == before.keys()
+    for name, value in whole.items():
+        if "row" in name:
+            assert torch.equal(value, before[name])
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-5)
 
 
 def unprepared() -> str:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
+from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.compressed_layers import CompressedLayer, Pruning, mask_name
 from windlass.compress.fake_rounding import top_share
+from windlass.parallel.experts import sharded_expert_modules
 
 _MOMENTUM = 0.9
 MOMENTUM_BUFFER = "sparse_pruning_momentum"
@@ -58,16 +60,17 @@ def drop_products(model: nn.Module) -> None:
         layer.take_products()
 
 
-def update_masks(model: nn.Module, step: int, group: RankGroup | None = None, *, applied: bool = True) -> None:
+def update_masks(model: nn.Module, step: int, mesh: Mesh | None = None, *, applied: bool = True) -> None:
     """Add the products of a step to the scores, and prune further where the schedule has a change. Collective.
 
     A layer with products that are not finite keeps its scores, with a warning.
 
     Args:
         step: optimizer steps that were taken, this one included.
-        group: data ranks, each of which has products of its own samples.
+        mesh: its data ranks, of experts or of other layers, have products of their own samples.
         applied: False after a step that was skipped, e.g. for an overflow under fp16: its products are dropped.
     """
+    of_experts = set(sharded_expert_modules(model))
     for layer, pruning in snip_layers(model):
         product = layer.take_products()
         taken = step - 1  # the step of the forward
@@ -76,7 +79,8 @@ def update_masks(model: nn.Module, step: int, group: RankGroup | None = None, *,
             continue
         with torch.no_grad():
             if applied:
-                _add_to_score(layer, product, taken, group)
+                data = None if mesh is None else mesh.experts if layer in of_experts else mesh.dense
+                _add_to_score(layer, product, taken, None if data is None else data.data)
             last = taken >= pruning.end
             if last or (taken - pruning.offset) % pruning.stride == 0:
                 score, share = layer.get_buffer(MOMENTUM_BUFFER), dense_share(pruning, taken)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from windlass.comm.rank_group import RankGroup
+from windlass.comm.mesh import Mesh
 from windlass.compress.quantize_training import bit_planner
 from windlass.compress.snip_pruning import drop_products, snip_layers, update_masks
 from windlass.engine.engine_observer import EngineObserver
@@ -15,18 +15,18 @@ class CompressionObserver(EngineObserver):
     """Observer that updates masks that follow gradients, and bits that follow curvature.
 
     Args:
-        group: ranks with other samples of the same model.
+        mesh: the ranks of the model.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, group: RankGroup) -> None:
-        self._model, self._engine, self._group = model, engine, group
+    def __init__(self, model: nn.Module, engine: Engine, mesh: Mesh) -> None:
+        self._model, self._engine, self._mesh = model, engine, mesh
 
     def after_step(self) -> None:
         step = self._engine.global_steps
-        update_masks(self._model, step, self._group, applied=self._engine.was_step_applied())
+        update_masks(self._model, step, self._mesh, applied=self._engine.was_step_applied())
         planner = bit_planner(self._model)
         if planner is not None:
-            planner.end_step(self._model, step, self._group)
+            planner.end_step(self._model, step, self._mesh.dense.data)
 
     def after_failed_step(self) -> None:
         drop_products(self._model)
@@ -35,7 +35,7 @@ class CompressionObserver(EngineObserver):
         drop_products(self._model)
 
 
-def observe_compression(model: nn.Module, engine: Engine, group: RankGroup) -> None:
+def observe_compression(model: nn.Module, engine: Engine, mesh: Mesh) -> None:
     """Add the observer to an engine whose model needs it."""
     if bit_planner(model) is not None or any(True for _ in snip_layers(model)):
-        engine.add_observer(CompressionObserver(model, engine, group))
+        engine.add_observer(CompressionObserver(model, engine, mesh))

@@ -63,6 +63,7 @@ from windlass.engine.frozen_parameters import (
 from windlass.engine.full_weights import load_with_function, require_unchanged_model, weight_metadata
 from windlass.engine.metadata_merge import merge_metadata
 from windlass.engine.model_refresh import has_pending_gradients
+from windlass.engine.module_buffers import modules_with_saved_buffers
 from windlass.engine.offloaded_storage import OffloadedChunkStorage
 from windlass.engine.optimizer_groups import (
     GroupMatch,
@@ -224,8 +225,8 @@ def save_engine(
         **engine.metadata,
     }
     require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
-    # rank 0's buffers are saved; those of other ranks may differ until the next forward (engine/module_buffers)
-    tensors = states.tensors | (_persistent_buffers(model.model) if model.mesh.first_of_stage else {})
+    # first ranks save their buffers; those of other ranks may differ until the next forward (engine/module_buffers)
+    tensors = states.tensors | _persistent_buffers(model.model, modules_with_saved_buffers(model.model, model.mesh))
     state = SavedState(
         [*shards, *states.shards, *rank_state_shards(model), *average_checkpoint.average_shards(model)],
         tensors,
@@ -549,7 +550,9 @@ def _load_tensors(
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     absent = frozen_parameter_names(model) if trainable_only else frozenset()
     shards = list(parameter_fragments(model, units, handle_of, write_back=True, excluded=absent))
-    tensors = _persistent_buffers(model.model) if plain.get("buffers", not trainable_only) else {}
+    tensors = (
+        _persistent_buffers(model.model, set(model.model.modules())) if plain.get("buffers", not trainable_only) else {}
+    )
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
     counts: dict[str, torch.Tensor] = {}
     if with_states:
@@ -652,10 +655,10 @@ def _load_or_mark_lost(
         raise
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def _persistent_buffers(model: nn.Module, modules: set[nn.Module]) -> dict[str, torch.Tensor]:
     tensors = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in module._buffers.items() if module in modules else ():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 tensors[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
     return tensors

@@ -20,6 +20,7 @@ from windlass.checkpoint.safetensors_file import TensorEntry, TensorFileWriter
 from windlass.checkpoint.torch_file_writer import TorchFileWriter
 from windlass.engine.extra_state import collect_extra_states, extra_state_names, set_extra_states
 from windlass.engine.full_parameter_gather import FullParameterGather
+from windlass.engine.module_buffers import modules_with_saved_buffers
 from windlass.parallel.placement import get_global_name, get_placement
 from windlass.zero.access.full_values import set_full_param
 from windlass.zero.access.gathered_parameters import GatheredParameters
@@ -33,12 +34,8 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     for names, full in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
         values = full.to("cpu", dtype if is_castable(full.dtype) else None, copy=True)
         state.update(dict.fromkeys(names, values))
-    others: dict[str, torch.Tensor] = {}
-    if model.mesh.first_of_stage:
-        others = {
-            name: buffer.detach().cpu().clone() for name, buffer in _named_persistent_buffers(model)
-        } | collect_extra_states(model.model)
-    for theirs in model.mesh.of_stages(others):
+    state |= _gather_buffers(model)
+    for theirs in model.mesh.of_stages(collect_extra_states(model.model) if model.mesh.first_of_stage else {}):
         state |= theirs
     return state if model.mesh.world.index == 0 else {}
 
@@ -131,8 +128,25 @@ def _names_by_parameter(model: ShardedModel) -> dict[int, list[str]]:
     return names
 
 
-def _named_persistent_buffers(model: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_buffers(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """Return copies of the persistent buffers of all stages and experts, on rank 0; other ranks have some of them.
+
+    Collective.
+    """
+    mesh = model.mesh
+    saved = modules_with_saved_buffers(model.model, mesh)
+    own = {name: buffer.detach().cpu().clone() for name, buffer in _named_persistent_buffers(model, saved)}
+    gathered = mesh.of_stages(own) if mesh.ep.size == 1 else mesh.gather_from_world(own)
+    return {name: buffer for theirs in gathered for name, buffer in theirs.items()}
+
+
+def _named_persistent_buffers(
+    model: ShardedModel, modules: set[nn.Module] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers with all their names; of some modules, if they are given."""
     for prefix, module in model.model.named_modules(remove_duplicate=False):
+        if modules is not None and module not in modules:
+            continue
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
@@ -165,9 +179,7 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude
     names = _names_by_parameter(model)
     units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
     writing = _FullWeightsWriter(Path(directory) / filename) if model.mesh.world.index == 0 else None
-    buffers = {} if exclude_frozen_parameters else dict(_named_persistent_buffers(model))
-    for theirs in model.mesh.of_stages({n: b.detach().cpu() for n, b in buffers.items()}):
-        buffers = {**theirs, **buffers}
+    buffers = {} if exclude_frozen_parameters else _gather_buffers(model)
     collecting = FullParameterGather(model, units, names)
     if writing is not None:
         # A safetensors file holds each tensor once; a load ties the names again.

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from windlass.base.dtypes import is_castable
+from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
-from windlass.parallel.experts import is_router_bias
+from windlass.parallel.experts import is_router_bias, sharded_expert_modules
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 
@@ -81,7 +82,7 @@ class BufferSynchronizer:
 
     Args:
         model: the model.
-        group: the ranks that share the buffers.
+        mesh: the ranks of the model. Data ranks share its buffers; data ranks of experts share those of their experts.
         device: device to move the buffers to.
         dtype_policy: dtypes of floating-point buffers; None: unchanged.
         sync_point: waits until all ranks are about to broadcast, and meanwhile joins the collectives of ranks that run
@@ -91,12 +92,12 @@ class BufferSynchronizer:
     def __init__(
         self,
         model: nn.Module,
-        group: RankGroup,
+        mesh: Mesh,
         device: torch.device,
         dtype_policy: BufferDtypePolicy | None,
         sync_point: Callable[[], None],
     ) -> None:
-        self._model, self._group, self._sync_point = model, group, sync_point
+        self._model, self._mesh, self._sync_point = model, mesh, sync_point
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -125,35 +126,55 @@ class BufferSynchronizer:
             self.broadcast()
 
     def broadcast(self) -> None:
-        """Make all buffers equal to rank 0's. Collective."""
-        if self._group.size > 1:
-            self._broadcast_sparse()
-            kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-            for buffer in self._model.buffers():
-                if buffer.layout is torch.strided:
-                    kinds.setdefault(buffer.dtype, []).append(buffer)
-            for buffers in kinds.values():
-                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-                self._group.broadcast(flat.view(torch.uint8))
-                with torch.no_grad():
-                    for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                        buffer.copy_(part.view(buffer.shape))
+        """Make all buffers equal to those of the first rank that shares them. Collective."""
+        of_experts = set(sharded_expert_modules(self._model))
+        dense = [module for module in self._model.modules() if module not in of_experts]
+        experts = [module for module in self._model.modules() if module in of_experts]
+        for modules, group in ((dense, self._mesh.dense.data), (experts, self._mesh.experts.data)):
+            if group.size > 1:
+                _broadcast_sparse(modules, group)
+                _broadcast_dense(modules, group)
         self._stale = False
         self._synced_versions = self._versions()
 
-    def _broadcast_sparse(self) -> None:
-        """Replace sparse buffers by rank 0's: those of a rank may have another number of elements."""
-        received: dict[int, torch.Tensor] = {}
-        for module in self._model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.layout is not torch.strided:
-                    if id(buffer) not in received:
-                        values = self._group.broadcast_object(buffer.detach().cpu())
-                        received[id(buffer)] = buffer if self._group.index == 0 else values.to(buffer.device)
-                    module._buffers[name] = received[id(buffer)]
-
     def _versions(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self._model.buffers()]
+
+
+def modules_with_saved_buffers(model: nn.Module, mesh: Mesh) -> set[nn.Module]:
+    """Return the modules of which this rank saves the buffers, so that each buffer is saved by one rank.
+
+    The first rank of a stage saves all of its buffers, and the first ranks with other experts those of their experts.
+    """
+    if mesh.first_of_stage:
+        return set(model.modules())
+    return set(sharded_expert_modules(model)) if mesh.experts.data.index == mesh.tp.index == 0 else set()
+
+
+def _broadcast_dense(modules: list[nn.Module], group: RankGroup) -> None:
+    found = {id(buffer): buffer for module in modules for buffer in module._buffers.values() if buffer is not None}
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in found.values():
+        if buffer.layout is torch.strided:
+            kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        group.broadcast(flat.view(torch.uint8))
+        with torch.no_grad():
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+
+def _broadcast_sparse(modules: list[nn.Module], group: RankGroup) -> None:
+    """Replace sparse buffers by those of the first rank: those of a rank may have another number of elements."""
+    received: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is not torch.strided:
+                if id(buffer) not in received:
+                    values = group.broadcast_object(buffer.detach().cpu())
+                    received[id(buffer)] = buffer if group.index == 0 else values.to(buffer.device)
+                module._buffers[name] = received[id(buffer)]
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:

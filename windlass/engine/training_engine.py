@@ -166,11 +166,13 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def _attach(self, sharded: ShardedModel) -> None:
         """Connect the engine to a sharded model that it has built."""
-        self._sharded, data = sharded, sharded.mesh.dense.data
+        self._sharded = sharded
         if self._optimizer is not None:
             self._optimizer.attach(sharded)
         meet = partial(sharded.scheduler.sync, SyncPoint.BUFFER_BROADCAST)
-        self._buffer_sync = BufferSynchronizer(self.module, data, self.device, self._buffer_dtype_policy(), meet)
+        self._buffer_sync = BufferSynchronizer(
+            self.module, sharded.mesh, self.device, self._buffer_dtype_policy(), meet
+        )
         self._router_balances = find_router_biases(self.module)
         self._nonfinite_locator = NonFiniteLocator(sharded.mesh.world)
         self._failed_call_barrier = FailedCallBarrier(

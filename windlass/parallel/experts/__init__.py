@@ -12,6 +12,7 @@ from windlass.parallel.experts.apply_expert_parallel import (
     expert_parameters,
     get_requested_ep_size,
 )
+from windlass.parallel.experts.expert_list import sharded_expert_modules
 from windlass.parallel.experts.expert_modules import ExpertModuleSpec, register_experts
 from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts
 from windlass.parallel.experts.router_bias import (
@@ -38,6 +39,7 @@ __all__ = [
     "is_router_bias",
     "update_biases",
     "register_experts",
+    "sharded_expert_modules",
     "update_router_biases",
     "enable_router_bias_updates",
 ]

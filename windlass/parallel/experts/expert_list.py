@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,3 +95,15 @@ class Experts(nn.Module):
             out = expert(part)
             found.append(out[0] if isinstance(out, tuple) else out)
         return torch.cat(found)
+
+
+def sharded_expert_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield each module inside of experts that are distributed over ranks: other ranks have other experts at their
+    place."""
+    seen: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, Experts) and module.axis.size > 1:
+            for inner in module.deepspeed_experts.modules():
+                if inner not in seen:
+                    seen.add(inner)
+                    yield inner
