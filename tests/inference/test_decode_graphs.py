@@ -65,7 +65,7 @@ def test_greedy_tokens_are_those_of_the_plain_model(name: str, graphs: bool) -> 
         queued += len(engine._started) > before
 
     engine._start_next = counting  # type: ignore[method-assign]
-    params = [GREEDY.replace(max_tokens=3 + number % 15) for number in range(24)]
+    params = [GREEDY.replace(max_tokens=3 + number) for number in range(24)]
     outputs = answer_arrivals(engine, make_prompts(24, VOCABULARY, 40, shared=18), params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
     assert_greedy(model, outputs)
@@ -96,6 +96,30 @@ def test_sampled_tokens_and_ends_do_not_depend_on_steps_ahead() -> None:
         engine.close()
     assert found[0] == found[1]
     assert {reason for output in found[0] for _, reason in output} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("cancels", [False, True], ids=["length", "cancelled"])
+def test_a_waiting_request_is_admitted_once_another_ends(cancels: bool) -> None:
+    engine = make_engine(build("llama", max_position_embeddings=96).eval(), graphs=False)
+    for number in range(6):
+        engine.add_request(str(number), [3 + number] * 4, GREEDY.replace(max_tokens=60 if number else 6))
+    if cancels:
+        engine.add_request(
+            "several", [3] * 4, SamplingParams(n=2, seed=0)
+        )  # waits for two places, and precedes the next one
+    engine.add_request("next", [3] * 4, GREEDY)
+    ended = False
+    while not ended:
+        ended = bool(engine.step())
+    if cancels:
+        for _ in range(3):
+            engine.step()
+        assert engine.stats().num_waiting == 2
+        engine.cancel("several")
+    for _ in range(2):
+        engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (6, 0)
+    engine.close()
 
 
 def test_a_cancelled_request_keeps_its_blocks_while_a_step_writes_to_them() -> None:

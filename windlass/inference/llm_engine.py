@@ -182,7 +182,6 @@ class LLMEngine:
         request.sequences.append(sequence)
         self._requests[request_id] = request
         self._table.queue(sequence)
-        self._planner.admits = True
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request with the finish reason `abort`, free its blocks and return its last state; None for an unknown

@@ -26,6 +26,8 @@ class SequenceTable:
     Attributes:
         running, waiting: sequences by their numbers.
         blocks: blocks of the KV cache.
+        admits: False if the last plan left all waiting sequences waiting, and since then no sequence has been queued
+            or has left its place or its blocks.
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost, stats: EngineStats) -> None:
@@ -36,10 +38,12 @@ class SequenceTable:
         self._saved = PreemptedBlocks(runner, options, cost)
         self.running: dict[int, GenerationSequence] = {}
         self.waiting: dict[int, GenerationSequence] = {}
+        self.admits = True
 
     def queue(self, sequence: GenerationSequence) -> None:
         """Add a new sequence to the waiting ones."""
         self.waiting[sequence.sequence_id] = sequence
+        self.admits = True
 
     def admit(self, sequence: GenerationSequence, now: float) -> bool:
         """Allocate the blocks of a waiting sequence's known tokens. Return False if too few are free by now."""
@@ -122,6 +126,7 @@ class SequenceTable:
         self.waiting.pop(sequence.sequence_id, None)
 
     def free(self, sequence: GenerationSequence) -> None:
+        self.admits = True
         if sequence.in_flight:
             return  # cancelled; a step still writes to its blocks, and frees them at its end
         self.blocks.release(sequence.blocks)

@@ -47,7 +47,6 @@ class StepPlanner:
         cost: model of the time of a step, corrected by measured times.
         limits: limits of the scheduler.
         alone: requests that run alone once; see [Note: failed steps].
-        admits: False if the last step left all waiting sequences waiting, and no request has arrived since.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class StepPlanner:
             options.max_wait_seconds,
         )
         self.alone: dict[str, None] = {}
-        self.admits = True
 
     def set_policy(self, policy: Policy) -> None:
         """Schedule by another policy from the next step on."""
@@ -82,7 +80,7 @@ class StepPlanner:
             if has_started:
                 return None  # all sequences are candidates for preemption once no step computes them
             plan = self._schedule(now, None)
-        self.admits = bool(plan.admitted) or not self._table.waiting
+        self._table.admits = bool(plan.admitted) or not self._table.waiting
         for sequence_id in plan.preempted:
             self._table.preempt(self._table.running[sequence_id])
         chosen: list[tuple[GenerationSequence, int]] = []
@@ -124,7 +122,7 @@ class StepPlanner:
             computed, or blocks have run out. None too if no sequence continues.
         """
         chosen = [sequence for sequence in last if not sequence.output.finished()]
-        others = len(self._table.running) > len(chosen) or (self._table.waiting and self.admits)
+        others = len(self._table.running) > len(chosen) or (self._table.waiting and self._table.admits)
         rows = [row for row, s in enumerate(chosen) if len(s.generated) + s.in_flight < s.request.max_tokens]
         going = [chosen[row] for row in rows]
         totals = [sequence.num_computed + sequence.in_flight + 1 for sequence in going]
@@ -153,7 +151,7 @@ class StepPlanner:
         """Return the number of sequences of a step with which all stages have work; None: all of them."""
         if self._depth == 1:
             return None
-        total = len(self._table.running) + (len(self._table.waiting) if self.admits else 0)
+        total = len(self._table.running) + (len(self._table.waiting) if self._table.admits else 0)
         return max(1, -(-min(total, self.limits.max_sequences) // self._depth))
 
     def _schedule(self, now: float, share: int | None) -> StepPlan:
