@@ -240,14 +240,19 @@ class _Planner:
 
     def _find_juniors(self, sequence: SequenceSnapshot, needed: int, places: int) -> list[SequenceSnapshot]:
         """Return the last running sequences that are preempted so that a waiting one of higher priority can run: as few
-        as possible, and none if all together would free too little.
+        as possible, and none if all together would free too little. An overdue one precedes all others, so it stays.
         """
         left, juniors, freed = list(self._running), list[SequenceSnapshot](), 0
         while self._lacks_blocks(needed, len(juniors), freed) or (
             places < sequence.num_candidates and (left or self._elsewhere)
         ):
             junior = left.pop() if left else None
-            if junior is None or junior.priority <= sequence.priority or junior.sequence_id in self._admitted:
+            if (
+                junior is None
+                or junior.priority <= sequence.priority
+                or junior.sequence_id in self._admitted
+                or self._is_overdue(junior)
+            ):
                 # sequences that other steps compute may free the rest: the caller plans again among all of them
                 return juniors if self._share is not None and self._elsewhere else []
             juniors.append(junior)
@@ -275,9 +280,9 @@ class _Planner:
         """Share the remaining tokens of the step among prompts by max-min fairness.
 
         A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
-        `_MIN_CHUNK`, only the first prompts get tokens: overdue prompts, then the others by priority; of equal
-        priority, by deadline if any prompt has a service level, else by the least work left. Time is shared in the
-        same order.
+        `_MIN_CHUNK`, only the first prompts get tokens: overdue prompts by arrival, then the others by priority; of
+        equal priority, by deadline if any prompt has a service level, else by the least work left. Time is shared in
+        the same order.
         """
         prompts = self._prompts()
         gap = self._gap()
@@ -287,7 +292,7 @@ class _Planner:
         if any(sequence.level is not None for sequence in prompts):
             prompts.sort(key=self._urgency)
         else:
-            prompts.sort(key=lambda sequence: (*self._urgency(sequence)[:3], self._work(sequence), sequence.arrival))
+            prompts.sort(key=self._least_work_first)
         sharing = prompts[: max(left // _MIN_CHUNK, 1)]
         shares = _max_min_shares([sequence.remaining for sequence in sharing], left)
         left -= sum(shares)
@@ -300,10 +305,15 @@ class _Planner:
             self._pairs += granted * (prompt.num_computed + granted / 2)
             self._run(prompt, granted)
 
-    def _work(self, prompt: SequenceSnapshot) -> float:
-        """Return the predicted seconds of the rest of a prompt, including attention to the tokens before."""
+    def _least_work_first(self, prompt: SequenceSnapshot) -> tuple[int, int, int, float, float]:
+        """Return a sort key: overdue prompts by arrival, so that later ones pass none forever; then by priority; then
+        by the predicted seconds of the rest of a prompt, including attention to the tokens before."""
+        urgency = self._urgency(prompt)
+        if self._is_overdue(prompt):
+            return urgency
         left = prompt.remaining
-        return self._cost.step_seconds(left, 0, left * (prompt.num_computed + left / 2))
+        work = self._cost.step_seconds(left, 0, left * (prompt.num_computed + left / 2))
+        return *urgency[:3], work, prompt.arrival
 
     def _within(self, gap: float | None, prompt: SequenceSnapshot, most: int, *, is_first: bool) -> int:
         """Return how many tokens of a prompt, at most `most`, fit into a step of `gap` seconds.

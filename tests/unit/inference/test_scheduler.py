@@ -217,6 +217,35 @@ def test_a_large_request_is_not_passed_forever_by_small_ones() -> None:
     assert simulation.first[1000] < 2.0 + 3.0  # the bound, and the time for running requests to end
 
 
+def test_a_long_prompt_is_not_passed_forever_by_short_ones() -> None:
+    """More prompts arrive than can be computed, so all of them are overdue."""
+    limits = SchedulerLimits("splitfuse", 64, 4, BLOCK, 400, max_wait_seconds=0.1)
+    simulation = Simulation(limits)
+    for number in range(8):
+        simulation.add(number, 60, 1)
+    simulation.step()
+    simulation.add(1000, 400, 1)
+    number = 8
+    while 1000 not in simulation.first and number < 200:
+        simulation.add(number, 60, 1)
+        simulation.step()
+        number += 1
+    assert number < 8 + 8 + 400 // 64 + 2  # the prompts before it, its own parts, and steps that it shares
+
+
+@pytest.mark.parametrize("waited", [1.0, 5.0])
+def test_an_overdue_request_is_not_preempted_before_its_first_token(waited: float) -> None:
+    limits = SchedulerLimits("splitfuse", 64, 2, BLOCK, 40, max_wait_seconds=2.0)
+    running = [
+        SequenceSnapshot(1, 0.0, 81, 80, 6, 6, has_answered=True),
+        SequenceSnapshot(2, 10.0 - waited, 300, 64, 19, 19, priority=1),
+    ]
+    urgent = SequenceSnapshot(3, 9.5, 60, 0, 0)
+    plan = schedule(running, [urgent], 15, limits, COST, 10.0)
+    assert plan.preempted == ([] if waited > 2 else [2])
+    assert plan.admitted == ([] if waited > 2 else [3])
+
+
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     def first_token(long: bool, policy: str) -> float:
         simulation = Simulation(SchedulerLimits(policy, 256, 16, BLOCK, 2000))  # type: ignore[arg-type]
