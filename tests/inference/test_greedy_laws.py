@@ -305,6 +305,22 @@ def test_answers_that_share_blocks_are_preempted_for_a_higher_priority() -> None
     assert_greedy(model, outputs[:1])
 
 
+def test_a_request_whose_prefix_a_lower_priority_holds_preempts_it_only_if_it_can_run_then() -> None:
+    model = build_longer("llama")
+    prompts = [[3 + place * step % 37 for place in range(size)] for size, step in ((34, 7), (54, 11), (90, 11))]
+    with LLM(model, max_tokens_per_step=64, max_sequences=4, kv_cache_tokens=144, check_at_load=False) as llm:
+        llm.engine.add_request("first", prompts[0], GREEDY.replace(max_tokens=12))
+        llm.engine.add_request("low", prompts[1], GREEDY.replace(max_tokens=10), priority=1)
+        for _ in range(3):
+            llm.engine.step()
+        llm.engine.add_request("sharing", prompts[2], GREEDY.replace(max_tokens=4))
+        outputs = []
+        while llm.engine.has_requests():
+            outputs += llm.engine.step()
+    assert [output.metrics.num_preemptions for output in outputs] == [0, 0, 0]
+    assert_greedy(model, outputs)
+
+
 def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
     """A cost model in which computing again is slow lets blocks be moved."""
     from windlass.inference.step_cost import StepCost

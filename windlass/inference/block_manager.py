@@ -61,15 +61,16 @@ class BlockManager:
         """Return the number of sequences that hold the block."""
         return self._references[block]
 
-    def count_cached(self, keys: Iterable[BlockKey]) -> tuple[int, int]:
-        """Return the length of the longest cached prefix in blocks, and how many of these blocks are in use."""
-        cached = used = 0
+    def find_cached(self, keys: Iterable[BlockKey]) -> tuple[int, list[int]]:
+        """Return the length of the longest cached prefix in blocks, and those of its blocks that are in use."""
+        cached, used = 0, list[int]()
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
                 break
             cached += 1
-            used += self._references[block] > 0
+            if self._references[block] > 0:
+                used.append(block)
         return cached, used
 
     def acquire_cached(self, keys: Iterable[BlockKey]) -> list[int]:

@@ -11,7 +11,7 @@ Orca (Yu et al. 2022) are settings of the same function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +57,8 @@ class SequenceSnapshot:
         level: service level, if one is declared.
         num_candidates: running sequences that it will become (`n` answers share a prompt).
         has_answered: its first token was generated.
+        shared: number of the `num_blocks` of a waiting sequence that each running one frees if it is preempted; they
+            have to be taken from the free ones then.
     """
 
     sequence_id: int
@@ -71,6 +73,7 @@ class SequenceSnapshot:
     level: ServiceLevel | None = None
     num_candidates: int = 1
     has_answered: bool = False
+    shared: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def remaining(self) -> int:
@@ -222,9 +225,11 @@ class _Planner:
             if self._share is not None and len(self._running) >= self._share:
                 break  # other steps take the rest
             needed = -(-sequence.num_known // self._limits.block_size) - sequence.num_blocks
+            needed += sum(sequence.shared.get(preempted, 0) for preempted in self.plan.preempted)
             if fits(sequence):
                 for junior in self._find_juniors(sequence, needed, places):
                     self._preempt(junior)
+                    needed += sequence.shared.get(junior.sequence_id, 0)
                     places += junior.num_candidates
             if places < sequence.num_candidates and (self._running or self._elsewhere):
                 break
@@ -257,6 +262,7 @@ class _Planner:
                 return juniors if self._share is not None and self._elsewhere else []
             juniors.append(junior)
             freed += junior.num_freed
+            needed += sequence.shared.get(junior.sequence_id, 0)
             places += junior.num_candidates
         return juniors
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from windlass.inference.block_manager import BlockManager
@@ -60,8 +60,8 @@ class SequenceTable:
             self._saved.restore(sequence, saved)
         else:
             keys = self._cacheable_keys(sequence)
-            cached, used = self.blocks.count_cached(keys)
-            if self.blocks.blocks_for(sequence.num_known) - used > self.blocks.num_free:
+            cached, used = self.blocks.find_cached(keys)
+            if self.blocks.blocks_for(sequence.num_known) - len(used) > self.blocks.num_free:
                 return False
             sequence.blocks = self.blocks.acquire_cached(keys)
             sequence.num_registered = cached
@@ -149,19 +149,22 @@ class SequenceTable:
 
     def snapshot_running(
         self, sequences: Sequence[GenerationSequence], *, counts_freed: bool
-    ) -> list[SequenceSnapshot]:
+    ) -> tuple[list[SequenceSnapshot], dict[int, int]]:
+        """Return the facts about running sequences, and by which of them each block is freed, if that is counted."""
         snapshots = [self._snapshot_one(sequence) for sequence in sequences]
+        freed_by: dict[int, int] = {}
         if not counts_freed:
-            return snapshots
+            return snapshots, freed_by
         # sequences are preempted from the last one on, so the first holder of a block is the one that frees it
         holders: Counter[int] = Counter()
         counted = []
         for snapshot in sorted(snapshots, key=seniority, reverse=True):
             blocks = self.running[snapshot.sequence_id].blocks
             holders.update(blocks)
-            freed = sum(holders[block] == self.blocks.references(block) for block in blocks)
-            counted.append(replace(snapshot, num_freed=freed))
-        return counted
+            freed = [block for block in blocks if holders[block] == self.blocks.references(block)]
+            freed_by.update(dict.fromkeys(freed, snapshot.sequence_id))
+            counted.append(replace(snapshot, num_freed=len(freed)))
+        return counted, freed_by
 
     def _snapshot_one(self, sequence: GenerationSequence) -> SequenceSnapshot:
         last = sequence.num_computed // self.blocks.block_size
@@ -173,18 +176,22 @@ class SequenceTable:
             now_candidates=count_candidates(sequence),
         )
 
-    def snapshot_waiting(self, sequence: GenerationSequence) -> SequenceSnapshot:
-        computed, used = sequence.num_computed, 0
+    def snapshot_waiting(self, sequence: GenerationSequence, freed_by: Mapping[int, int]) -> SequenceSnapshot:
+        """Return the facts about a waiting sequence, given the running sequence by which each block is freed."""
+        computed, used = sequence.num_computed, list[int]()
         if sequence.saved is None:
-            cached, used = self.blocks.count_cached(self._cacheable_keys(sequence))
+            cached, used = self.blocks.find_cached(self._cacheable_keys(sequence))
             computed = cached * self.blocks.block_size
-        return sequence.snapshot(
+        snapshot = sequence.snapshot(
             num_computed=computed,
-            num_blocks=used,
+            num_blocks=len(used),
             num_freed=0,
             copies_block=False,
             now_candidates=count_candidates(sequence),
         )
+        if not used:
+            return snapshot
+        return replace(snapshot, shared=Counter(freed_by[block] for block in used if block in freed_by))
 
     def close(self) -> None:
         """Remove the files of preempted sequences."""

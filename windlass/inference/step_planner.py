@@ -169,9 +169,10 @@ class StepPlanner:
         if share is not None:
             idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
         places = sum(count_candidates(sequence) for sequence in self._table.running.values())
+        running, freed_by = self._table.snapshot_running(idle, counts_freed=counts)
         return schedule(
-            self._table.snapshot_running(idle, counts_freed=counts),
-            [self._table.snapshot_waiting(sequence) for sequence in waiting],
+            running,
+            [self._table.snapshot_waiting(sequence, freed_by) for sequence in waiting],
             self._table.blocks.num_free,
             self.limits,
             self.cost,

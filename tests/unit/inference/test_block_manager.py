@@ -33,9 +33,9 @@ def test_random_operations_keep_the_books(seed: int) -> None:
             keys = keys_of(tokens)
             # sequences that were admitted together compute the same prefix twice
             looked_up = keys if r.random() < 0.7 else []
-            cached, used = manager.count_cached(looked_up)
+            cached, used = manager.find_cached(looked_up)
             needed = manager.blocks_for(len(tokens))
-            if needed - used > manager.num_free:
+            if needed - len(used) > manager.num_free:
                 free = manager.num_free
                 with pytest.raises(OutOfBlocksError):
                     manager.allocate(manager.num_free + 1)
@@ -97,8 +97,8 @@ def test_eviction_takes_empty_blocks_first_then_the_oldest() -> None:
     manager.release(second)
     assert set(manager.allocate(2)) == {2, 3}
     assert manager.allocate(1) == first
-    assert manager.count_cached(keys[0]) == (0, 0)
-    assert manager.count_cached(keys[1]) == (1, 0)
+    assert manager.find_cached(keys[0]) == (0, [])
+    assert manager.find_cached(keys[1]) == (1, [])
 
 
 def test_double_release_is_an_error() -> None:
@@ -113,4 +113,4 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     manager = BlockManager(2, SIZE, prefix_caching=False)
     keys = keys_of(list(range(SIZE)))
     manager.register(manager.allocate(1)[0], keys[0])
-    assert manager.count_cached(keys) == (0, 0)
+    assert manager.find_cached(keys) == (0, [])

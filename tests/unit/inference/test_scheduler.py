@@ -130,6 +130,16 @@ def test_a_request_that_could_not_run_preempts_none() -> None:
     assert plan == StepPlan({1: 1, 2: 1}, [], [])
 
 
+@pytest.mark.parametrize(("free", "preempts"), [(4, False), (8, True)])
+def test_blocks_of_a_common_prefix_are_not_free_for_the_request_that_shares_them(free: int, preempts: bool) -> None:
+    limits = SchedulerLimits("splitfuse", num_blocks=100, block_size=BLOCK)
+    low = SequenceSnapshot(1, 0.0, 112, 111, 7, 7, has_answered=True, priority=1)
+    # needs 15 blocks, 6 of them as long as the other one holds them; with it, 7 become free
+    sharing = SequenceSnapshot(2, 1.0, 240, 96, 6, shared={1: 6})
+    plan = schedule([low], [sharing], free, limits, COST, 2.0)
+    assert (plan.preempted, plan.admitted) == (([1], [2]) if preempts else ([], []))
+
+
 class Simulation:
     """Simulation of a load: an engine's block accounting, and a clock driven by the cost model."""
 
