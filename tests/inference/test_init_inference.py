@@ -34,9 +34,36 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
+def test_weights_that_a_script_loads_are_followed() -> None:
+    """Keys and values of the former weights are in the prefix cache."""
+    first, second = small_model(), build("llama", seed=1, max_position_embeddings=96).eval()
+    ids = torch.randint(3, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(0))
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "pad_token_id": 0}
+    engine = windlass.init_inference(copy.deepcopy(first), **SMALL)
+    assert torch.equal(engine.generate(ids, **settings), first.generate(ids, **settings))
+    engine.module.load_state_dict(second.state_dict())
+    assert torch.equal(engine.generate(ids, **settings), second.generate(ids, **settings))
+
+
+def test_the_engine_is_built_once_a_call_needs_it() -> None:
+    """Beams run by the module's own generate, and the KV cache would take memory that they need."""
+    engine = windlass.init_inference(small_model(), **SMALL)
+    ids, mask = padded()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2, num_beams=2)
+    assert engine._llm is None
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+    assert engine._llm is not None
+
+
+def test_float16_is_widened_on_the_cpu() -> None:
+    engine = windlass.init_inference(small_model(), dtype=torch.float16, **SMALL)
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
+        {"max_new_tokens": 9, "eos_token_id": -1},
         {"max_new_tokens": 9},
         {"max_length": 15},
         {"max_new_tokens": 9, "repetition_penalty": 1.7},

@@ -101,7 +101,8 @@ def export_safetensors(
         raise CheckpointError(f"{root} exists; choose another directory, or overwrite it (--overwrite)")
     with StoredCheckpoint(directory, tag) as stored:
         _refuse_checkpoint_target(root, stored.path)
-        _refuse_packed(stored)
+        if _find_companion((stored.path, stored.path.parent, *companion_dirs), "config.json") is not None:
+            _refuse_packed(stored)
         absent = missing_parameters(stored)
         if absent and not allow_partial:
             shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
@@ -133,8 +134,8 @@ def _refuse_checkpoint_target(target: Path, exported: Path) -> None:
 
 
 def _refuse_packed(stored: StoredCheckpoint) -> None:
-    """Refuse to write the bytes of packed layers as weights of a model: from_pretrained would ignore them, and fill the
-    layers with random values."""
+    """Refuse to write the bytes of packed layers beside a model's config.json: from_pretrained would ignore them, and
+    fill the layers with random values. The model's own class loads them."""
     for name, where in stored_names(stored).items():
         dtype = stored.meta_tensor(where).dtype
         if is_packed_parameter(name, dtype):
@@ -233,7 +234,7 @@ def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype 
     """Copy configuration and tokenizer files, each from the first folder that has it."""
     found = []
     for name in COMPANIONS:
-        text = next((text for folder in folders if (text := _read_companion(folder, name)) is not None), None)
+        text = _find_companion(folders, name)
         if text is None:
             continue
         found.append(name)
@@ -242,6 +243,10 @@ def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype 
         if name == "config.json" and dtype is not None:
             _set_config_dtype(staging / name, dtype)
     return tuple(found)
+
+
+def _find_companion(folders: Sequence[Path], name: str) -> bytes | None:
+    return next((text for folder in folders if (text := _read_companion(folder, name)) is not None), None)
 
 
 def _read_companion(directory: Path, name: str) -> bytes | None:

@@ -48,7 +48,7 @@ class HybridGeneration:
         module: Any = self._sharded().model
 
         def generate(llm: LLM) -> torch.Tensor | None:
-            return generate_by_engine(llm, module, input_ids, attention_mask, **dict(settings))
+            return generate_by_engine(lambda: llm, module, input_ids, attention_mask, **dict(settings))
 
         answers = self.run(generate)
         if answers is not None:

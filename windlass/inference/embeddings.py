@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.base.module_modes import evaluating
-from windlass.inference.model_forward import find_device
+from windlass.inference.model_forward import find_device, own_modes
 from windlass.inference.sharded_runner import ShardedRunner
 from windlass.inference.stage_link import get_stage_link
 
@@ -41,7 +41,8 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
         if isinstance(runner, ShardedRunner):
             hidden = runner.call(compute_hidden, list(ids))
         else:
-            hidden = compute_hidden(runner.model, list(ids))
+            with own_modes():
+                hidden = compute_hidden(runner.model, list(ids))
         results.append((hidden / hidden.norm().clamp_min(1e-12)).tolist())
     return results
 

@@ -66,6 +66,8 @@ class InferenceModel(nn.Module):
     def __init__(self, model: nn.Module | str | Path, options: EngineOptions, dtype: str | torch.dtype) -> None:
         super().__init__()
         wanted, device = parse_dtype(dtype), local_device()
+        if wanted == torch.float16 and device.type == "cpu":
+            wanted = torch.float32  # the CPU has no fast arithmetic of this dtype
         several = options.num_ranks > 1
         self._ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp) if several else None
         if isinstance(model, nn.Module):
@@ -76,6 +78,7 @@ class InferenceModel(nn.Module):
                 module = load_model(model, dtype=dtype, device=device, pipeline=pipeline)
         self._options = options
         self._llm: LLM | None = None
+        self._versions: list[tuple[int, int]] = []  # parameters at the last `generate`
         self.module = module
         self._link: StageLink | None = None
         if self._ranks is not None:
@@ -121,7 +124,7 @@ class InferenceModel(nn.Module):
                 f"{type(self.module).__name__} is not a language model of transformers; use .llm.generate"
             )
         if not getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
-            found = generate_by_engine(self.llm, self.module, input_ids, attention_mask, **dict(settings))
+            found = generate_by_engine(self._find_current_llm, self.module, input_ids, attention_mask, **dict(settings))
             if found is not None:
                 return found
         if self._link is not None:
@@ -189,6 +192,15 @@ class InferenceModel(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    def _find_current_llm(self) -> LLM:
+        """Return the engine, without keys and values of former weights, e.g. of those before a `load_state_dict`."""
+        llm = self._find_llm()
+        versions = [(id(one), 0 if one.is_inference() else one._version) for one in self.module.parameters()]
+        if versions != self._versions:
+            llm.reset_prefix_cache()
+            self._versions = versions
+        return llm
 
     def _find_llm(self) -> LLM:
         if self._llm is None:

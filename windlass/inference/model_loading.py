@@ -181,5 +181,6 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: A
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(path)) from error
         reason = str(error).strip().split("\n")[0]
-        what = "tokenizer" if source.__name__ == "AutoTokenizer" else "model"
+        name = getattr(source, "__name__", "")  # a source of some layers has none
+        what = "tokenizer" if name == "AutoTokenizer" else "model"
         raise ModelError(f"cannot load the {what} of {path}: {reason}") from error

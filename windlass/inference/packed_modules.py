@@ -7,6 +7,7 @@ computes the product for all, and the others return their part of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from windlass.kernels.weight_format import WeightFormat, get_weight_format
 from windlass.parallel.placement import get_placement, has_placement, set_placement
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
+_NUMBER = re.compile(r"\d+")
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ROUNDED = {torch.int8: "int8", torch.bfloat16: "bf16"}  # values of `activations` that round to a dtype
 
@@ -55,12 +57,12 @@ class LinearGroup:
     _input: torch.Tensor | None = None
     _outputs: tuple[torch.Tensor, ...] = ()
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
+    def first(self, input: torch.Tensor) -> torch.Tensor:  # the name in nn.Linear, which a model may write
         """Compute all outputs, and return that of the first layer."""
-        out = self._multiply(x)
+        out = self._multiply(input)
         if len(self.sizes) == 1:
             return out
-        self._input, self._outputs = x, out.split(self.sizes, dim=-1)
+        self._input, self._outputs = input, out.split(self.sizes, dim=-1)
         return self._outputs[0]
 
     def later(self, place: int, x: torch.Tensor) -> torch.Tensor:
@@ -89,8 +91,8 @@ class LinearGroup:
 
 
 def _bind_later(group: LinearGroup, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def later(x: torch.Tensor) -> torch.Tensor:
-        return group.later(place, x)
+    def later(input: torch.Tensor) -> torch.Tensor:
+        return group.later(place, input)
 
     return later
 
@@ -281,8 +283,8 @@ def can_pack(model: nn.Module) -> bool:
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is PackedLinear:
         return "forward" not in module.__dict__
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or "forward" in module.__dict__:
+    weight = module._parameters.get("weight")  # a computed one is no parameter, e.g. under torch.nn.utils.prune
+    if weight is None or "forward" in module.__dict__:
         return False
     kind = type(module)
     known = kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
@@ -298,13 +300,16 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 def find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Module]]:
     """Return groups of layers that got the same tensor object in consecutive calls, each in call order.
 
-    A layer that runs more than once in a forward is a group of its own.
+    A layer that runs more than once in a forward is a group of its own, and so is an expert that did not run. Any other
+    layer that did not run is in no group.
     """
     calls: list[tuple[nn.Module, torch.Tensor]] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append((module, inputs[0] if inputs else next(iter(named.values()))))
+
     handles = [
-        module.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs[0])))
-        for module in model.modules()
-        if _is_packable(module)
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules() if _is_packable(module)
     ]
     try:
         probe()
@@ -324,10 +329,16 @@ def find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Modu
         elif not any(module in group for group in groups):
             groups.append([module])
         previous = x
-    found = {module for group in groups for module in group}
-    # experts that no token of the probe reached
-    groups += [[module] for module in model.modules() if _is_packable(module) and module not in found]
-    return groups
+    return groups + [[module] for module in _find_unreached(model, set(times))]
+
+
+def _find_unreached(model: nn.Module, called: set[nn.Module]) -> list[nn.Module]:
+    """Return experts that no token of the probe reached: layers whose names differ from those of called ones only in
+    numbers. The code of a model may read the weight of any other layer that it did not call.
+    """
+    names = {module: _NUMBER.sub("*", name) for name, module in model.named_modules()}
+    forms = {names[module] for module in called}
+    return [module for module in names if module not in called and names[module] in forms and _is_packable(module)]
 
 
 def _matrix_kind(module: nn.Module) -> tuple[int, int, str]:

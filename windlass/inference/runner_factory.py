@@ -144,6 +144,13 @@ def make_runner(
         problem = problem or "another rank found a problem"
     if problem is not None:
         own, reason = make(uses_cache=False), f"{reason}; nor can its own cache: {problem}"
+    if packed is not None and plain is not None and not own.keeps_cache:
+        difference = plain.find_last_difference(own, options)
+        if difference is not None:
+            raise ModelError(
+                f"{type(model).__name__} does not compute with packed weights what it computes with its own: "
+                f"{difference}; serve the module itself, with deterministic=False and without weights"
+            )
     logger.warning(
         "%s runs with %s, because a paged KV cache cannot be used: %s", type(model).__name__, own.description, reason
     )
@@ -250,11 +257,28 @@ class PlainLogits:
                 found[row].append(logits.clone())
             computed = [len(tokens) for tokens in known]
         for logits, plain in zip(found, self._logits, strict=True):
-            difference = (torch.stack(logits) - plain).abs().max().item()
-            allowed = self._tolerance(options) * max(plain.std().item(), 1e-6)
-            if not difference <= allowed:
-                return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
+            if (problem := self._describe_difference(torch.stack(logits), plain, options)) is not None:
+                return problem
         return None
+
+    def find_last_difference(self, own: OwnCacheModelRunner, options: EngineOptions) -> str | None:
+        """Compare the logits of the last tokens of whole sequences, which see the same tokens in any model."""
+        if not self._sequences:
+            return None
+        tables = [[0] * max(map(len, self._sequences))] * len(self._sequences)  # the runner has no blocks
+        batch = _flat_batch(self._sequences, [0] * len(tables), tables, own.block_size, self._device)
+        try:
+            logits = own.run(batch)
+        finally:
+            own.free_cache()
+        return self._describe_difference(logits, torch.stack([plain[-1] for plain in self._logits]), options)
+
+    def _describe_difference(self, logits: torch.Tensor, plain: torch.Tensor, options: EngineOptions) -> str | None:
+        difference = (logits - plain).abs().max().item()
+        allowed = self._tolerance(options) * max(plain.std().item(), 1e-6)
+        if difference <= allowed:
+            return None
+        return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
 
     def generates_as(self, own: OwnCacheModelRunner, options: EngineOptions) -> bool:
         """Return True if a runner has the logits of the model's own `generate`, with both sequences side by side."""

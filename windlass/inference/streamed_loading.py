@@ -150,6 +150,9 @@ class _StreamedLoad:
             stored = {n: writer.add([n], {n: p.detach()}) for n, p in resident.items()}
             persistent = {n: b for n, b in model.named_buffers() if n in model.state_dict()}
             stored |= {n: writer.add([n], {n: b}) for n, b in persistent.items()}
+        except BaseException:
+            self._weights_path.unlink(missing_ok=True)  # a full disk would stay full
+            raise
         finally:
             writer.close()
         index = WeightIndex(tuple(units), stored, {n: form for n, form in forms.items() if n not in resident})

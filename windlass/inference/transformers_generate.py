@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +28,16 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' default if neither max_new_tokens nor 
 
 
 def generate_by_engine(
-    llm: LLM, module: Any, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any
+    find_llm: Callable[[], LLM],
+    module: Any,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    **settings: Any,
 ) -> torch.Tensor | None:
     """Generate as `module.generate(input_ids, ...)` of transformers does, with continuous batching.
 
     Args:
+        find_llm: returns the engine; not called if it lacks a setting.
         input_ids: int64 `[batch, tokens]`, padded on any side where `attention_mask` is 0.
         settings: arguments of transformers' `generate`: fields of its GenerationConfig, or `generation_config`. A draw
             is seeded by torch's global generator.
@@ -47,12 +53,16 @@ def generate_by_engine(
     config = _generation_config(module, settings)
     if config is None or input_ids is None or input_ids.dim() != 2:
         return None
+    llm = find_llm()
     mask = _infer_mask(input_ids, config) if attention_mask is None else attention_mask
     prompts = [ids[row.bool()].tolist() for ids, row in zip(input_ids.cpu(), mask.cpu(), strict=True)]
     longest = max((len(prompt) for prompt in prompts), default=0)
     if any(not prompt for prompt in prompts):
         raise RequestError("a row of input_ids has no token whose attention_mask is 1; give at least one")
-    params = _make_params(config, input_ids.shape[1], longest, llm.max_model_len)
+    size = getattr(module.config.get_text_config(), "vocab_size", None) or math.inf
+    # others never occur, e.g. -1, which is given so that no token ends an answer
+    ends = [token for token in _as_list(config.eos_token_id) if 0 <= token < size]
+    params = _make_params(config, input_ids.shape[1], longest, llm.max_model_len, ends)
     logger.debug("generate %d answers to %d prompts of up to %d tokens", params.n, len(prompts), longest)
     seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
     each = [params if params.is_greedy else params.replace(seed=seed) for seed in seeds]
@@ -86,13 +96,14 @@ def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
     return None if changed - _TRANSLATED - harmless else config
 
 
-def _make_params(config: Any, width: int, longest: int, window: int) -> SamplingParams:
+def _make_params(config: Any, width: int, longest: int, window: int, ends: list[int]) -> SamplingParams:
     """Return the sampling parameters of generation settings.
 
     Args:
         width: tokens of a row of the input, padding included.
         longest: tokens of the longest prompt.
         window: tokens that the engine takes, prompt and answer together.
+        ends: tokens of the vocabulary that end an answer.
     """
     new = config.max_new_tokens
     if new is None and config.max_length == type(config)().max_length:
@@ -124,7 +135,7 @@ def _make_params(config: Any, width: int, longest: int, window: int) -> Sampling
         max_tokens=new,
         min_tokens=min(least, new),
         ignore_eos=True,
-        stop_token_ids=_as_list(config.eos_token_id),
+        stop_token_ids=ends,
         detokenize=False,
     )
 

@@ -28,7 +28,7 @@ from windlass.storage.disk_error_messages import error_name
 from windlass.storage.extent_allocator import page_up
 from windlass.storage.safetensors_header import CODES, DTYPES
 
-_VERSION = 1  # version of the layouts of the file and of the panels
+_VERSION = 2  # version of the choice of units, and of the layouts of the file and of the panels
 _ALIGNMENT = 64  # bytes: a cache line
 _WRITTEN_AT_ONCE = 64 << 20
 

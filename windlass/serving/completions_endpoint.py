@@ -63,9 +63,8 @@ def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]
     if max_tokens is None:
         context: ServerContext = request.app.state.context
         left = context_left(context, prompts)
-        max_tokens = min(
-            max(_DEFAULT_MAX_TOKENS, fields.min_tokens or 0), left, context.settings.max_output_tokens or left
-        )
+        allowed = min(_DEFAULT_MAX_TOKENS, left, context.settings.max_output_tokens or left)
+        max_tokens = max(allowed, fields.min_tokens or 0)
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
     if fields.echo:
         # evaluation harnesses ask only for the log-probabilities of the prompt; one token is generated and left out

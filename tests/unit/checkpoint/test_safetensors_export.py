@@ -57,6 +57,8 @@ def test_packed_weights_are_refused(form: str, tmp_path: Path) -> None:
     packed = torch.zeros(8, dtype=torch.uint8)
     names = f"param/up.{form}_weight_scale", "param/plain.mask_weight"
     save(tmp_path / "run", "t", SavedState([FlatShard(name, (8,), 0, packed) for name in names], {}, PLAIN))
+    export_safetensors(tmp_path / "run", tmp_path / "of_any_class")
+    (tmp_path / "run" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=rf"'up\.{form}_weight_scale' \(torch\.uint8\), .* to_linear"):
         export_safetensors(tmp_path / "run", tmp_path / "out")
 
