@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,18 +64,21 @@ def test_options_of_the_engine_on_tensor_parallel_ranks(options: dict[str, Any])
     assert_same(run_ranks(generate_everywhere, 2, ["llama"], {"tp": 2}, options), ["llama"])
 
 
-def generate_from_directory(directory: str, weights: str | None) -> list[Any]:
+def generate_from_directory(directory: str, weights: str | None, kernels: str) -> list[Any]:
     from windlass import LLM, SamplingParams
 
-    with LLM(directory, tp=2, weights=weights, skip_tokenizer_init=True, **SMALL) as llm:
+    chosen = patch.dict(os.environ, {"WINDLASS_KERNELS": kernels})
+    with chosen, LLM(directory, tp=2, weights=weights, skip_tokenizer_init=True, **SMALL) as llm:
         return llm.generate(make_prompts(6, VOCABULARY, 40), SamplingParams(**GREEDY))
 
 
-@pytest.mark.parametrize(("weights", "tolerance"), [(None, 1e-4), ("int8", 0.3)])
-def test_loaded_models_pack_their_shards(tmp_path: Path, weights: str | None, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("weights", "tolerance", "kernels"), [(None, 1e-4, ""), ("int8", 0.3, ""), ("int8", 0.3, "reference")]
+)
+def test_loaded_models_pack_their_shards(tmp_path: Path, weights: str | None, tolerance: float, kernels: str) -> None:
     model = build_longer("llama")
     model.save_pretrained(tmp_path)
-    first, second = run_ranks(generate_from_directory, 2, str(tmp_path), weights, timeout=240)
+    first, second = run_ranks(generate_from_directory, 2, str(tmp_path), weights, kernels, timeout=240)
     assert [item.outputs[0].token_ids for item in first] == [item.outputs[0].token_ids for item in second]
     assert_greedy(model, first, tolerance)
 

@@ -93,6 +93,9 @@ def make_runner(
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
+        if options.weights is not None and owned and not can_pack(model):
+            pack_linear_layers(model, options.weights)  # before the layers get what sums their parts
+            options = options.replace(weights=None)
         shard_for_inference(model, ranks)
     records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
     packed = streamed or _pack(model, options, forward, owned=owned)
