@@ -319,3 +319,57 @@ def test_errors_of_the_previous_weights_are_dropped(tmp_path: Path) -> None:
     """A load without optimizer states drops them, as what other updates have not sent; they have another loss scale."""
     for before, after in run_ranks(states_after_a_load_of_weights, 2, str(tmp_path)):
         assert before and not after
+
+
+def inexact_reads(keys: list[str]) -> list[str]:
+    """Read a frozen and a trained block in every way under each key. Return the reads with other values."""
+    wrong = []
+    for key in keys:
+        model = HalfUsed()
+        model.blocks[0].requires_grad_(False)
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        engine, *_ = windlass.initialize(model=model, config=Case(all_of(key)).config)
+        reads: dict[str, dict[str, torch.Tensor]] = {}
+        with windlass.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            reads["GatheredParameters"] = {name: value.detach().clone() for name, value in model.named_parameters()}
+        reads["full_param"] = {name: windlass.zero.full_param(value) for name, value in model.named_parameters()}
+        reads["full_state_dict"] = engine.full_state_dict() or before  # empty on rank 1
+        engine.destroy()
+        reads["destroy"] = dict(model.named_parameters())
+        assert all(values.keys() == before.keys() for values in reads.values())
+        wrong += [
+            f"{key}: {name} by {read}"
+            for read, values in reads.items()
+            for name, value in values.items()
+            if not torch.equal(value, before[name])
+        ]
+    return wrong
+
+
+def test_only_computation_sees_rounded_weights() -> None:
+    assert run_ranks(inexact_reads, 2, ["weights", "nontrainable_weights"]) == [[], []]
+
+
+def forward_weights_after_unfreezing() -> list[torch.Tensor]:
+    """Unfreeze a block after a step. Return its weight in a forward, and its exact value, after the next step."""
+    model, seen = HalfUsed(), []
+    model.both = True
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = all_of("nontrainable_weights", zero_hpz_partition_size=2, stage3_max_reuse_distance=0)
+    config = {key: value for key, value in Case(zero, accumulation=1).config.items() if key != "optimizer"}
+    engine, *_ = windlass.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(3):
+        model.blocks[0].requires_grad_(step > 0)
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+    model.blocks[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
+    engine(torch.randn(4, 8))
+    seen.append(windlass.zero.full_param(model.blocks[0].weight).detach().clone())
+    engine.destroy()
+    return seen
+
+
+def test_a_weight_that_is_unfrozen_is_gathered_as_trained_ones() -> None:
+    for computed, exact in run_ranks(forward_weights_after_unfreezing, 2):
+        torch.testing.assert_close(computed, exact, rtol=0.0, atol=0.0)

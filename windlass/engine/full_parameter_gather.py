@@ -94,8 +94,8 @@ class FullParameterGather:
 
     def _gather_own_unit(self, unit_index: int, stage: int) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         unit, me = self._units[unit_index], self._mesh.world.ranks[self._mesh.world.index]
-        with self._model.runtime.unsharded([unit]):
-            views = [view.contiguous() for view in unit.current_views()]
+        with self._model.runtime.exact_values(unit) as values:
+            views = [value.contiguous() for value in values]
             with torch.no_grad():
                 full_tensors = (
                     gather_full_with_grad(view.detach(), placement, self._mesh.axes)

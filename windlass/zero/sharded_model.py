@@ -688,9 +688,13 @@ class ShardedModel:
         self.scheduler.sync(SyncPoint.DESTROY)
         self.reducer.finish()
         for unit in self.units:
-            self.scheduler.unshard_synced(unit)
-            unit.wait_for_unshard()
-            for parameter, view in zip(unit.parameters, unit.views(), strict=True):
+            if unit.gather_codec is not None:
+                views = unit.gather_exact()
+            else:
+                self.scheduler.unshard_synced(unit)
+                unit.wait_for_unshard()
+                views = unit.views()
+            for parameter, view in zip(unit.parameters, views, strict=True):
                 if isinstance(parameter, ShardedParameter):
                     mark_unsharded(parameter)
                 # The parameter of a unit that is never resharded may have been given other memory, of any dtype.

@@ -78,7 +78,7 @@ def make_units(
         own = tiers.of_units[number] if tiers.of_units else None
         tier = (own.param if own is not None else tiers.param) if released else Tier.DEVICE
         codec = settings.trained_codec if plan.trainable and trains else settings.frozen_codec
-        if codec is not None and not get_codec(codec).accepts(compute):
+        if codec is not None and not (released and get_codec(codec).accepts(compute)):
             codec = None
         unit = Unit(
             number, plan, layout, compute, dp_group, callbacks, reshards=released, tier=tier, gather_codec=codec

@@ -13,7 +13,7 @@ from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import GatherError
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
 from windlass.comm.rank_group import RankGroup, world_group
-from windlass.zero.access.shard_values import is_expert_only, part_param, set_part_param
+from windlass.zero.access.shard_values import is_expert_only, set_part_param
 from windlass.zero.core.parameter_registry import ParameterLocation, find
 from windlass.zero.core.sharded_parameter import ShardedParameter, StateDictStub, mark_sharded, mark_unsharded, put_data
 from windlass.zero.core.unit import ShardState
@@ -96,12 +96,10 @@ class GatheredParameters:
             initial_shard.unshard_parameter(parameter, init_shard)
         sharded = [(p, place) for p, place in self._places if place.unit.reshards]
         copies = []
-        for parameter, place in sharded:
-            if place.unit.gather_codec is not None:  # gathered values are rounded, and a modifier would write them back
-                copies.append(part_param(parameter).to(place.unit.full.device, place.unit.dtype, copy=True))
-                continue
-            with place.model.runtime.unsharded([place.unit], experts_only=is_expert_only(place), names=[place.name]):
-                copies.append(place.unit.parameter_view(place.unit.full, place.index).detach().clone())
+        for _, place in sharded:
+            unit, alone = place.unit, is_expert_only(place)
+            with place.model.runtime.exact_values(unit, experts_only=alone, names=[place.name]) as values:
+                copies.append(values[place.index].detach().clone())
         for (parameter, place), copy in zip(sharded, copies, strict=True):
             if isinstance(parameter, ShardedParameter):
                 mark_unsharded(parameter)

@@ -58,8 +58,8 @@ def part_param(parameter: nn.Parameter) -> torch.Tensor:
 def _whole(place: ParameterLocation) -> torch.Tensor:
     masters = place.model.masters
     if not masters.chunks_of(place.unit):
-        with place.model.runtime.unsharded([place.unit], experts_only=is_expert_only(place)):
-            return place.unit.current_views()[place.index].clone(memory_format=torch.contiguous_format)
+        with place.model.runtime.exact_values(place.unit, experts_only=is_expert_only(place)) as values:
+            return values[place.index].clone(memory_format=torch.contiguous_format)
     place.model.recapture_parameters()
     return assemble(place, masters.read_span(place.unit, among=_ranks_with_parameter(place)))
 

@@ -80,7 +80,8 @@ class Unit:
         tier: Tier of the parameters while they are sharded.
         state_tier: Tier of master weights and optimizer states.
         gradient_tier: Tier of the reduced gradient.
-        gather_codec: Codec of the all-gathers of `full`, whose values are then rounded; None: they are exact.
+        gather_codec: Codec of the all-gathers of `full`, whose values are then rounded; None: they are exact. A unit
+            that is never resharded has none.
     """
 
     def __init__(
@@ -156,8 +157,13 @@ class Unit:
             self.dtype,
             shared=self.reshards and not offloaded,
             transient=self.reshards,
-            codec=self.gather_codec if self.reshards else None,
+            codec=self.gather_codec,
         )
+
+    def use_gather_codec(self, codec: str | None) -> None:
+        """Use another codec for later all-gathers. The unit is sharded, and all ranks call this."""
+        self.gather_codec = self.buffer.codec = codec
+        self._secondary_valid = self._all_ranks_gathered = False  # the secondary shard has values of the old codec
 
     def bind(
         self,
@@ -265,6 +271,21 @@ class Unit:
                 trace_ranges.recorder.begin_flight(("gather", id(self)), "gather", self.names[0])
         if not here:  # set afterwards: if allocation fails, the state stays as it was
             self.shard_state = ShardState.UNSHARDING
+
+    def gather_exact(self) -> list[torch.Tensor]:
+        """All-gather the shards without a codec, into new memory. All ranks have synced before.
+
+        `full` keeps the rounded values, with which a forward or a backward may still compute.
+
+        Returns:
+            The shaped views of the parameters in the new memory.
+        """
+        exact = torch.empty_like(self.full)
+        local_shard(exact, self.transport.group.index, self.transport.group.size).copy_(self.read_local_shard())
+        with WaitScope("gather", self.names):
+            gather = self.transport.all_gather(TransportBuffer(exact), elements=self.numel)
+            self._callbacks.enqueue(gather).wait()
+        return [self.parameter_view(exact, index) for index in range(len(self.parameters))]
 
     def _choose_gather(self, slot: Slot, is_unsharded: bool, *, backward: bool) -> tuple[Transport, Pending]:
         """Return the transport of the next all-gather, and the pending copy of this rank's shard to its place."""

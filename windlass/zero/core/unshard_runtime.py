@@ -287,6 +287,25 @@ class UnshardRuntime:
                 unit.users -= 1
                 self.reshard(unit, keep_if_reused=False)
 
+    @contextmanager
+    def exact_values(
+        self, unit: Unit, *, experts_only: bool = False, names: Sequence[str] = ()
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yield the current values of a unit's parameters, exact also if its all-gathers round. Collective.
+
+        Args:
+            experts_only, names: See `unsharded`.
+        """
+        if unit.gather_codec is None:
+            with self.unsharded([unit], experts_only=experts_only, names=names):
+                yield unit.current_views()
+            return
+        with WaitScope("gather", names or unit.names):
+            self.scheduler.sync(SyncPoint.FULL_GATHER, experts_only=experts_only)
+            values = unit.gather_exact()
+        self._callbacks.after_unshard_all(expert_data_group([unit]) if experts_only else None)
+        yield values
+
     def _unshard(self, unit: Unit, *, backward: bool) -> None:
         if not unit.reshards:
             return
