@@ -61,6 +61,8 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     _bring_buffers(model, slots)
     assert model.update is not None
     for unit in units:
+        if model.settings.trained_codec is None and unit.gather_codec is not None:
+            unit.use_gather_codec(None)  # the forward must see updates that are smaller than a step of the codec
         span = unit.read_local_shard() if unit.reshards else unit.local_span(unit.full)
         model.masters.create(unit, span)
     model.update.add_chunks(chunks)
