@@ -225,6 +225,20 @@ def test_bounded_staleness_holds_the_fast_worker() -> None:
     job.finish()
 
 
+def test_a_worker_that_has_yet_to_connect_holds_the_others_of_a_bounded_run() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="bounded", staleness=0), servers=1, workers=2)
+    job.start_servers()
+    model, early = job.worker(0)
+    train_once(model, early, 0)
+    assert not job.servers[0]._clock.may_pull(0, 0)
+    other, late = job.worker(1)
+    assert job.servers[0]._clock.steps == {0: 1, 1: 0}
+    train_once(other, late, 0)
+    train_once(model, early, 1)
+    early.close(), late.close()
+    job.finish()
+
+
 def train_once(model: nn.Module, worker: ParameterServerWorker, step: int) -> bool:
     worker.pull()
     loss_of(model, step, worker.index).backward()
@@ -263,6 +277,22 @@ def test_workers_come_and_go(mode: Any) -> None:
     train_once(model, stays, 4)
     assert stays.pull() == 7
     stays.close(), newcomer.close()
+    job.finish()
+
+
+def test_the_connection_of_a_worker_that_left_is_closed() -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_servers()
+    _, stays = job.worker(0)
+    _, leaves = job.worker(1)
+    assert job.servers[0]._links.keys() == {0, 1}
+    link = job.servers[0]._links[1]
+    leaves.close()
+    while 1 in job.servers[0]._links:
+        time.sleep(0.01)
+    with pytest.raises(LinkClosedError, match="is closed"):
+        link.send([0])
+    stays.close()
     job.finish()
 
 
@@ -546,6 +576,13 @@ def test_settings_are_checked(values: dict[str, Any], message: str) -> None:
 def test_backup_workers_leave_one() -> None:
     with pytest.raises(ConfigError, match="backup_workers = 2 of 2 workers leave none"):
         ParameterServerSettings(backup_workers=2).check_workers(2)
+
+
+def test_a_complex_parameter_is_refused() -> None:
+    model = mlp()
+    model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ModelError, match="parameter phase is torch.complex64, and servers update real numbers"):
+        layout_of(model, 1)
 
 
 def test_the_cut_is_by_bytes_and_keeps_rows_whole() -> None:
@@ -835,6 +872,21 @@ def test_no_worker_joins_a_synchronous_run(monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="WINDLASS_JOINS is set, and a synchronous update"):
+        start(mlp(), sgd)
+
+
+def test_a_second_job_in_the_store_of_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(mlp, sgd, ParameterServerSettings(), servers=1, workers=1)
+    job.start_servers()
+    environ = {"WINDLASS_SERVERS": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(job.port)}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    worker = start(job.build_from(0), sgd)
+    assert worker is not None
+    train(mlp(), worker, range(0))
+    worker.close()
+    job.finish()
+    with pytest.raises(CommunicationError, match=f"`start` was called before .* 127.0.0.1:{job.port} has the entries"):
         start(mlp(), sgd)
 
 

@@ -64,6 +64,22 @@ def test_a_replica_continues_where_its_server_was_lost(mode: Any, build: Any, ma
     job.finish()
 
 
+def test_a_replica_waits_for_a_worker_that_joined() -> None:
+    """The workers of the start have closed when its server is lost."""
+    job = Job(mlp, sgd, ParameterServerSettings(mode="asynchronous"), servers=1, workers=1)
+    job.start_processes(replicas=1)
+    _, first = job.worker(0)
+    model, joined = job.worker(job.meeting().next_worker(1))
+    first.close()
+    wait_for(lambda: job.meeting().has_left(0))
+    train_once(model, joined, 0)
+    job.serving(0).abandon()
+    train_once(model, joined, 1)
+    assert joined.pull() == 2
+    joined.close()
+    job.finish()
+
+
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_a_push_whose_answer_was_lost_counts_once(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(mlp, sgd, ParameterServerSettings(mode=mode), servers=1, workers=1)

@@ -26,6 +26,8 @@ REPLICAS = "WINDLASS_REPLICAS"
 JOINS = "WINDLASS_JOINS"
 """Variable of a worker that joins a running job, with any value."""
 
+_used_stores: set[tuple[str, int]] = set()  # address and port of the stores in which this process has started a job
+
 
 @dataclass(frozen=True)
 class ParameterServerRole:
@@ -97,7 +99,8 @@ def start(
         settings: the same on all processes.
 
     Raises:
-        CommunicationError: the environment is incomplete, or a process did not come.
+        CommunicationError: the environment is incomplete, a process did not come, or this process has started a job
+            of this run before.
         ConfigError: `backup_workers` leaves no worker, or a worker joins a synchronous run.
     """
     settings = settings or ParameterServerSettings()
@@ -108,6 +111,11 @@ def start(
             f"parameter server: {JOINS} is set, and a synchronous update is the mean over the workers that began the "
             "run; take mode asynchronous or bounded, or start all workers with the run"
         )
+    if (role.address, role.port) in _used_stores:
+        raise CommunicationError(
+            f"parameter server: `start` was called before in this process, and the store at {role.address}:{role.port} "
+            "has the entries of that job; call it once, and start a second job by a second `windlass run`"
+        )
     if is_loopback(role.address):
         bind_gloo_to_loopback()
     own_store = (
@@ -115,6 +123,7 @@ def start(
     )
     connect = timedelta(seconds=settings.connect_seconds)
     meeting = Meeting(role.address, role.port, serve=own_store, connect=connect)
+    _used_stores.add((role.address, role.port))
     layout = layout_of(model, role.servers)
     if role.is_server:
         process = ShardProcess(

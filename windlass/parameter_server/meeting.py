@@ -236,6 +236,10 @@ class Meeting:
         key = f"left {worker}"
         return bool(self._store.check([key])) and (not retired or self._store.get(key) == b"retired")
 
+    def count_joined(self) -> int:
+        """Return the number of workers that have joined the run."""
+        return int(self._store.add("joined", 0))
+
     def next_worker(self, workers: int) -> int:
         """Return the number of a worker that joins a run of `workers` workers."""
         return workers + int(self._store.add("joined", 1)) - 1

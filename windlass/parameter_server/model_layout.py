@@ -65,7 +65,7 @@ def layout_of(model: nn.Module, servers: int) -> ModelLayout:
     have sparse gradients.
 
     Raises:
-        ModelError: the model has no trainable parameter, or one that is not contiguous.
+        ModelError: the model has no trainable parameter, or one that is complex or not contiguous.
     """
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     sparse = {id(table.weight) for table in tables if table.sparse}
@@ -73,6 +73,11 @@ def layout_of(model: nn.Module, servers: int) -> ModelLayout:
     if not named:
         raise ModelError("parameter server: the model has no trainable parameter; set requires_grad on some")
     for name, tensor in named:
+        if tensor.is_complex():
+            raise ModelError(
+                f"parameter server: parameter {name} is {tensor.dtype}, and servers update real numbers; store "
+                "torch.view_as_real of it, and use torch.view_as_complex in the forward"
+            )
         if not tensor.is_contiguous():
             raise ModelError(f"parameter server: parameter {name} is not contiguous; make it so before the start")
     parameters = tuple(

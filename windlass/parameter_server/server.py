@@ -182,15 +182,15 @@ class ParameterServer:
         if stored:
             assert path is not None
             shard.load(path, self._clock)
-            if self._here.generation == 1:
-                self._clock.counted, self._clock.steps = {}, {}  # those of the workers of an earlier run
             logger.info("%s continues from version %d of %s", self._here, self._clock.version, path)
         elif self._here.generation > 1:
             raise CommunicationError(
                 f"parameter server: {self._here} replaces a server that was lost, and there is no snapshot to continue "
                 "from; set `snapshot` or start a replica of each server, and start the run again"
             )
-        elif path is not None:
+        if self._here.generation == 1:
+            self._clock.begin()  # a snapshot has the steps of the workers of an earlier run
+        if path is not None and not stored:
             shard.save(path, self._clock)
         return shard
 
@@ -233,7 +233,9 @@ class ParameterServer:
             if self._live or self._ends:
                 return self._ends
             alone, may_be_alone = time.monotonic() - self._idle_since, self._had_worker or self._here.generation > 1
-        rest = [worker for worker in range(self._workers) if not self._meeting.has_left(worker)]
+        # A worker that has joined may be on its way from a server that was lost.
+        workers = self._workers + self._meeting.count_joined()
+        rest = [worker for worker in range(workers) if not self._meeting.has_left(worker)]
         if not rest:
             return True
         # No connection ends with a worker that is killed before it connects, or while the shard has no server.
@@ -376,6 +378,7 @@ class ParameterServer:
             if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
                 return
             del self._live[worker]
+            self._links.pop(worker).close()
             self._idle_since = time.monotonic()
             self._leave_clock(worker, retires=retires)
             self._meeting.leave(worker, retires=retires)

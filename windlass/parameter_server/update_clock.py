@@ -54,6 +54,10 @@ class UpdateClock:
         """True if a synchronous update can be made now."""
         return self.settings.mode == "synchronous" and len(self.waiting) >= self.needed
 
+    def begin(self) -> None:
+        """Begin a run: no worker has made a step, so each holds the others of a bounded run until it connects."""
+        self.counted, self.steps = {}, dict.fromkeys(self.absent, 0)
+
     def take_over(self, retired: Collection[int]) -> None:
         """Continue in place of a process that was lost: its workers come back one after the other.
 
