@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from windlass.base.errors import ConfigError
 from windlass.compress.compressed_layers import CompressedLayer, WeightRounding
 from windlass.compress.compression_training import compression_clock, init_compression, student_initialization
-from windlass.compress.engine_steps import check_compression
+from windlass.compress.engine_steps import check_compression, follow_engine_steps
 from windlass.compress.fake_rounding import round_straight_through, top_share
 from windlass.compress.format_rounding import pack_trained_layers
 from windlass.compress.redundancy_clean import redundancy_clean
@@ -168,6 +168,30 @@ def test_mixed_weights_turn_into_rounded_ones() -> None:
     for step, wide in ((0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)):
         compression_clock(model).step = step
         torch.testing.assert_close(model[0].compressed_weight(), wide * weight + (1 - wide) * rounded)
+
+
+def test_schedules_stay_where_they_are_once_the_engine_is_freed() -> None:
+    class Counting:
+        global_steps = 7
+
+    model, engine = nn.Sequential(nn.Linear(8, 8)), Counting()
+    init_compression(model, section(weight_quantization=technique({"schedule_offset": 5}, {"target_bits": 2}, "*")))
+    follow_engine_steps(model, engine)
+    trained = model[0].compressed_weight()
+    assert len(trained.unique()) < 64
+    del engine
+    assert compression_clock(model).step == 7 and torch.equal(model[0].compressed_weight(), trained)
+
+
+def test_an_evaluation_before_the_first_range_rounds_by_its_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    static = technique({"range_calibration": "static"}, {"bits": 8}, "*")
+    init_compression(model, section(activation_quantization=static))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    model.eval()
+    expected = F.linear(x, model[0].weight, model[0].bias)
+    torch.testing.assert_close(model(x), expected, atol=0.05, rtol=0)
+    assert not model[0].get_buffer("input_range").any(), "an evaluation calibrates nothing"
 
 
 @pytest.mark.parametrize("name", ["int2_g32", "int3", "int4_g32_zp", "ternary", "ternary_g32", "binary", "int8", "fp8"])

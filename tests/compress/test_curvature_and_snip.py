@@ -82,6 +82,7 @@ def test_bits_of_curved_blocks_fall_later() -> None:
     prepare_quantize_training(model, moq(), EIGENVALUE)
     planner, schedule = bit_planner(model), model.get_buffer(SCHEDULE)
     assert planner is not None and schedule.tolist() == [[8, 3, 2], [8, 3, 2]]
+    assert not schedule.is_floating_point(), "a buffer of the model's 16-bit dtype could not hold its steps"
     values = [0.3, -2.0]
     planner.eigenvalues = lambda *_: values  # type: ignore[method-assign]
     for step in (1, 2):

@@ -27,7 +27,7 @@ class CompressionClock:
     """Counter of optimizer steps, which the techniques of all layers read.
 
     Attributes:
-        source: returns the steps of an engine; None: a loop without engine sets `step`.
+        source: returns the steps of an engine, None once the engine is gone; None: a loop without engine sets `step`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,9 @@ class CompressionClock:
     @property
     def step(self) -> int:
         found = self.source() if self.source is not None else None
-        return self._step if found is None else found
+        if found is not None:
+            self._step = found  # the engine may be freed before the model
+        return self._step
 
     @step.setter
     def step(self, value: int) -> None:
@@ -186,10 +188,13 @@ class CompressedLayer(nn.Module):
             return input
         if rounding.static:
             span = self.get_buffer("input_range")
-            if self.training:
+            fresh = bool((span == 0).all())
+            if self.training or fresh:
                 seen = torch.stack(torch.aminmax(whole.float()))
-                fresh = bool((span == 0).all())
+            if self.training:
                 span.copy_(seen if fresh else _MOMENTUM * span + (1 - _MOMENTUM) * seen)
+            elif fresh:  # an evaluation before the first training step with rounding
+                span = seen
             rounded = _round_in_range(whole, span, rounding)
         else:
             rows = max(whole.numel() // max(whole.shape[-1], 1), 1)

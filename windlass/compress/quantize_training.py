@@ -145,7 +145,7 @@ class BitPlanner:
             )
         self._blocks = list(blocks.values())
         start = torch.tensor([rounding.start_bits, rounding.offset + rounding.period, rounding.period])
-        model.register_buffer(SCHEDULE, start.double().repeat(len(blocks), 1))
+        model.register_buffer(SCHEDULE, start.repeat(len(blocks), 1))  # integers, which no policy of dtypes narrows
         for place, block in enumerate(self._blocks):
             for layer in block:
                 layer.compression.planned_bits = _planned(model, place)
@@ -165,8 +165,8 @@ class BitPlanner:
         largest = max(map(abs, values)) or 1.0
         for place in due.nonzero().flatten().tolist():
             factor = 1 + math.floor(_STEPS_OF_FACTOR * abs(values[place]) / largest)
-            period = 2 * float(schedule[place, 2]) * factor
-            schedule[place] = torch.tensor([float(schedule[place, 0]) - 1, step + period, period])
+            period = 2 * int(schedule[place, 2]) * factor
+            schedule[place] = torch.tensor([int(schedule[place, 0]) - 1, step + period, period])
 
     def eigenvalues(self, model: nn.Module, group: RankGroup | None = None) -> list[float]:
         """Return the largest eigenvalue of each block, on the samples of the last forward. Collective."""

@@ -16,7 +16,9 @@ from windlass.compress.packed_model import is_packed_directory
 from windlass.compress.teacher_cache import TeacherCache
 from windlass.config import Config, load_config
 from windlass.data.tokenizer import load_tokenizer
+from windlass.storage.safetensors_header import read_safetensors_header
 
+_SAMPLED_BYTES = 4096
 _OWN_KEYS = ("teacher", "teacher_stage", "teacher_device", "cache", "cache_top_k")
 _SHARED_SECTIONS = ("bf16", "fp16", "comm", "watchdog", "train_micro_batch_size_per_gpu")
 
@@ -97,9 +99,14 @@ def _load_engine(section: Any, raw: dict[str, Any], *, trust_remote_code: bool) 
 
 
 def _identity(folder: Path) -> str:
-    """Return a hash of a model's configuration and of the beginning of its weight files."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    """Return a hash of a model's configuration, and of the names and some values of all its tensors."""
+    found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as file:
-            found.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
+            header = read_safetensors_header(file)
+            for name, entry in sorted(header.entries.items()):
+                found.update(f"{path.name} {name} {entry.dtype} {entry.shape}".encode())
+                for begin in (entry.begin, (entry.begin + entry.end) // 2):  # a merged adapter changes all of a matrix
+                    file.seek(header.data_offset + begin)
+                    found.update(file.read(min(_SAMPLED_BYTES, entry.end - begin)))
     return found.hexdigest()
