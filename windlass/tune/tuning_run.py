@@ -228,7 +228,6 @@ class TuningRun:
                 break
             if candidate not in self.state.records:
                 self.measure(candidate)
-                self._require_a_chance()
         ranked, settings, state = self._ranked(), self.settings, self.state
         patience = settings.early_stopping
         measure_all, width = self._measure_each, 1
@@ -438,10 +437,16 @@ class TuningRun:
             self._ranking = self.ranking(self.space.config_of, self.world_size, self.forecast)
 
     def _keep(self, record: TrialRecord) -> TrialRecord:
+        """Store a record.
+
+        Raises:
+            TuningError: see `_require_a_chance`.
+        """
         self.state.records[record.candidate] = record
         self.files.write_metrics(record)
         self._write_best()
         self.on_record(record)
+        self._require_a_chance()
         return record
 
     def _write_best(self) -> None:

@@ -157,6 +157,14 @@ measured(0.1 / micro, fed=3 if micro == 2 else micro)
     assert "the program feeds batches of 3 and the trial's micro-batch is 2" in errors
 
 
+def test_a_program_that_fails_after_its_first_forward_ends_the_search(tmp_path: Path) -> None:
+    """The first trial has written its facts, and each further one would take as long."""
+    run = tuning(tmp_path, "raise NameError('loss')", trials=15)
+    with pytest.raises(TuningError, match="NameError: loss"):
+        run.run()
+    assert len(run.state.records) == 3
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
