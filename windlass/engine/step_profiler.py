@@ -117,7 +117,8 @@ class StepProfiler:
 
     def _finish(self, counter: FlopCounter) -> None:
         self.close()
-        micro_batches = self._calls.get("forward", 1)
+        # a pipeline has a forward for each of its parts on this rank
+        micro_batches = min(self._calls.get("forward", 1), self._engine.gradient_accumulation_steps())
         self.profile = build_profile(
             self._engine.module, counter, micro_batches=micro_batches, numel_of_model=get_global_numel
         )
