@@ -169,3 +169,34 @@ def test_ranks_of_tensor_parallelism_share_the_work() -> None:
     assert other is None
     for phase in ("forward", "backward", "recomputed"):
         assert 2 * both[phase] == alone[phase] > 0, phase
+
+
+def count_in_stages(schedule: str) -> tuple[int, int]:
+    """Return the forward and backward operations of this rank's stages for a micro-batch."""
+    torch.manual_seed(0)
+    model = model_of(
+        *("LlamaForCausalLM",), vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    pipeline = {"schedule": schedule} | ({"virtual_stages": 2} if schedule == "interleaved" else {})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "parallel": {"pp": 2},
+        "pipeline": pipeline,
+        "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False},
+    }
+    engine = windlass.initialize(model=model, config=config)[0]
+    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * MICRO_BATCHES))
+    found = engine.report()["flops"]
+    engine.destroy()
+    return (found["forward"], found["backward"]) if found else (0, 0)
+
+
+def test_an_interleaved_pipeline_counts_all_its_parts() -> None:
+    """It runs one forward for each part of a rank; a micro-batch goes through all of them."""
+    plain, parts = (run_ranks(count_in_stages, 2, schedule) for schedule in ("1f1b", "interleaved"))
+    assert plain == parts and all(sum(both) for both in plain[:1])
