@@ -98,6 +98,18 @@ def test_bits_of_curved_blocks_fall_later() -> None:
     assert len(model.layer[0]["up"].compressed_weight().detach().unique()) <= 2**3
 
 
+def test_matrices_that_are_not_rounded_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.ModuleDict({"falcon": FalconLinear(8, 8), "gpt": Conv1D(8, 8), "plain": nn.Linear(8, 8)})
+    prepare_quantize_training(model, moq(), Eigenvalue())
+    compression_clock(model).step = 100
+    for name in ("falcon", "plain"):
+        assert len(model[name].compressed_weight().unique()) <= 2**3
+    assert "1 matrices of other modules stay as they are: gpt.weight" in caplog.text
+
+
 def test_a_cleaned_model_has_no_schedule() -> None:
     model, x = model_and_batch()
     groups = {"all": {"params": {"bits": 8}, "modules": ["up"]}}

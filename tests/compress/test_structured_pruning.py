@@ -402,7 +402,8 @@ def test_encoders_of_torch_keep_their_attention() -> None:
 def test_bad_input_is_refused_with_the_reason() -> None:
     model: Any = build("llama")
     with pytest.raises(ConfigError, match="heads = 3, but model.layers.0.self_attn has 2 of them for each key head"):
-        prune_model(model, {"heads": 3}, importance="magnitude")
+        prune_model(model, {"heads": 3, "layers": 1}, importance="magnitude", batches=[IDS])
+    assert len(model.model.layers) == 2, "nothing is removed before all kinds were checked"
     with pytest.raises(ConfigError, match="prune layers = 2, but the model has 2 layers"):
         prune_model(model, {"layers": 2}, batches=[IDS])
     with pytest.raises(ConfigError, match="measured on a calibration text"):

@@ -197,6 +197,6 @@ def count_in_stages(schedule: str) -> tuple[int, int]:
 
 
 def test_an_interleaved_pipeline_counts_all_its_parts() -> None:
-    """It runs one forward for each part of a rank; a micro-batch goes through all of them."""
+    """A rank runs one forward for each of its parts, and a micro-batch goes through all of them."""
     plain, parts = (run_ranks(count_in_stages, 2, schedule) for schedule in ("1f1b", "interleaved"))
     assert plain == parts and all(sum(both) for both in plain[:1])

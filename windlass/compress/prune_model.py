@@ -70,12 +70,14 @@ def prune_model(
     _check(shares, importance)
     report = PruningReport(_count(model))
     traced = not hasattr(model, "config") or example is not None
+    kinds = [kind for kind in PRUNED_KINDS[1:] if shares.get(kind)]
     with evaluating(model):
+        for kind in kinds:  # before anything is removed
+            _find_units(model, kind, shares[kind], example if traced else None)
         if shares.get("layers"):
             _prune_layers(model, shares["layers"], batches, loss, report)
-        for kind in PRUNED_KINDS[1:]:
-            if shares.get(kind):
-                _prune_kind(model, kind, shares[kind], importance, batches, loss, example if traced else None, report)
+        for kind in kinds:
+            _prune_kind(model, kind, shares[kind], importance, batches, loss, example if traced else None, report)
     report.parameters_after = _count(model)
     return report
 
@@ -103,21 +105,7 @@ def _prune_kind(
     example: Any,
     report: PruningReport,
 ) -> None:
-    if example is not None:
-        groups = [group for group in find_channel_units(model, example) if group.kind == kind]
-    elif hasattr(model, "config"):
-        groups = find_transformer_units(model, [kind])
-    else:
-        raise ConfigError(f"prune {kind} of a {type(model).__name__} needs example inputs, to trace its dependencies")
-    if not groups:
-        raise ConfigError(f"prune {kind} = {share:g}, but {type(model).__name__} has no {kind} that can be removed")
-    keep = [count_kept(group, share) for group in groups]
-    if all(count == group.units for group, count in zip(groups, keep, strict=True)):
-        each = groups[0].units // groups[0].sections
-        raise ConfigError(
-            f"prune {kind} = {share:g} removes none of the {each} {kind} of {groups[0].name}"
-            f"{' with one key head' if groups[0].sections > 1 else ''}; remove more"
-        )
+    groups, keep = _find_units(model, kind, share, example)
     scores = unit_scores(model, groups, importance, batches, loss)
     for group, score in zip(groups, scores, strict=True):
         if not all(bool(torch.isfinite(values).all()) for values in score.values()):
@@ -134,6 +122,30 @@ def _prune_kind(
             fit_module(model, group, count)
         describe_widths(model, list(zip(groups, keep, strict=True)))
     report.units[kind] = (sum(group.units for group in groups), sum(keep))
+
+
+def _find_units(model: nn.Module, kind: str, share: float, example: Any) -> tuple[list[UnitGroup], list[int]]:
+    """Return the groups of units of a kind, and how many of each stay.
+
+    Raises:
+        ConfigError: more would be removed than there are, or none.
+    """
+    if example is not None:
+        groups = [group for group in find_channel_units(model, example) if group.kind == kind]
+    elif hasattr(model, "config"):
+        groups = find_transformer_units(model, [kind])
+    else:
+        raise ConfigError(f"prune {kind} of a {type(model).__name__} needs example inputs, to trace its dependencies")
+    if not groups:
+        raise ConfigError(f"prune {kind} = {share:g}, but {type(model).__name__} has no {kind} that can be removed")
+    keep = [count_kept(group, share) for group in groups]
+    if all(count == group.units for group, count in zip(groups, keep, strict=True)):
+        each = groups[0].units // groups[0].sections
+        raise ConfigError(
+            f"prune {kind} = {share:g} removes none of the {each} {kind} of {groups[0].name}"
+            f"{' with one key head' if groups[0].sections > 1 else ''}; remove more"
+        )
+    return groups, keep
 
 
 def _check(shares: Mapping[str, float], importance: str) -> None:

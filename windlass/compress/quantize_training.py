@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
 from windlass.base.module_modes import evaluating
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.block_curvature import largest_eigenvalue
@@ -28,6 +29,7 @@ from windlass.compress.compressed_layers import (
     replace_class,
 )
 from windlass.compress.compression_training import CLOCK, compression_clock
+from windlass.compress.conv1d_layers import use_linear_class
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 
@@ -39,7 +41,8 @@ _STEPS_OF_FACTOR = 4
 def prepare_quantize_training(
     model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, model_ranks: int = 1
 ) -> None:
-    """Make all matrices of a model round themselves, in place, by the section `quantize_training`.
+    """Make the linear layers, convolutions and embeddings of a model round their weights, in place, by the section
+    `quantize_training`. Matrices of other modules stay as they are, with a warning.
 
     Args:
         model_ranks: ranks that compute the same samples together.
@@ -90,6 +93,7 @@ def prepare_quantize_training(
         mixed.quantize_change_ratio if mixed.enabled else 0.0,
     )
     layers: dict[str, CompressedLayer] = {}
+    use_linear_class(model)
     for name, module in list(model.named_modules()):
         if type(module) in COMPRESSED or isinstance(module, CompressedLayer):
             layer = replace_class(module, LayerCompression(name, clock))
@@ -101,8 +105,23 @@ def prepare_quantize_training(
                     f"{layer.weight.numel()} weights of {name!r}; write a divisor"
                 )
             layer.compression.weight, layers[name] = rounding, layer
+    _warn_of_others(model)
     planner = BitPlanner(model, rounding, chosen, layers) if chosen.enabled else None
     model.__dict__[_PLANNER] = planner or rounding
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    layers = [module for module in model.modules() if isinstance(module, CompressedLayer)]
+    rounded = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    others = [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in rounded]
+    if others:
+        shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
+        logger.warning(
+            "quantize_training rounds linear layers, convolutions and embeddings; %d matrices of other modules stay as "
+            "they are: %s",
+            len(others),
+            shown,
+        )
 
 
 def bit_planner(model: nn.Module) -> BitPlanner | None:
