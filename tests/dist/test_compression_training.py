@@ -227,6 +227,54 @@ def test_layers_and_matrices_in_parts_are_compressed_as_wholes(axis: str, zero: 
         torch.testing.assert_close(parts[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)
 
 
+CLASSIFIER: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+    "train_batch_size": ROWS,
+    "compression_training": {
+        "sparse_pruning": technique({"method": "topk", "schedule_offset": 0}, {"dense_ratio": 0.5}, "score"),
+        "row_pruning": technique({"method": "topk", "schedule_offset": 0}, {"dense_ratio": 0.5}, "mlp"),
+    },
+}
+
+
+def classifier() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, mlp_bias=True, pad_token_id=0)
+    model = LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return init_compression(model, CLASSIFIER)
+
+
+def step_classifier(parallel: dict[str, int]) -> dict[str, Tensor]:
+    """Return the weights after one step of SGD, which is proportional to the gradient."""
+    engine = windlass.initialize(model=classifier(), config={**CLASSIFIER, "parallel": parallel})[0]
+    rows = ids(0).clamp(min=1)
+    engine.backward(engine(input_ids=rows, labels=torch.arange(ROWS) % 2).loss)
+    engine.step()
+    state = engine.full_state_dict()
+    engine.destroy()
+    return state if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "tp_sequence_norms": True}], ids=str)
+def test_scores_of_whole_layers_and_biases_have_the_gradient_of_one_rank(parallel: dict[str, Any]) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=ids(0).clamp(min=1), labels=torch.arange(ROWS) % 2).loss.backward()
+    optimizer.step()
+    state = run_ranks(step_classifier, 2, parallel)[0]
+    assert sum("scores" in name for name in state) == 4
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name].to(value.dtype), value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 # ------------------------------------------------------------------------------------ gradients and curvature
 
 FOLLOWING: dict[str, Any] = {

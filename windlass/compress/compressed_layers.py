@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.compress.fake_rounding import rounded_values, straight_through, top_share
-from windlass.compress.sharded_weight import ShardedWeight, find_sharded_weight, mark_scores
+from windlass.compress.sharded_weight import ShardedWeight, find_sharded_weight, is_partial, mark_scores
 
 _MOMENTUM = 0.95  # momentum of the moving average of a static input range
 
@@ -112,6 +112,7 @@ class LayerCompression:
     inputs: InputRounding | None = None
     prunings: dict[str, Pruning] = field(default_factory=dict)
     sharded: ShardedWeight | None = None  # over tensor-parallel ranks
+    repeats_bias: int = 0  # number of ranks that add the same bias to a product whose parts they have; 0: one
     values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
     products: Tensor | None = None  # sum over a step's backwards of weight times gradient
     shift: Tensor | None = None  # added to the weight, to measure curvature
@@ -168,7 +169,11 @@ class CompressedLayer(nn.Module):
                 and pruning.kind in ("row", "channel")
                 and self.compression.clock.step >= pruning.offset
             ):
-                bias = bias * self._local(self._spread(pruning, self.mask(pruning))).flatten().to(bias.dtype)
+                mask = self._spread(pruning, self.mask(pruning))
+                if pruning.method == "topk" and self.compression.repeats_bias:
+                    # gradients of the scores are summed over ranks, each of which adds the whole bias
+                    mask = mask.detach() + (mask - mask.detach()) / self.compression.repeats_bias
+                bias = bias * self._local(mask).flatten().to(bias.dtype)
         return bias
 
     def mask(self, pruning: Pruning) -> Tensor:
@@ -336,9 +341,12 @@ def shard_compressed_layers(model: nn.Module, axis: MeshAxis) -> None:
     for module in model.modules():
         if not isinstance(module, CompressedLayer):
             continue
-        module.compression.sharded = find_sharded_weight(module.weight, axis)
+        sharded = module.compression.sharded = find_sharded_weight(module.weight, axis)
+        bias = getattr(module, "bias", None)
+        if sharded is not None and sharded.dim == 1 and bias is not None and not is_partial(bias, axis):
+            module.compression.repeats_bias = axis.size
         for pruning in module.compression.prunings.values():
-            if pruning.method == "topk":
+            if pruning.method == "topk" and (sharded is not None or is_partial(module.weight, axis)):
                 mark_scores(module.get_parameter(mask_name(pruning)), axis)
 
 

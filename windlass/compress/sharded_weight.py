@@ -55,6 +55,11 @@ def find_sharded_weight(weight: nn.Parameter, axis: MeshAxis) -> ShardedWeight |
     return ShardedWeight(axis, dim, places, placement.global_shape[dim])
 
 
+def is_partial(parameter: nn.Parameter, axis: MeshAxis) -> bool:
+    """Return True if each rank of an axis computes a part of the gradient of a whole parameter."""
+    return axis.name in get_placement(parameter).partial_axes
+
+
 def mark_scores(scores: nn.Parameter, axis: MeshAxis) -> None:
     """Record that each rank computes the part of the scores' gradient that its part of the weight gives."""
     mark_partial_gradient(scores, axis.name)
