@@ -648,6 +648,23 @@ def test_members_of_vllm_that_are_not_built_name_another() -> None:
             llm.encode(["text"])
 
 
+def test_a_request_whose_text_fails_can_be_cancelled() -> None:
+    tokenizer = byte_level_tokenizer()
+
+    def fail(*_: Any, **arguments: Any) -> str:
+        raise IndexError("piece id out of range")
+
+    tokenizer.__class__ = type("Failing", (type(tokenizer),), {"decode": fail})
+
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        llm.engine.add_request("one", [3, 4, 5], GREEDY)
+        output = llm.engine.cancel("one")
+        assert output is not None and output.outputs[0].finish_reason == "abort"
+        (failed,) = llm.generate([[3, 4, 5]], GREEDY)
+        assert "piece id out of range" in str(failed.error) and failed.outputs[0].finish_reason == "error"
+        assert llm.stats().kv_cache_usage == 0
+
+
 def test_only_computed_prompts_are_counted() -> None:
     with serve(llama()) as llm:
         llm.engine.add_request("one", [3, 4, 5], GREEDY)

@@ -69,7 +69,7 @@ class AnswerWriter:
                 sequence.constraint.accept(token)
             reason = self._finish_reason(sequence, token)
             if reason is not None:
-                self._finish(sequence, reason)
+                self._finish(sequence, "stop" if self._finish_text(sequence) else reason)
         except RequestError as error:
             self.end(request, "error", error)
             return True
@@ -81,11 +81,17 @@ class AnswerWriter:
     def end(
         self, request: GenerationRequest, reason: FinishReason, error: RequestError | ModelError | None = None
     ) -> None:
-        """End all unfinished answers of a request."""
+        """End all unfinished answers of a request. An error of the tokenizer is logged, and the text stays as it is."""
         request.error = error
         for sequence in request.sequences:
-            if not sequence.output.finished():
-                self._finish(sequence, reason)
+            if sequence.output.finished():
+                continue
+            try:
+                stopped = self._finish_text(sequence)
+            except Exception:  # from the tokenizer: the end must not fail, since it frees the blocks
+                logger.exception("request %s ends without the rest of its text", request.request_id)
+                stopped = False
+            self._finish(sequence, "stop" if stopped else reason)
 
     def _end_by_text(self, request: GenerationRequest, problem: str, error: Exception) -> None:
         logger.exception("request %s ends by an error of its text", request.request_id)
@@ -153,15 +159,18 @@ class AnswerWriter:
         output.stop_reason = stop
         return True
 
+    def _finish_text(self, sequence: GenerationSequence) -> bool:
+        """Add the text that was held back; return True if it has reached a stop text."""
+        if sequence.detokenizer is None or isinstance(sequence.output.stop_reason, str):
+            return False
+        new = sequence.detokenizer.finish()  # bytes of an incomplete character
+        if self._add_text(sequence, new):
+            return True
+        sequence.output.text = sequence.detokenizer.text
+        return False
+
     def _finish(self, sequence: GenerationSequence, reason: FinishReason) -> None:
-        output = sequence.output
-        if sequence.detokenizer is not None and not isinstance(output.stop_reason, str):
-            new = sequence.detokenizer.finish()  # bytes of an incomplete character
-            if self._add_text(sequence, new):
-                reason = "stop"
-            else:
-                output.text = sequence.detokenizer.text
-        output.finish_reason = reason
+        sequence.output.finish_reason = reason
         self._table.remove(sequence)
         self._on_finish(sequence)
         self.changed[sequence.request.request_id] = sequence.request
