@@ -18,6 +18,7 @@ from windlass.inference.chat_template import reads_parts
 from windlass.inference.detokenizer import Detokenizer, held_back, text_offsets
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
+from windlass.inference.sequence_table import count_candidates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
@@ -646,6 +647,31 @@ def test_members_of_vllm_that_are_not_built_name_another() -> None:
         assert not hasattr(llm, "score")
         with pytest.raises(AttributeError, match="windlass.LLM has no 'encode': use embed"):
             llm.encode(["text"])
+
+
+@pytest.mark.parametrize("policy", ["splitfuse", "prefill-first"])
+@pytest.mark.parametrize("cache", [96, 4096])
+def test_waiting_requests_are_left_out_of_plans_that_admit_none(policy: str, cache: int) -> None:
+    with serve(llama(), policy=policy, kv_cache_tokens=cache, max_model_len=40, max_sequences=3) as llm:
+        planner = llm.engine._planner
+        plan, find = planner._schedule, planner._find_admissible
+        skipped = 0
+
+        def compared(now: float, share: int | None) -> Any:
+            nonlocal skipped
+            waiting = list(llm.engine._table.waiting.values())
+            skipped += len(waiting) - len(find(waiting, sum(map(count_candidates, llm.engine._table.running.values()))))
+            short = plan(now, share)
+            planner._find_admissible = lambda waiting, places: waiting
+            assert plan(now, share) == short
+            planner._find_admissible = find
+            return short
+
+        planner._schedule = compared
+        prompts = make_prompts(16, VOCABULARY, 20, shared=9)
+        params = [GREEDY.replace(temperature=1.0, n=1 + number % 2) for number in range(16)]
+        llm.generate(prompts, params, priority=[number // 5 % 3 for number in range(16)])
+    assert skipped > 16
 
 
 def test_a_request_whose_text_fails_can_be_cancelled() -> None:

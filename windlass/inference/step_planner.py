@@ -159,7 +159,6 @@ class StepPlanner:
         # blocks that a preemption would free are counted only if one is possible, because this reads every block
         drafts = max((len(sequence.drafts) for sequence in self._table.running.values()), default=0)
         enough = len(self._table.running) * (2 + drafts // self._table.blocks.block_size + 1)
-        counts = bool(self._table.waiting) or self._table.blocks.num_free < enough
         idle = [sequence for sequence in self._table.running.values() if not sequence.in_flight]
         waiting = list(self._table.waiting.values())
         if self.alone:
@@ -169,6 +168,8 @@ class StepPlanner:
         if share is not None:
             idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
         places = sum(count_candidates(sequence) for sequence in self._table.running.values())
+        waiting = self._find_admissible(waiting, places)
+        counts = bool(waiting) or self._table.blocks.num_free < enough
         running, freed_by = self._table.snapshot_running(idle, counts_freed=counts)
         return schedule(
             running,
@@ -180,6 +181,23 @@ class StepPlanner:
             elsewhere=places - sum(count_candidates(sequence) for sequence in idle),
             share=share,
         )
+
+    def _find_admissible(self, waiting: list[GenerationSequence], places: int) -> list[GenerationSequence]:
+        """Return the waiting sequences, or none of them if `schedule` would admit none.
+
+        If thousands wait, their snapshots take longer than all other work of a plan.
+
+        Args:
+            places: places in the batch that running sequences have taken.
+        """
+        running, blocks = self._table.running, self._table.blocks
+        # one needs a block at least, and leaves one to each running sequence; see `_lacks_blocks` of the scheduler
+        lacks_blocks = blocks.num_free < min(1 + len(running), blocks.num_blocks)
+        if not running or not waiting or (places < self.limits.max_sequences and not lacks_blocks):
+            return waiting
+        last = max(sequence.request.priority for sequence in running.values())
+        may_preempt = any(sequence.request.priority < last for sequence in waiting)
+        return waiting if may_preempt else []
 
     def _predict(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> float:
         """Return the time of a step, without the correction by earlier ones."""
