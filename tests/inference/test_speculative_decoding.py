@@ -14,7 +14,9 @@ import torch
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ModelError, StorageError
+from windlass.inference import engine_factory
 from windlass.inference.llm import LLM
+from windlass.inference.model_loading import load_model
 from windlass.inference.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -154,6 +156,36 @@ def test_a_directory_for_blocks_that_cannot_be_used_leaves_the_models_as_they_we
     with pytest.raises(StorageError, match="swap_directory"):
         LLM(model, speculative={"method": "draft", "model": draft}, swap_directory=tmp_path / "file")
     assert model.config._attn_implementation == draft.config._attn_implementation == attention
+
+
+def test_a_model_on_its_own_cache_leaves_the_draft_model_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = model_of()
+    attention = draft.config._attn_implementation
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+    with LLM(build("bloom").eval(), check_at_load=False, speculative={"method": "draft", "model": draft}):
+        assert draft.config._attn_implementation == attention
+    assert "runs without drafts" in caplog.text
+
+
+def test_a_draft_model_from_a_directory_is_loaded_like_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of().save_pretrained(tmp_path)
+    calls: list[dict[str, Any]] = []
+
+    def loaded(path: Path, **arguments: Any) -> Any:
+        calls.append(arguments)
+        return load_model(path, **arguments)
+
+    monkeypatch.setattr(engine_factory, "load_model", loaded)
+    options = {"skip_tokenizer_init": True, "check_at_load": False, "trust_remote_code": True, "dtype": "bf16"}
+    with LLM(tmp_path, device="cpu", speculative={"method": "draft", "model": tmp_path}, **options):
+        pass
+    for call in calls:
+        assert torch.device(call["device"]).type == "cpu" and call["dtype"] == "bf16" and call["trust_remote_code"]
+    assert len(calls) == 2
 
 
 def test_a_draft_model_from_a_directory_runs_recorded_steps(tmp_path: Path) -> None:

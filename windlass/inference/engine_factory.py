@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +149,9 @@ def _build(
         )
     longest = options.max_model_len or window
     runner = make_runner(module, options, window, owned=owns, ranks=ranks, streamed=streamed)
+    load_draft = partial(load_model, dtype=dtype, device=find_device(module), trust_remote_code=trust_remote_code)
     try:
-        return _assemble(module, runner, options, tokenizer, longest, ranks, streamed)
+        return _assemble(module, runner, options, tokenizer, longest, ranks, streamed, load_draft)
     except BaseException:
         runner.close()  # a live module is left as it was
         raise
@@ -162,6 +165,7 @@ def _assemble(
     longest: int,
     ranks: RankChannel | None,
     streamed: StreamedModules | None,
+    load_draft: Callable[[str | Path], nn.Module],
 ) -> LLMEngine | RankWorker:
     """Build the engine of a runner, or this rank's part of it, for sequences of up to `longest` tokens."""
     if ranks is None or ranks.pipeline is None:
@@ -189,7 +193,7 @@ def _assemble(
             return RankWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
         runner = ShardedRunner(runner, ranks)
     logger.info("%s: %s", type(module).__name__, runner.description)
-    proposer = _make_proposer(options, runner.vocab_size)
+    proposer = _make_proposer(options, runner, load_draft)
     try:
         return LLMEngine(
             runner,
@@ -234,21 +238,29 @@ def _load_adapters(module: nn.Module, options: EngineOptions) -> LoraAdapters:
     return adapters
 
 
-def _make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | None:
+def _make_proposer(
+    options: EngineOptions, runner: ModelRunner, load_draft: Callable[[str | Path], nn.Module]
+) -> DraftProposer | None:
     speculative = options.speculative
     if speculative is None:
+        return None
+    if not runner.computes_drafts:
+        logger.warning(
+            "speculative has no effect: a model on its own cache computes one token at a time, so it runs without "
+            "drafts; leave speculative out"
+        )
         return None
     if speculative.method == "ngram":
         return NgramProposer(speculative)
     from windlass.inference.draft_model import DraftModelProposer
 
     draft = speculative.model
-    module = draft if isinstance(draft, nn.Module) else load_model(draft)
+    module = draft if isinstance(draft, nn.Module) else load_draft(draft)
     proposer = DraftModelProposer(module, options, owned=module is not draft)
-    if proposer.vocab_size != vocab_size:
+    if proposer.vocab_size != runner.vocab_size:
         proposer.close()
         raise ModelError(
-            f"the draft model has a vocabulary of {proposer.vocab_size} tokens and the model one of {vocab_size}; use "
-            "a draft model of the same tokenizer"
+            f"the draft model has a vocabulary of {proposer.vocab_size} tokens and the model one of "
+            f"{runner.vocab_size}; use a draft model of the same tokenizer"
         )
     return proposer

@@ -60,7 +60,7 @@ class LLMEngine:
         eos_ids: tokens that end an answer.
         max_model_len: tokens of a sequence.
         cost: model of the time of a step.
-        proposer: source of drafts.
+        proposer: source of drafts, for a runner that computes them.
         clock: time in seconds.
     """
 
@@ -78,7 +78,7 @@ class LLMEngine:
     ) -> None:
         self.runner, self.options, self.tokenizer = runner, options, tokenizer
         self.eos_ids, self.max_model_len = frozenset(eos_ids), max_model_len
-        self._proposer = proposer if runner.computes_drafts else None
+        self._proposer = proposer
         self._pipelined = runner if isinstance(runner, PipelinedRunner) and runner.depth > 1 else None
         self._looks_ahead = self._pipelined is None and runner.is_asynchronous and self._proposer is None
         self._depth = 1 if self._pipelined is None else self._pipelined.depth
