@@ -99,6 +99,24 @@ def test_bytes_that_are_no_character_end_as_replacements(name: str) -> None:
     assert detokenizer.finish().startswith("\N{REPLACEMENT CHARACTER}")
 
 
+def test_tokens_that_are_skipped_are_decoded_once() -> None:
+    tokenizer = byte_level_tokenizer()
+    first, *rest = tokenizer("the \N{GRINNING FACE}", add_special_tokens=False).input_ids
+    detokenizer = Detokenizer(tokenizer, [])
+    decode, most = detokenizer._decode, 0
+
+    def measured(ids: list[int]) -> str:
+        nonlocal most
+        most = max(most, len(ids))
+        return decode(ids)
+
+    detokenizer._decode = measured
+    for token in [first, *[tokenizer.eos_token_id] * 50, *rest, tokenizer.bos_token_id]:
+        detokenizer.append(token)
+    detokenizer.finish()
+    assert detokenizer.text == "the \N{GRINNING FACE}" and most <= 2 + len(rest)
+
+
 @pytest.mark.parametrize("method", ["decode", "_decode"])
 def test_tokens_become_text_by_the_tokenizers_own_decode(method: str) -> None:
     """A client's tokenizer can change the text of tokens."""

@@ -23,6 +23,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._decode = _decoder_of(tokenizer, skip_special_tokens)
+        self._decode_all = _decoder_of(tokenizer, skip_special_tokens=False) if skip_special_tokens else self._decode
         self._ids = list(prompt[-_CONTEXT:])
         self._prefix, self._read = 0, len(self._ids)
         self.text = ""
@@ -33,6 +34,8 @@ class Detokenizer:
         before = self._decode(self._ids[self._prefix : self._read])
         whole = self._decode(self._ids[self._prefix :])
         if len(whole) <= len(before) or whole.endswith("\N{REPLACEMENT CHARACTER}"):
+            if not self._decode([token]) and self._decode_all([token]):
+                self._ids.pop()  # a special token, which later calls would skip again; many in a row would add up
             return ""
         return self._take(whole[len(before) :])
 
