@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,13 @@ def make_engine(**options: Any) -> tuple[Any, AsyncLLMEngine]:
     model = build("llama", max_position_embeddings=96).eval()
     settings = {"max_tokens_per_step": 16, "max_sequences": 4, "check_at_load": False, **options}
     return model, AsyncLLMEngine.from_model(model, **settings)
+
+
+def test_an_engine_takes_the_arguments_of_an_llm(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    engine = AsyncLLMEngine.from_model(tmp_path, device="cpu", skip_tokenizer_init=True, check_at_load=False)
+    assert engine.tokenizer is None
+    asyncio.run(engine.shutdown())
 
 
 def test_streams_are_cumulative_and_complete() -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from windlass.base.errors import EngineOverloadedError, RequestError, WindlassError
@@ -88,8 +89,10 @@ class AsyncLLMEngine:
         model: str | Path | nn.Module,
         *,
         tokenizer: Any = None,
+        device: torch.device | str | None = None,
         dtype: Any = "auto",
         trust_remote_code: bool = False,
+        skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> AsyncLLMEngine:
         """Load a model and build its engine; the arguments are those of `LLM`."""
@@ -97,8 +100,10 @@ class AsyncLLMEngine:
             model,
             EngineOptions.from_arguments(**options),
             tokenizer=tokenizer,
+            device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
+            skip_tokenizer=skip_tokenizer_init,
         )
         return cls(engine)
 
