@@ -78,7 +78,7 @@ _HARMLESS: dict[str, tuple[tuple[Any, ...] | None, str]] = {
 
 
 def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by windlass's names. Names that vLLM lacks stay.
+    """Return options by windlass's names. Names that vLLM lacks stay; a name of vLLM that is None is left out.
 
     Raises:
         ConfigError: an option is given by two names, or has a value that windlass does not support.
@@ -88,6 +88,8 @@ def translate_vllm_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in _HARMLESS:
             _check_harmless(name, value)
             continue
+        if value is None and (name in _NAMES or name in _CONVERTED):
+            continue  # vLLM's default
         own, convert = _CONVERTED.get(name, (_NAMES.get(name, name), None))
         if own in found:
             raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")

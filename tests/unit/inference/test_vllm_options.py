@@ -43,6 +43,12 @@ def test_options_of_a_script_for_vllm_become_windlasss() -> None:
     assert (found.speculative.num_tokens, found.speculative.max_ngram, found.speculative.min_ngram) == (2, 5, 2)
 
 
+def test_options_that_are_none_have_the_default() -> None:
+    names = ("max_num_seqs", "max_num_batched_tokens", "swap_space", "kv_cache_dtype", "enforce_eager")
+    assert EngineOptions.from_arguments(**dict.fromkeys(names)) == EngineOptions.from_arguments()
+    assert EngineOptions.from_arguments(max_sequences=4, max_num_seqs=None).max_sequences == 4
+
+
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
