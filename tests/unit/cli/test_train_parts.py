@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -397,6 +398,14 @@ def test_an_answer_is_shortened_to_the_room_that_the_prompt_leaves(
     assert [len(ids) for ids in prompts] == [24, 24]
     with pytest.raises(RequestError, match="the prompt has 32 tokens; the model takes 32"):
         generate_continuation(tmp_path / "hf", "yyyy" * 8, max_new_tokens=1)
+
+
+def test_an_answer_that_ends_by_an_error_raises_it(llama: Any, tmp_path: Path) -> None:
+    model, tokenizer_dir = llama
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.state_dict().items()}
+    export_model(model, broken, tokenizer_dir, tmp_path / "hf")
+    with pytest.raises(ModelError, match="the highest logit of the model is nan"):
+        generate_continuation(tmp_path / "hf", "def", max_new_tokens=2, check_at_load=False)
 
 
 def test_a_prompt_begins_with_the_tokens_that_the_tokenizer_adds(

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.base.log import logger
 
 _MAX_NEW_TOKENS = 10**6
@@ -34,7 +34,8 @@ def generate_continuation(
         options: options of the engine; see `EngineOptions`.
 
     Raises:
-        ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing.
+        ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing; or the engine
+            has ended the answer, e.g. because its logits are not finite.
         ConfigError: a number is out of range.
         RequestError: the prompt leaves no room for an answer.
     """
@@ -64,6 +65,8 @@ def generate_continuation(
             raise ConfigError("prompt (--prompt) is empty, and the tokenizer has no token for a beginning; write text")
         params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
         (output,) = llm.generate([ids], params)  # the answer has at most the tokens that the prompt leaves
+        if output.error is not None:
+            raise (RequestError if output.is_request_error else ModelError)(output.error)
         answer = output.outputs[0]
         if answer.finish_reason == "length" and len(answer.token_ids) < max_new_tokens:
             logger.warning(
