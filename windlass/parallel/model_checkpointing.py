@@ -18,15 +18,17 @@ def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> N
     Raises:
         ModelError: the model has no switch for it.
     """
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    newer: Any = getattr(model, "activation_checkpointing_enable", None)
+    older: Any = getattr(model, "gradient_checkpointing_enable", None)
+    # transformers gives every model the methods, which raise if the class has no checkpoints in its forward
+    supported = getattr(model, "supports_gradient_checkpointing", True)
     options: dict[str, Any] = {"use_reentrant": False}
-    if enable is not None:
-        enable(options)
-        return
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
+    if newer is not None and supported:
+        newer(options)
+    elif older is not None and supported:
+        older(gradient_checkpointing_kwargs=options)
+    else:
         raise ModelError(f"{type(model).__name__} has no switch for activation checkpointing; leave {source} out")
-    enable(gradient_checkpointing_kwargs=options)
 
 
 def disable_checkpointing(model: nn.Module) -> None:

@@ -178,9 +178,11 @@ class SearchSpace:
         """Return the candidate with these values, without keys that have no effect; None if no run can have them."""
         values = {key: value for key, value in choice.items() if _matters(key, choice, self.base, self.world_size)}
         micro = values.get(MICRO, value_at_path(self.base, MICRO))
-        if micro is not None and (MICRO in values or TRAIN in values):
-            data_ranks = self._data_ranks_with(values)
-            train = values.get(TRAIN, self.train) or micro * self.accumulation * data_ranks
+        data_ranks = self._data_ranks_with(values)
+        if micro is not None and (MICRO in values or TRAIN in values or data_ranks != self.data_ranks):
+            # a micro-batch that is not searched states the global batch, with the ranks of the configuration
+            stated = data_ranks if MICRO in values else self.data_ranks
+            train = values.get(TRAIN, self.train) or micro * self.accumulation * stated
             if train % (micro * data_ranks):
                 return None
             values |= {TRAIN: train, ACCUMULATION: train // (micro * data_ranks)}

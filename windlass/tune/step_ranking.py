@@ -8,7 +8,7 @@ without a configuration of transformers is simulated as a decoder with as many p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class StepRanking:
         try:
             found = predict_step(
                 self._shape,
-                load_config(self._config_of(candidate)),
+                load_config(_without_automatic_values(self._config_of(candidate))),
                 self._cluster,
                 world_size=self._world_size,
                 length=self._facts.tokens,
@@ -71,6 +71,18 @@ class StepRanking:
             self.problem = self.problem or str(error).splitlines()[0]
             return None
         return found.seconds
+
+
+def _without_automatic_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the values of optimizer and scheduler that the program fills in, which change no
+    time."""
+    found = dict(config)
+    for name in ("optimizer", "scheduler"):
+        section = found.get(name)
+        if isinstance(section, Mapping) and isinstance(section.get("params"), Mapping):
+            params = {key: value for key, value in section["params"].items() if value != "auto"}
+            found[name] = {**section, "params": params}
+    return found
 
 
 def shape_of_facts(facts: ForecastResult) -> ModelShape:

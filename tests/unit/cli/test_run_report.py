@@ -126,6 +126,14 @@ def test_a_run_that_was_killed_in_a_line_goes_on_in_a_new_one(tmp_path: Path) ->
     assert "of the second start" in words and "of the first start" not in words
 
 
+@pytest.mark.parametrize(("first", "kept"), [(1, [9.0]), (2, [2.0, 9.0])])
+def test_a_run_that_begins_again_replaces_the_later_steps(first: int, kept: list[float], tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"kind": "run"}, *({"kind": "step", "step": n, "loss": 2.0} for n in (1, 2, 3, 4))]
+    lines += [{"kind": "run"}, {"kind": "step", "step": first, "loss": 9.0}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [loss for _, loss in read_run(tmp_path / "run.jsonl").curves["loss"]] == kept
+
+
 def test_two_runs_lie_side_by_side_and_differences_are_marked(tmp_path: Path) -> None:
     write_record(tmp_path / "a" / "run.jsonl", zero_optimization={"stage": 2}, seed=1)
     write_record(tmp_path / "b" / "run.jsonl", steps=9, zero_optimization={"stage": 3}, seed=1)

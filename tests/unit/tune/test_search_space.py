@@ -93,6 +93,12 @@ def test_a_range_of_the_global_batch() -> None:
     assert {candidate.get(TRAIN) for candidate in space.candidates()} == {8, 16, 32}
 
 
+def test_axes_keep_the_global_batch_that_micro_batch_and_accumulation_give() -> None:
+    raw = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": OPTIMIZER}
+    space = build_space(raw, 4, SearchLimits(choices={"parallel.tp": (1, 2)}))
+    assert {(c.get("parallel.tp"), c.get(ACCUMULATION, 2)) for c in space.candidates()} == {(1, 2), (2, 4)}
+
+
 def test_without_a_batch_the_micro_batch_is_free() -> None:
     raw = {"train_micro_batch_size_per_gpu": "auto", "optimizer": OPTIMIZER}
     space = build_space(raw, 2, SearchLimits(micro_max=8))

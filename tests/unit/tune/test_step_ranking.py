@@ -42,6 +42,15 @@ def test_recomputation_and_small_micro_batches_are_predicted_to_be_slower(device
             assert predicted < seconds[changed(one, "train_micro_batch_size_per_gpu", 1)]
 
 
+def test_values_that_the_program_fills_in_are_left_out() -> None:
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    raw = {**RAW, "optimizer": {"type": "AdamW", "params": params}}
+    raw["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    space = build_space(raw, 2, SearchLimits())
+    ranking = StepRanking(space.config_of, 2, OTHER_MODEL)
+    assert ranking.seconds(space.candidates()[0]) and not ranking.problem
+
+
 def test_other_models_are_simulated_as_a_decoder_of_as_many_parameters() -> None:
     shape = shape_of_facts(OTHER_MODEL)
     assert (shape.hidden, shape.layers) == (64, 3)

@@ -136,16 +136,20 @@ def _add_listed_checkpoints(run: RunData, folder: Path) -> None:
 
 def _add_record(run: RunData, path: Path) -> None:
     steps: dict[int, Mapping[str, Any]] = {}
-    ended, planned = False, dict(run.config)
+    ended, planned, begins = False, dict(run.config), False
     for line in read_record(path):
         kind = line["kind"]
         ended = kind == "end"
         if kind == "run":
+            begins = True
             _add_start(run, line)
             if isinstance(line.get("config"), dict):  # in a resumed run the last start counts, as for the other facts
                 run.config = planned or line["config"]
         elif kind == "step" and isinstance(line.get("step"), int) and _number(line["step"]) is not None:
-            steps[line["step"]] = line  # a resumed run repeats steps: the last one counts
+            if begins:  # a resumed run repeats steps, and a new one begins again: the last one counts
+                steps = {number: one for number, one in steps.items() if number < line["step"]}
+                begins = False
+            steps[line["step"]] = line
         elif kind == "checkpoint":
             seconds = _number(line.get("seconds"))
             shown = f"{seconds:.2f}" if seconds is not None else ""
