@@ -101,7 +101,7 @@ def export_safetensors(
         raise CheckpointError(f"{root} exists; choose another directory, or overwrite it (--overwrite)")
     with StoredCheckpoint(directory, tag) as stored:
         _refuse_checkpoint_target(root, stored.path)
-        if _find_companion((stored.path, stored.path.parent, *companion_dirs), "config.json") is not None:
+        if any((one / "config.json").is_file() for one in (stored.path, stored.path.parent, *companion_dirs)):
             _refuse_packed(stored)
         absent = missing_parameters(stored)
         if absent and not allow_partial:
@@ -234,7 +234,7 @@ def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype 
     """Copy configuration and tokenizer files, each from the first folder that has it."""
     found = []
     for name in COMPANIONS:
-        text = _find_companion(folders, name)
+        text = next((text for folder in folders if (text := _read_companion(folder, name)) is not None), None)
         if text is None:
             continue
         found.append(name)
@@ -243,10 +243,6 @@ def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype 
         if name == "config.json" and dtype is not None:
             _set_config_dtype(staging / name, dtype)
     return tuple(found)
-
-
-def _find_companion(folders: Sequence[Path], name: str) -> bytes | None:
-    return next((text for folder in folders if (text := _read_companion(folder, name)) is not None), None)
 
 
 def _read_companion(directory: Path, name: str) -> bytes | None:
