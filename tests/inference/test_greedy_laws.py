@@ -287,6 +287,14 @@ def test_options_that_need_the_time_of_steps_work_without_a_check(
         assert len(warnings) == (option is None)
 
 
+def finish(llm: LLM) -> list[Any]:
+    """Run the engine until all requests have ended, and return their outputs in this order."""
+    outputs = []
+    while llm.engine.has_requests():
+        outputs += llm.engine.step()
+    return outputs
+
+
 def test_answers_that_share_blocks_are_preempted_for_a_higher_priority() -> None:
     """No single answer frees the prompt that all of them share."""
     model = build_longer("llama")
@@ -297,9 +305,7 @@ def test_answers_that_share_blocks_are_preempted_for_a_higher_priority() -> None
         for _ in range(4):
             llm.engine.step()
         llm.engine.add_request("high", prompts[1], GREEDY.replace(max_tokens=4))
-        outputs = []
-        while llm.engine.has_requests():
-            outputs += llm.engine.step()
+        outputs = finish(llm)
     assert [output.request_id for output in outputs] == ["high", "low"]
     assert outputs[1].metrics.num_preemptions >= 3
     assert_greedy(model, outputs[:1])
@@ -314,9 +320,7 @@ def test_a_request_whose_prefix_a_lower_priority_holds_preempts_it_only_if_it_ca
         for _ in range(3):
             llm.engine.step()
         llm.engine.add_request("sharing", prompts[2], GREEDY.replace(max_tokens=4))
-        outputs = []
-        while llm.engine.has_requests():
-            outputs += llm.engine.step()
+        outputs = finish(llm)
     assert [output.metrics.num_preemptions for output in outputs] == [0, 0, 0]
     assert_greedy(model, outputs)
 

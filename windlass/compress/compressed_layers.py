@@ -193,13 +193,12 @@ class CompressedLayer(nn.Module):
             return input
         if rounding.static:
             span = self.get_buffer("input_range")
-            fresh = bool((span == 0).all())
-            if self.training or fresh:
-                seen = torch.stack(torch.aminmax(whole.float()))
+            seen = torch.stack(torch.aminmax(whole.float()))
+            fresh = (span == 0).all()  # on the device, which is not waited for
             if self.training:
-                span.copy_(seen if fresh else _MOMENTUM * span + (1 - _MOMENTUM) * seen)
-            elif fresh:  # an evaluation before the first training step with rounding
-                span = seen
+                span.copy_(torch.where(fresh, seen, _MOMENTUM * span + (1 - _MOMENTUM) * seen))
+            else:  # fresh: an evaluation before the first training step with rounding
+                span = torch.where(fresh, seen, span)
             rounded = _round_in_range(whole, span, rounding)
         else:
             rows = max(whole.numel() // max(whole.shape[-1], 1), 1)

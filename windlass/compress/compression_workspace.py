@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -12,9 +11,10 @@ from typing import Any
 
 from windlass.base.atomic_file import make_directory
 from windlass.base.bounded_json import parse_json
-from windlass.base.errors import ModelError, WindlassError
+from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.compress.model_directory import write_json
+from windlass.compress.partial_directory import lock_directory
 
 _SETTINGS = "settings.json"
 
@@ -38,7 +38,7 @@ class CompressionWorkspace:
         self._settings = parse_json(json.dumps(dict(settings), sort_keys=True).encode())
         self._lock: int | None = None
         if self.path.exists():
-            self._take_lock()
+            self._lock = lock_directory(self.path)
         if self.path.exists() and self._read(_SETTINGS) != self._settings:
             logger.warning("%s was begun with other settings or from another model; it is computed anew", target)
             self.remove()
@@ -93,16 +93,8 @@ class CompressionWorkspace:
     def _create(self) -> None:
         if self._lock is None:
             make_directory(self.path)
-            self._take_lock()
+            self._lock = lock_directory(self.path)
             write_json(self.path / _SETTINGS, self._settings)
-
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise ModelError(f"another process writes {self.path}; wait for its end") from error
 
     def _read(self, name: str) -> Any:
         try:

@@ -142,12 +142,7 @@ class PartialDirectory:
     def _prepare(self) -> None:
         """Create the directory, or keep an earlier one of the same plan."""
         make_directory(self.path)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise ModelError(f"another process writes {self.path}; wait for its end") from error
+        self._lock = lock_directory(self.path)
         if (self.path / _PLAN).is_file():
             if self._is_continued():
                 return
@@ -169,6 +164,21 @@ class PartialDirectory:
         except (OSError, ValueError):
             return False
         return bool(found == self._plan and sizes == self._sizes)
+
+
+def lock_directory(path: Path) -> int:
+    """Return the descriptor of a directory that no other process writes until it is closed.
+
+    Raises:
+        ModelError: another process writes the directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ModelError(f"another process writes {path}; wait for its end") from error
+    return descriptor
 
 
 def check_target(target: Path, sources: Iterable[str | Path], *, overwrite: bool) -> None:
