@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, server_on_thread
+from tests.serving.tiny_model import make_byte_tokenizer
 from windlass.base.errors import EngineOverloadedError
 from windlass.serving.chat_request import ChatRequest
 from windlass.serving.completions_endpoint import CompletionRequest
@@ -347,6 +348,26 @@ def test_a_huge_body_gets_413_and_is_not_kept() -> None:
 def test_a_chat_beyond_the_window_names_its_messages(client: TestClient) -> None:
     error = refused(client, CHAT, {"messages": [{"role": "user", "content": "a" * 600}]})
     assert error["param"] == "messages" and error["code"] == "context_length_exceeded"
+
+
+def test_a_text_that_cannot_fit_is_refused_without_its_tokens() -> None:
+    engine = FakeEngine()
+    engine.tokenizer = tokenizer = make_byte_tokenizer()
+    client = client_of(engine)
+    tokenizer.encode = None  # a call fails
+    text = "a" * 10_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    for path, body, field in (
+        (TEXT, {"prompt": [text]}, "prompt"),
+        (CHAT, chat, "messages"),
+        ("/v1/responses", {"input": text}, "input"),
+        ("/v1/embeddings", {"input": text}, "input"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", chat, "messages"),
+    ):
+        error = refused(client, path, body)
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded"), path
+        assert "at least" in error["message"]
 
 
 def test_pages_of_other_origins_are_refused_unless_allowed() -> None:

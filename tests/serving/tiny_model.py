@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -10,11 +11,10 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(directory: Path, max_position_embeddings: int = 512, num_hidden_layers: int = 2) -> Path:
-    """Write the model and return its directory."""
-    import torch
+def make_byte_tokenizer() -> Any:
+    """Return a tokenizer of transformers with one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", *alphabet])}
@@ -23,6 +23,15 @@ def write_tiny_model(directory: Path, max_position_embeddings: int = 512, num_hi
     bytes_only.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def write_tiny_model(directory: Path, max_position_embeddings: int = 512, num_hidden_layers: int = 2) -> Path:
+    """Write the model and return its directory."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_byte_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -125,7 +125,7 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
             template_arguments=arguments,
         )
     )
-    return await encode_text(context, text, bool(fields.add_special_tokens))
+    return await encode_text(context, text, bool(fields.add_special_tokens), "messages")
 
 
 def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:

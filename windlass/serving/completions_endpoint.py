@@ -88,7 +88,7 @@ async def _encode_prompts(
     most = max_prompts if max_queued is None else min(max_prompts, max_queued)
     prompts = normalize_prompts(fields.prompt, "prompt", most)
     special = fields.add_special_tokens is not False
-    tokens = [one if isinstance(one, list) else await encode_text(context, one, special) for one in prompts]
+    tokens = [one if isinstance(one, list) else await encode_text(context, one, special, "prompt") for one in prompts]
     return tokens, [one if isinstance(one, str) else None for one in prompts]
 
 

@@ -51,7 +51,7 @@ async def create_embeddings(request: Request) -> Response:
     if form not in ("float", "base64"):
         raise ApiError(400, f"encoding_format is {form[:80]!r}; write float or base64", parameter="encoding_format")
     given = normalize_prompts(fields.input, "input", context.settings.max_prompts)
-    prompts = [one if isinstance(one, list) else await encode_text(context, one, True) for one in given]
+    prompts = [one if isinstance(one, list) else await encode_text(context, one, True, "input") for one in given]
     for index, prompt in enumerate(prompts):
         window = context.engine.max_model_len
         if not prompt:

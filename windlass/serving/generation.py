@@ -238,15 +238,27 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
     return params
 
 
-async def encode_text(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
+async def encode_text(context: ServerContext, text: str, add_special_tokens: bool, field: str) -> list[int]:
     """Return the tokens of a text.
 
+    Args:
+        field: name of the text in the request.
+
     Raises:
-        ApiError: the model has no tokenizer, or the text is not valid Unicode.
+        ApiError: the model has no tokenizer, the text is not valid Unicode, or it cannot fit the context window.
     """
-    tokenizer = context.engine.tokenizer
+    tokenizer, window = context.engine.tokenizer, context.engine.max_model_len
     if tokenizer is None:
         raise ApiError(400, f"{NO_TOKENIZER}; send token ids", code="no_tokenizer")
+    least = context.least_tokens(text)
+    if least > window:  # megabytes would occupy the tokenizer for seconds
+        raise ApiError(
+            400,
+            f"the text of {len(text):,} characters has at least {least:,} tokens; this model's maximum context length "
+            f"is {window} tokens",
+            parameter=field,
+            code="context_length_exceeded",
+        )
     try:
         return list(
             await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from windlass.inference.token_bound import TokenBound
 from windlass.serving.api_errors import ApiError
 from windlass.serving.request_counter import RequestCounter, ServerPhase
 from windlass.serving.served_engine import ServedEngine
@@ -26,6 +27,7 @@ class ServerContext:
         self.requests = RequestCounter()
         self.created = int(time.time())
         self._engine: ServedEngine | None = None
+        self._bound = TokenBound(None)
         # One thread, because tokenizers are not safe to use from several; it keeps long prompts off the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         if engine is not None:
@@ -53,6 +55,7 @@ class ServerContext:
         if engine.tokenizer is not None:
             # The first call sets truncation and padding, which may not happen while the engine's thread decodes.
             engine.tokenizer.encode("a", add_special_tokens=False)
+            self._bound = TokenBound(engine.tokenizer)
         self._engine = engine
         self.metrics.watch(engine)
         self.requests.phase = ServerPhase.READY
@@ -60,6 +63,10 @@ class ServerContext:
     async def in_tokenizer_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function on the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
+
+    def least_tokens(self, text: str) -> int:
+        """Return the number of tokens that a text has at least, in far less time than its tokens take."""
+        return self._bound(text)
 
     def lora_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's `model` names; None for the base model.

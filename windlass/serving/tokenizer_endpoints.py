@@ -51,7 +51,7 @@ async def tokenize(request: Request) -> Response:
     else:
         fields = TokenizeRequest.parse(data)
         context.lora_of(fields.model)
-        tokens = await encode_text(context, fields.prompt, fields.add_special_tokens is not False)
+        tokens = await encode_text(context, fields.prompt, fields.add_special_tokens is not False, "prompt")
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context.engine.max_model_len, "tokens": tokens}
     if fields.return_token_strs:
         answer["token_strs"] = context.engine.tokenizer.convert_ids_to_tokens(tokens)

@@ -1,0 +1,101 @@
+"""Lower bound of the number of tokens of a text, by the bytes of the longest token of a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_CHARACTER_BYTES = 4  # longest character of UTF-8, which is one token if the vocabulary lacks it
+_SPACE_REMOVERS = frozenset({"Strip", "Whitespace", "WhitespaceSplit"})
+_KEEP_BYTES = frozenset({"ByteLevel", "Digits", "Metaspace", "Prepend"})
+# Bytes of a text for one byte that a normalizer leaves, over all of Unicode: the Kelvin sign becomes "k".
+_MOST_SHRUNK = {"NFC": 4, "NFD": 3, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
+_Part = dict[str, Any]
+
+
+class TokenBound:
+    """Lower bound of the tokens of a text, which takes much less time than the tokens.
+
+    Args:
+        tokenizer: tokenizer of transformers. For one that may make one token of a text of any length, e.g. of an
+            unknown word, the bound is 0.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._longest: int | None = None  # bytes of a text for each token
+        self._counts_spaces = True
+        if backend is not None:
+            self._measure(backend)
+
+    def __call__(self, text: str) -> int:
+        """Return the number of tokens that the text has at least."""
+        if self._longest is None or len(text) <= self._longest:
+            return 0
+        # a lone surrogate is an error of the tokenizer
+        kept = text if self._counts_spaces else "".join(text.split())
+        return -(-len(kept.encode(errors="replace")) // self._longest)
+
+    def _measure(self, backend: Any) -> None:
+        normalizers, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+        added = backend.get_added_tokens_decoder().values()
+        names = [part["type"] for part in splitters]
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        if not _covers_all(backend.model, vocabulary, is_byte_level="ByteLevel" in names):
+            return
+        factor = 1
+        for part in [*normalizers, *splitters]:
+            if part["type"] in _SPACE_REMOVERS:
+                self._counts_spaces = False
+            elif not _keeps(part):
+                return
+            factor *= _MOST_SHRUNK.get(part["type"], 1)
+        if any(token.lstrip or token.rstrip for token in added):
+            self._counts_spaces = False  # such a token takes the spaces beside it
+        size = len if "ByteLevel" in names else _byte_size
+        longest = max(map(size, vocabulary), default=0)
+        longest = max(longest, _CHARACTER_BYTES, *(_byte_size(token.content) for token in added))
+        self._longest = factor * longest
+
+
+def _parts(component: Any) -> list[_Part]:
+    """Return the parts of a normalizer or pre-tokenizer, each as the tokenizer's file has it."""
+    if component is None:
+        return []
+    stack, found = [json.loads(component.__getstate__())], []
+    while stack:
+        part = stack.pop()
+        inner = part.get("normalizers") or part.get("pretokenizers") or []
+        if part["type"] == "Sequence":
+            stack += inner
+        else:
+            found.append(part)
+    return found
+
+
+def _keeps(part: _Part) -> bool:
+    """Return True if a part shortens no text by more than `_MOST_SHRUNK` gives."""
+    kind = part["type"]
+    if kind == "Replace":
+        old = part["pattern"].get("String")  # a regular expression may match any number of characters
+        return old is not None and _byte_size(part["content"]) >= _byte_size(old)
+    if kind in ("Split", "Punctuation"):
+        return part["behavior"] != "Removed"
+    return kind in _KEEP_BYTES or kind in _MOST_SHRUNK
+
+
+def _covers_all(model: Any, vocabulary: dict[str, int], *, is_byte_level: bool) -> bool:
+    """Return True if a model drops no character, and joins no unknown ones to one token."""
+    from tokenizers import models, pre_tokenizers
+
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if is_byte_level and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+        return True
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return True
+    return not model.fuse_unk and model.unk_token in vocabulary
+
+
+def _byte_size(text: str) -> int:
+    return len(text.encode())
