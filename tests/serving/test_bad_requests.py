@@ -8,6 +8,7 @@ import http.client
 import json
 import select
 import socket
+import threading
 from typing import Any
 
 import pydantic
@@ -18,8 +19,10 @@ from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
 from tests.serving.harness import client_of, server_on_thread
 from tests.serving.tiny_model import make_byte_tokenizer
 from windlass.base.errors import EngineOverloadedError
+from windlass.serving import completions_endpoint
 from windlass.serving.chat_request import ChatRequest
 from windlass.serving.completions_endpoint import CompletionRequest
+from windlass.serving.request_body import read_request
 from windlass.serving.request_fields import RequestModel, StructuredOutputsField
 from windlass.serving.responses_request import ResponsesRequest
 from windlass.serving.server_settings import ApiKeys
@@ -368,6 +371,30 @@ def test_a_text_that_cannot_fit_is_refused_without_its_tokens() -> None:
         error = refused(client, path, body)
         assert (error["param"], error["code"]) == (field, "context_length_exceeded"), path
         assert "at least" in error["message"]
+
+
+def test_long_lists_are_checked_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, plain, threads = client_of(FakeEngine()), CompletionRequest.sampling_params, []
+
+    def note(fields: CompletionRequest, **values: Any) -> Any:
+        threads.append(threading.current_thread())
+        return plain(fields, **values)
+
+    async def parsed(request: Any, *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return await read_request(request, *arguments)
+
+    monkeypatch.setattr(completions_endpoint, "read_request", parsed)
+    monkeypatch.setattr(CompletionRequest, "sampling_params", note)
+    for biases, apart in ((10, False), (40_000, True)):
+        body = {"prompt": [[5], [6]], "logit_bias": {str(token): 1.0 for token in range(biases)}}
+        assert client.post(TEXT, json=body).status_code == 200
+        assert (threads[0] is not threads[1]) == apart
+        threads.clear()
+    body = {"prompt": [[5]] * 30, "allowed_token_ids": [*range(70_000)]}
+    assert refused(client, TEXT, body)["param"] == "allowed_token_ids"
+    wrong = {"prompt": [5], "allowed_token_ids": [*range(70_000), -1]}
+    assert "allowed_token_ids is -1" in refused(client, TEXT, wrong)["message"]
 
 
 def test_pages_of_other_origins_are_refused_unless_allowed() -> None:

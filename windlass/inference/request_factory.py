@@ -168,8 +168,8 @@ class RequestFactory:
                 parameter="n",
             )
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
-            wrong = next((token for token in getattr(params, name) or () if token >= self._vocab_size), None)
-            if wrong is not None:
+            wrong = max(getattr(params, name) or (), default=0)
+            if wrong >= self._vocab_size:
                 raise RequestError(
                     f"{name} has the token {wrong}, beyond a vocabulary of {self._vocab_size}", parameter=name
                 )

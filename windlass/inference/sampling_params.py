@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,13 +231,14 @@ class SamplingParams:
         if stops and not self.detokenize:
             raise RequestError("stop texts need detokenize=True; use stop_token_ids", parameter="stop")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                _check_integer(name, token, 0, None)
+            _check_tokens(name, getattr(self, name) or ())
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise RequestError("allowed_token_ids is empty, so no token could be drawn", parameter="allowed_token_ids")
-        for token, bias in (self.logit_bias or {}).items():
-            _check_integer("logit_bias", token, 0, None)
-            _check_number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
+        biases = self.logit_bias or {}
+        _check_tokens("logit_bias", biases)
+        if not (set(map(type, biases.values())) <= {int, float} and all(map(math.isfinite, biases.values()))):
+            for token, bias in biases.items():
+                _check_number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
         _check_texts("bad_words", self.bad_words or (), _MAX_BAD_WORDS)
 
 
@@ -273,6 +274,13 @@ def _check_texts(name: str, texts: Sequence[Any], most: int) -> None:
             f"{name} has {len(texts)} entries; give at most {most} non-empty texts of at most {_MAX_TEXT} characters",
             parameter=name,
         )
+
+
+def _check_tokens(name: str, tokens: Collection[Any]) -> None:
+    # a list may have an entry for each token of the vocabulary, which builtins check many times faster
+    if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0):
+        for token in tokens:
+            _check_integer(name, token, 0, None)
 
 
 def _check_integer(name: str, value: Any, lowest: int | None, highest: int | None) -> None:

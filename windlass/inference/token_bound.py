@@ -75,7 +75,7 @@ def _parts(component: Any) -> list[_Part]:
 
 def _keeps(part: _Part) -> bool:
     """Return True if a part shortens no text by more than `_MOST_SHRUNK` gives."""
-    kind = part["type"]
+    kind: str = part["type"]
     if kind == "Replace":
         old = part["pattern"].get("String")  # a regular expression may match any number of characters
         return old is not None and _byte_size(part["content"]) >= _byte_size(old)
@@ -94,7 +94,8 @@ def _covers_all(model: Any, vocabulary: dict[str, int], *, is_byte_level: bool) 
         return True
     if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         return True
-    return not model.fuse_unk and model.unk_token in vocabulary
+    unknown: str | None = model.unk_token
+    return not model.fuse_unk and unknown in vocabulary
 
 
 def _byte_size(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.inference.sampling_params import SamplingParams
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.chat_request import (
     ChatRequest,
@@ -24,7 +25,7 @@ from windlass.serving.completions_endpoint import prompt_logprobs_as_json
 from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, start_generation
 from windlass.serving.logprob_format import LogprobFormat
-from windlass.serving.request_body import read_json_object
+from windlass.serving.request_body import check_fields, read_request
 from windlass.serving.server_context import ServerContext
 from windlass.serving.tool_calls import ToolCallParser
 
@@ -34,19 +35,27 @@ _CHUNK = "chat.completion.chunk"
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, at once or as a stream of events."""
     context: ServerContext = request.app.state.context
-    fields = ChatRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
+    fields, choice, params, name = await read_request(
+        request, context.settings.max_body_bytes, lambda data: _check(context, ChatRequest.parse(data))
+    )
+    prompt = await encode_chat(context, fields, choice.shown)
+    generation = await check_fields(
+        request, lambda: start_generation(request, fields, [prompt], params, "chatcmpl", name)
+    )
+    answer = _ChatAnswer(generation, fields, choice, LogprobFormat(context.engine.tokenizer, _as_ids(fields)))
+    if fields.stream:
+        return await start_event_stream(request, answer.events())
+    return await until_disconnect(request, answer.response())
+
+
+def _check(context: ServerContext, fields: ChatRequest) -> tuple[ChatRequest, ToolChoice, SamplingParams, str | None]:
+    """Return the fields, the tools, the sampling parameters, and the field that constrains the text."""
     context.lora_of(fields.model)
     if fields.echo:
         raise ApiError(400, "echo is not supported in a chat; leave it out", parameter="echo")
     choice = choose_tools(fields, context.settings.tool_calls)
     name, constraint = response_constraint(fields, choice)
-    params = chat_sampling_params(fields, constraint)
-    prompt = await encode_chat(context, fields, choice.shown)
-    generation = start_generation(request, fields, [prompt], params, "chatcmpl", name)
-    answer = _ChatAnswer(generation, fields, choice, LogprobFormat(context.engine.tokenizer, _as_ids(fields)))
-    if fields.stream:
-        return await start_event_stream(request, answer.events())
-    return await until_disconnect(request, answer.response())
+    return fields, choice, chat_sampling_params(fields, constraint), name
 
 
 def _as_ids(fields: ChatRequest) -> bool:

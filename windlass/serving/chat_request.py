@@ -94,7 +94,6 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
     Raises:
         ApiError: invalid messages, or no chat template.
     """
-    messages = normalize_messages(fields.messages)
     continued = bool(fields.continue_final_message)
     if continued and fields.add_generation_prompt:
         raise ApiError(
@@ -117,7 +116,7 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
     text = await context.in_tokenizer_thread(
         lambda: render_chat(
             tokenizer,
-            messages,
+            normalize_messages(fields.messages),
             tools,
             template=template,
             add_generation_prompt=fields.add_generation_prompt is not False and not continued,

@@ -18,7 +18,7 @@ from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, encode_text, start_generation
 from windlass.serving.logprob_format import LogprobFormat
-from windlass.serving.request_body import read_json_object
+from windlass.serving.request_body import check_fields, read_request
 from windlass.serving.request_fields import SamplingFields
 from windlass.serving.server_context import ServerContext
 
@@ -47,10 +47,14 @@ class CompletionRequest(SamplingFields):
 async def create_completion(request: Request) -> Response:
     """Complete one or several prompts, at once or as a stream of events."""
     context: ServerContext = request.app.state.context
-    fields = CompletionRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
-    context.lora_of(fields.model)
-    prompts, texts = await _encode_prompts(context, fields)
-    completion = _Completion(_start(request, fields, prompts), fields, texts, context.engine.tokenizer)
+    fields, given = await read_request(
+        request, context.settings.max_body_bytes, lambda data: _check(context, CompletionRequest.parse(data))
+    )
+    special = fields.add_special_tokens is not False
+    prompts = [one if isinstance(one, list) else await encode_text(context, one, special, "prompt") for one in given]
+    texts = [one if isinstance(one, str) else None for one in given]
+    generation = await check_fields(request, lambda: _start(request, fields, prompts))
+    completion = _Completion(generation, fields, texts, context.engine.tokenizer)
     if fields.stream:
         return await start_event_stream(request, completion.events())
     return await until_disconnect(request, completion.response())
@@ -79,17 +83,13 @@ def context_left(context: ServerContext, prompts: list[list[int]]) -> int:
     return max(1, context.engine.max_model_len - max((len(prompt) for prompt in prompts), default=0))
 
 
-async def _encode_prompts(
-    context: ServerContext, fields: CompletionRequest
-) -> tuple[list[list[int]], list[str | None]]:
-    """Return tokens and text of each prompt; the text is None if the prompt was given as tokens."""
+def _check(context: ServerContext, fields: CompletionRequest) -> tuple[CompletionRequest, list[str | list[int]]]:
+    """Return the fields, and each prompt as text or tokens."""
+    context.lora_of(fields.model)
     max_prompts, max_queued = context.settings.max_prompts, context.engine.max_queued
     # more prompts than the queue can hold would be refused at each repetition of the request
     most = max_prompts if max_queued is None else min(max_prompts, max_queued)
-    prompts = normalize_prompts(fields.prompt, "prompt", most)
-    special = fields.add_special_tokens is not False
-    tokens = [one if isinstance(one, list) else await encode_text(context, one, special, "prompt") for one in prompts]
-    return tokens, [one if isinstance(one, str) else None for one in prompts]
+    return fields, normalize_prompts(fields.prompt, "prompt", most)
 
 
 def normalize_prompts(given: Any, name: str, max_prompts: int) -> list[str | list[int]]:

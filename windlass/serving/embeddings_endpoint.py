@@ -14,7 +14,7 @@ from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.completions_endpoint import normalize_prompts
 from windlass.serving.event_stream import until_disconnect
 from windlass.serving.generation import encode_text
-from windlass.serving.request_body import read_json_object
+from windlass.serving.request_body import read_request
 from windlass.serving.request_fields import RequestModel
 from windlass.serving.server_context import ServerContext
 
@@ -37,20 +37,9 @@ class EmbeddingRequest(RequestModel):
 async def create_embeddings(request: Request) -> Response:
     """Return one vector for each text."""
     context: ServerContext = request.app.state.context
-    fields = EmbeddingRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
-    if context.lora_of(fields.model) is not None:
-        raise ApiError(400, "embeddings of an adapter are not supported; name the base model", parameter="model")
-    if fields.dimensions is not None:
-        raise ApiError(
-            400,
-            "dimensions is not supported: the model's vectors have one size; leave it out",
-            parameter="dimensions",
-            code="unsupported_parameter",
-        )
-    form = fields.encoding_format or "float"
-    if form not in ("float", "base64"):
-        raise ApiError(400, f"encoding_format is {form[:80]!r}; write float or base64", parameter="encoding_format")
-    given = normalize_prompts(fields.input, "input", context.settings.max_prompts)
+    fields, form, given = await read_request(
+        request, context.settings.max_body_bytes, lambda data: _check(context, EmbeddingRequest.parse(data))
+    )
     prompts = [one if isinstance(one, list) else await encode_text(context, one, True, "input") for one in given]
     for index, prompt in enumerate(prompts):
         window = context.engine.max_model_len
@@ -76,6 +65,23 @@ async def create_embeddings(request: Request) -> Response:
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     model = fields.model or context.settings.model_names[0]
     return json_response({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _check(context: ServerContext, fields: EmbeddingRequest) -> tuple[EmbeddingRequest, str, list[str | list[int]]]:
+    """Return the fields, the form of the vectors, and the texts or tokens."""
+    if context.lora_of(fields.model) is not None:
+        raise ApiError(400, "embeddings of an adapter are not supported; name the base model", parameter="model")
+    if fields.dimensions is not None:
+        raise ApiError(
+            400,
+            "dimensions is not supported: the model's vectors have one size; leave it out",
+            parameter="dimensions",
+            code="unsupported_parameter",
+        )
+    form = fields.encoding_format or "float"
+    if form not in ("float", "base64"):
+        raise ApiError(400, f"encoding_format is {form[:80]!r}; write float or base64", parameter="encoding_format")
+    return fields, form, normalize_prompts(fields.input, "input", context.settings.max_prompts)
 
 
 def _encode(vector: list[float], form: str) -> list[float] | str:

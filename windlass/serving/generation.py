@@ -21,6 +21,7 @@ from windlass.serving.event_stream import merge
 from windlass.serving.request_fields import SamplingFields
 from windlass.serving.server_context import ServerContext
 
+_MAX_ENTRIES = 2**21
 NO_TOKENIZER = "the model has no tokenizer"
 
 
@@ -193,6 +194,7 @@ def start_generation(
         ApiError: an unknown model, or a prompt that is empty or too long.
     """
     context: ServerContext = request.app.state.context
+    _check_entries(params, len(prompts))
     field = "prompt" if kind == "cmpl" else "messages"
     return Generation(
         context,
@@ -206,6 +208,19 @@ def start_generation(
         sla=fields.service_level(),
         constraint_field=constraint_field,
     )
+
+
+def _check_entries(params: SamplingParams, prompts: int) -> None:
+    """Raise if the token lists of all prompts, each of which gets a copy, are too long together."""
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+        entries = len(getattr(params, name) or ())
+        if prompts > 1 and entries * prompts > _MAX_ENTRIES:
+            raise ApiError(
+                400,
+                f"{name} has {entries:,} entries for each of {prompts} prompts; this server takes {_MAX_ENTRIES:,} "
+                "together: send fewer prompts in a request",
+                parameter=name,
+            )
 
 
 def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, field: str) -> SamplingParams:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -17,15 +18,21 @@ _MAX_DEPTH = 64
 _DISCARD_LIMIT = 256 * 2**20
 _DISCARD_SECONDS = 10.0
 _PIECE_SECONDS = 30.0
-# Above this size, the parser would delay the tokens of other requests.
-_PARSE_IN_THREAD_BYTES = 2**18
+# Above this size, the parser and the checks of fields would delay the tokens of other requests.
+_CHECK_IN_THREAD_BYTES = 2**18
+
+Result = TypeVar("Result")
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Read the body of a request and return its JSON object.
+async def read_request(request: Request, max_bytes: int, check: Callable[[dict[str, Any]], Result]) -> Result:
+    """Read the body of a request and return what `check` makes of its JSON object.
+
+    Args:
+        check: checks fields; runs in a thread for a large body.
 
     Raises:
-        ApiError: another content type, too many bytes, a compressed body, invalid UTF-8, or invalid JSON.
+        ApiError: another content type, too many bytes, a compressed body, invalid UTF-8, or invalid JSON; or an error
+            of `check`.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -37,9 +44,13 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
             closes_connection=True,
         )
     body = await read_body(request, max_bytes)
-    if len(body) > _PARSE_IN_THREAD_BYTES:
-        return await asyncio.to_thread(parse_object, body)
-    return parse_object(body)
+    request.state.is_large = len(body) > _CHECK_IN_THREAD_BYTES
+    return await check_fields(request, lambda: check(parse_object(body)))
+
+
+async def check_fields(request: Request, check: Callable[[], Result]) -> Result:
+    """Return what a check of a request's fields makes of them; it runs in a thread if the body was large."""
+    return await asyncio.to_thread(check) if request.state.is_large else check()
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -15,6 +15,7 @@ from windlass.base.errors import RequestError
 from windlass.inference.sampling_params import SamplingParams
 from windlass.serving.api_errors import ApiError, api_error_of, json_response
 from windlass.serving.chat_request import (
+    ChatRequest,
     ToolChoice,
     chat_sampling_params,
     choose_tools,
@@ -24,7 +25,7 @@ from windlass.serving.chat_request import (
 from windlass.serving.event_stream import encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, start_generation
 from windlass.serving.logprob_format import LogprobFormat
-from windlass.serving.request_body import read_json_object
+from windlass.serving.request_body import check_fields, read_request
 from windlass.serving.response_items import ResponseItems
 from windlass.serving.responses_request import CHAT_NAMES, ResponsesRequest
 from windlass.serving.server_context import ServerContext
@@ -34,19 +35,30 @@ from windlass.serving.tool_calls import ToolCallParser
 async def create_response(request: Request) -> Response:
     """Answer a text or a list of items, at once or as a stream of events."""
     context: ServerContext = request.app.state.context
-    fields = ResponsesRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
+    fields, chat, choice, params, name = await read_request(
+        request, context.settings.max_body_bytes, lambda data: _check(context, ResponsesRequest.parse(data))
+    )
+    with _fields_renamed():
+        prompt = await encode_chat(context, chat, choice.shown)
+        generation = await check_fields(
+            request, lambda: start_generation(request, chat, [prompt], params, "resp", CHAT_NAMES.get(name or "", name))
+        )
+    answer = _Answer(generation, fields, choice, generation.params[0], LogprobFormat(context.engine.tokenizer))
+    if fields.stream:
+        return await start_event_stream(request, answer.events())
+    return await until_disconnect(request, answer.response())
+
+
+def _check(
+    context: ServerContext, fields: ResponsesRequest
+) -> tuple[ResponsesRequest, ChatRequest, ToolChoice, SamplingParams, str | None]:
+    """Return the fields, their chat, its tools and sampling parameters, and its field that constrains the text."""
     context.lora_of(fields.model)
     with _fields_renamed():
         chat = fields.chat()
         choice = choose_tools(chat, context.settings.tool_calls)
         name, constraint = response_constraint(chat, choice)
-        params = chat_sampling_params(chat, constraint)
-        prompt = await encode_chat(context, chat, choice.shown)
-        generation = start_generation(request, chat, [prompt], params, "resp", CHAT_NAMES.get(name or "", name))
-    answer = _Answer(generation, fields, choice, generation.params[0], LogprobFormat(context.engine.tokenizer))
-    if fields.stream:
-        return await start_event_stream(request, answer.events())
-    return await until_disconnect(request, answer.response())
+        return fields, chat, choice, chat_sampling_params(chat, constraint), name
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.chat_prompt import parse_tools
 from windlass.serving.chat_request import ChatFields, encode_chat
 from windlass.serving.generation import NO_TOKENIZER, encode_text
-from windlass.serving.request_body import read_json_object
+from windlass.serving.request_body import read_request
 from windlass.serving.request_fields import ListField, RequestModel
 from windlass.serving.server_context import ServerContext
 
@@ -42,15 +42,11 @@ class DetokenizeRequest(RequestModel):
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text or a conversation."""
     context: ServerContext = request.app.state.context
-    data = await read_json_object(request, context.settings.max_body_bytes)
-    fields: TokenizeChatRequest | TokenizeRequest
-    if "messages" in data:
-        fields = TokenizeChatRequest.parse(data)
-        context.lora_of(fields.model)
+    fields = await read_request(request, context.settings.max_body_bytes, _parse_tokenize)
+    context.lora_of(fields.model)
+    if isinstance(fields, TokenizeChatRequest):
         tokens = await encode_chat(context, fields, parse_tools(fields.tools))
     else:
-        fields = TokenizeRequest.parse(data)
-        context.lora_of(fields.model)
         tokens = await encode_text(context, fields.prompt, fields.add_special_tokens is not False, "prompt")
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context.engine.max_model_len, "tokens": tokens}
     if fields.return_token_strs:
@@ -58,18 +54,25 @@ async def tokenize(request: Request) -> Response:
     return json_response(answer)
 
 
+def _parse_tokenize(data: dict[str, Any]) -> TokenizeChatRequest | TokenizeRequest:
+    return TokenizeChatRequest.parse(data) if "messages" in data else TokenizeRequest.parse(data)
+
+
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     context: ServerContext = request.app.state.context
-    fields = DetokenizeRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
+    fields = await read_request(request, context.settings.max_body_bytes, DetokenizeRequest.parse)
     context.lora_of(fields.model)
     tokenizer = context.engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, NO_TOKENIZER, code="no_tokenizer")
-    for index, token in enumerate(fields.tokens):
-        if not 0 <= token < len(tokenizer):
-            raise ApiError(
-                400, f"tokens.{index} is {token}; the tokenizer has {len(tokenizer):,} tokens", parameter="tokens"
-            )
-    text = await context.in_tokenizer_thread(lambda: tokenizer.decode(fields.tokens))
+    text = await context.in_tokenizer_thread(lambda: _decode(tokenizer, fields.tokens))
     return json_response({"prompt": text})
+
+
+def _decode(tokenizer: Any, tokens: list[int]) -> str:
+    size = len(tokenizer)
+    for index, token in enumerate(tokens):
+        if not 0 <= token < size:
+            raise ApiError(400, f"tokens.{index} is {token}; the tokenizer has {size:,} tokens", parameter="tokens")
+    return str(tokenizer.decode(tokens))
