@@ -126,6 +126,33 @@ def test_a_refused_request_raises_on_all_ranks_and_others_go_on() -> None:
     assert first[1] == 20
 
 
+def groups_after_engines(directory: str) -> tuple[list[int], list[str]]:
+    """Return the number of process groups after each of several engines, and errors of closed ones."""
+    from torch.distributed.distributed_c10d import _world
+
+    from windlass import LLM, SamplingParams
+
+    counts, errors = [], []
+    live = build_longer("llama")
+    for model in (directory, directory, live, live):
+        with LLM(model, tp=2, skip_tokenizer_init=True, **SMALL) as llm:
+            llm.generate([[3, 4]], SamplingParams(**GREEDY))
+        counts.append(len(_world.pg_map))
+        try:
+            llm.generate([[3, 4]], SamplingParams(**GREEDY))
+        except (CommunicationError, RequestError) as error:
+            errors.append(str(error))
+    live(torch.tensor([[3, 4]]))  # its layers still communicate
+    return counts, errors
+
+
+def test_closed_engines_leave_no_process_groups(tmp_path: Path) -> None:
+    build_longer("llama").save_pretrained(tmp_path)
+    for counts, errors in run_ranks(groups_after_engines, 2, str(tmp_path)):
+        assert counts[0] == counts[1] and counts[2] == counts[3] == counts[0] + 1
+        assert len(errors) == 4 and all("is closed" in text for text in errors)
+
+
 def failing_rank(axis: str, rank: int) -> tuple[str, str]:
     """Fail in one layer on one rank, in a step while others wait in a collective or for hidden states."""
     from windlass import LLM, SamplingParams

@@ -86,6 +86,7 @@ class HybridGeneration:
                 raise ModelError("ranks along parallel.ep generate for different prompts; use engine.module.generate")
             if tp > 1:
                 self._ranks = open_channel(tp=tp, ep=1, axes=axes)
+                self._ranks.close_with_engine(keeps_axes=True)
             options = self._options.replace(tp=tp)
             self._llm = LLM.from_engine(
                 make_rank_engine(sharded.model, options, skip_tokenizer=True, ranks=self._ranks)

@@ -30,6 +30,7 @@ from windlass.inference.model_loading import (
 )
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
+from windlass.inference.parallel_model import is_sharded
 from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.rank_worker import RankWorker
 from windlass.inference.runner_factory import make_runner, measure_step_cost
@@ -101,7 +102,9 @@ def make_rank_engine(
         ConfigError: options contradict each other or the model, or too few ranks run.
     """
     if ranks is None and options.num_ranks > 1:
+        shards_module = isinstance(model, nn.Module) and not is_sharded(model)
         ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
+        ranks.close_with_engine(keeps_axes=shards_module)
     # a live module keeps the modes of its layers, e.g. between steps of training
     loading = evaluating(model) if isinstance(model, nn.Module) else loading_without_gaps()
     with nullcontext() if ranks is None else ranks.guard(), own_modes(allocates=True), loading:

@@ -64,7 +64,7 @@ class RankChannel:
         self.axes = dict(axes)
         self._control, self._owns_axes = control, owns_axes
         self._notes = StoreNotes.numbered(f"inference on {min(control.ranks)}", control.ranks[control.index])
-        self._failed = False
+        self._failed = self._closes_groups = self._keeps_axes = False
         self._started: deque[list[tuple[Any, torch.Tensor]]] = deque()  # broadcasts of batches
         self._cleanups: list[Callable[[], None]] = []
 
@@ -195,6 +195,22 @@ class RankChannel:
             text = self._notes.read(str(found))
             raise PeerError(f"rank {self._control.ranks[found]} of the inference ranks failed: {text}") from error
         raise error
+
+    def close_with_engine(self, *, keeps_axes: bool) -> None:
+        """Close the process groups when the engine is closed, or in `end`.
+
+        Args:
+            keeps_axes: not those of the axes, over which the layers of a live module go on to communicate.
+        """
+        self._closes_groups, self._keeps_axes = True, keeps_axes
+
+    def end(self) -> None:
+        """Close the process groups if they belong to the engine, which is closed on all ranks. Collective."""
+        if self._closes_groups and not self._failed:
+            with self.guard():
+                self._control.barrier()  # a rank that closes first would break the last message to the others
+            self._owns_axes = self._owns_axes and not self._keeps_axes
+            self.close()
 
     def on_close(self, function: Callable[[], None]) -> None:
         """Call `function` before the process groups are closed. It drops operations, which keep their sockets open."""

@@ -60,6 +60,7 @@ class RankWorker:
             if command is RankCommand.CLOSE:
                 self.closed = True
                 self._runner.close()
+                self._channel.end()
                 return None
             if command is RankCommand.RESULT:
                 result, error = value

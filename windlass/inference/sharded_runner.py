@@ -109,6 +109,7 @@ class ShardedRunner:
             with self._channel.guard():
                 self._channel.send(RankCommand.CLOSE)
         self._runner.close()
+        self._channel.end()
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function(model, *arguments)` on all ranks; return the leader's result. The function is pickled."""

@@ -80,7 +80,7 @@ def _keeps(part: _Part) -> bool:
         old = part["pattern"].get("String")  # a regular expression may match any number of characters
         return old is not None and _byte_size(part["content"]) >= _byte_size(old)
     if kind in ("Split", "Punctuation"):
-        return part["behavior"] != "Removed"
+        return bool(part["behavior"] != "Removed")
     return kind in _KEEP_BYTES or kind in _MOST_SHRUNK
 
 
