@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,25 @@ def test_the_engine_is_built_once_a_call_needs_it() -> None:
     assert engine._llm is None
     engine.generate(ids, attention_mask=mask, max_new_tokens=2)
     assert engine._llm is not None
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_weights_of_a_directory_may_stay_in_a_file(tier: str, tmp_path: Path) -> None:
+    model = small_model()
+    model.save_pretrained(tmp_path)
+    ids, mask = padded()
+    engine = windlass.init_inference(str(tmp_path), weights_tier=tier, **SMALL)
+    assert any(one.is_meta for one in engine.module.parameters())
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=5)
+    assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+    torch.testing.assert_close(engine(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
+    with pytest.raises(ConfigError, match="cannot become torch.float64"):
+        engine.double()
+    engine.close()
+    with pytest.raises(ConfigError, match="has closed the file"):
+        engine.generate(ids, attention_mask=mask, max_new_tokens=5)
+    with pytest.raises(ConfigError, match="with the model's directory"):
+        windlass.init_inference(model, weights_tier=tier)
 
 
 def test_float16_is_widened_on_the_cpu() -> None:

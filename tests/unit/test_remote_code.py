@@ -158,6 +158,10 @@ def called(folder: Path, **trust: bool) -> Any:
     return windlass.from_pretrained(AutoModelForCausalLM, folder, **trust)
 
 
+def prepared(folder: Path, **trust: bool) -> Any:
+    return windlass.init_inference(folder, **trust)
+
+
 def called_by_class(folder: Path, **trust: bool) -> Any:
     """Load the directory with a class of transformers: only the directory's `generate` is custom code."""
     from transformers import LlamaForCausalLM
@@ -174,7 +178,7 @@ def alone() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-REFUSING = [generated, trained, initialised, verified, called]
+REFUSING = [generated, trained, initialised, verified, called, prepared]
 
 
 @pytest.mark.parametrize("read", REFUSING, ids=lambda read: read.__name__)

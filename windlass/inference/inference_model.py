@@ -13,7 +13,7 @@ from torch import nn
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError
-from windlass.inference.engine_factory import make_rank_engine
+from windlass.inference.engine_factory import make_engine, make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
 from windlass.inference.model_loading import load_model, parse_dtype
@@ -30,6 +30,7 @@ def init_inference(
     ep: int = 1,
     pp: int = 1,
     dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> InferenceModel:
     """Prepare a model for inference, in place. Collective over the ranks of the model.
@@ -41,13 +42,16 @@ def init_inference(
         ep: ranks along the expert axis.
         pp: ranks along the pipeline axis, each of which keeps some layers.
         dtype: dtype of the parameters; `auto`: as they are.
-        options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good.
+        trust_remote_code: run the model's own code from its directory, and that of a draft model.
+        options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good, and with
+            `weights_tier` those of a directory stay in a file.
 
     Raises:
         ConfigError: an option is not known, or too few ranks run.
         ModelError: the model cannot be loaded or sharded.
     """
-    return InferenceModel(model, EngineOptions.from_arguments(tp=tp, ep=ep, pp=pp, **options), dtype)
+    chosen = EngineOptions.from_arguments(tp=tp, ep=ep, pp=pp, **options)
+    return InferenceModel(model, chosen, dtype, trust_remote_code=trust_remote_code)
 
 
 class InferenceModel(nn.Module):
@@ -63,28 +67,40 @@ class InferenceModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, model: nn.Module | str | Path, options: EngineOptions, dtype: str | torch.dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module | str | Path,
+        options: EngineOptions,
+        dtype: str | torch.dtype,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         super().__init__()
         wanted, device = parse_dtype(dtype), local_device()
         if wanted == torch.float16 and device.type == "cpu":
             wanted = torch.float32  # the CPU has no fast arithmetic of this dtype
         several = options.num_ranks > 1
         self._ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp) if several else None
+        self._options, self._trusts = options, trust_remote_code
+        self._llm: LLM | None = None
         if isinstance(model, nn.Module):
             module = model.to(device=device, dtype=wanted).eval()
+        elif options.streams_weights:
+            engine = make_engine(model, options, dtype=dtype, trust_remote_code=trust_remote_code, skip_tokenizer=True)
+            self._llm, module = LLM.from_engine(engine), engine.runner.model
         else:
             with nullcontext() if self._ranks is None else self._ranks.guard():
                 pipeline = None if self._ranks is None else self._ranks.pipeline
-                module = load_model(model, dtype=dtype, device=device, pipeline=pipeline)
-        self._options = options
-        self._llm: LLM | None = None
+                module = load_model(
+                    model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, pipeline=pipeline
+                )
         self._versions: list[tuple[int, int]] = []  # parameters at the last `generate`
         self.module = module
         self._link: StageLink | None = None
         if self._ranks is not None:
             with self._ranks.guard():
                 self._shard(module, self._ranks)
-        if options.weights is not None:
+        if options.weights is not None or options.streams_weights:
             self._find_llm()
 
     @property
@@ -146,7 +162,8 @@ class InferenceModel(nn.Module):
         Raises:
             ConfigError: weights are packed, and would change. Without a change, nothing is done.
         """
-        if self._options.weights is None:
+        options = self._options
+        if options.weights is None and not options.streams_weights:
             super()._apply(fn, recurse)
             return self
         kept = next((one for one in self.module.parameters() if not one.is_meta), torch.empty(0))
@@ -154,13 +171,13 @@ class InferenceModel(nn.Module):
         found = fn(probe)
         if (found.dtype, found.device) != (probe.dtype, probe.device):
             raise ConfigError(
-                f"weights are packed in {self._options.weights} for {probe.device}, and cannot become {found.dtype} on "
-                f"{found.device}; move or convert the model before init_inference"
+                f"weights are packed in {options.weights or options.weights_tier} for {probe.device}, and cannot "
+                f"become {found.dtype} on {found.device}; move or convert the model before init_inference"
             )
         return self
 
     def close(self) -> None:
-        """Free the KV cache. The module stays sharded."""
+        """Free the KV cache. The module stays sharded; streamed weights are closed for good."""
         if self._llm is not None:
             self._llm.close()
             self._llm = None
@@ -203,10 +220,16 @@ class InferenceModel(nn.Module):
         return llm
 
     def _find_llm(self) -> LLM:
+        if self._llm is None and self._options.streams_weights:
+            raise ConfigError(
+                f"weights_tier is {self._options.weights_tier!r}, and close has closed the file of the weights, or the "
+                "model was a live module; call init_inference with the model's directory"
+            )
         if self._llm is None:
             engine = make_rank_engine(
                 self.module,
                 self._options,
+                trust_remote_code=self._trusts,
                 skip_tokenizer=True,
                 ranks=self._ranks,
                 owned=self._options.weights is not None,
