@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from windlass.compress.conv1d_layers import make_linear
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import RequestOutput
 from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.weight_format import get_weight_format
 
 
 def _every_third(number: int) -> int:
@@ -71,3 +74,11 @@ def assert_greedy(model: Any, outputs: list[RequestOutput], tolerance: float = 1
         if answer.logprobs is not None:
             found = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
             torch.testing.assert_close(found, taken, atol=tolerance, rtol=0)
+
+
+def round_layers(model: nn.Module, weights: str) -> None:
+    """Round the weights of all linear layers to a format, in place."""
+    form = get_weight_format(weights)
+    make_linear(model)
+    for layer in [one for one in model.modules() if type(one) is nn.Linear]:
+        layer.weight = nn.Parameter(form.unpack(form.pack(layer.weight.detach())))

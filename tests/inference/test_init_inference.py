@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import GenerationConfig
+from transformers.pytorch_utils import Conv1D
 
 import windlass
 from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import round_layers
 from windlass.base.errors import ConfigError, ModelError, RequestError
 from windlass.compat.inference_engine import default_inference_config, init_inference
 from windlass.config.inference_section import InitInference
@@ -54,6 +56,21 @@ def test_the_engine_is_built_once_a_call_needs_it() -> None:
     assert engine._llm is None
     engine.generate(ids, attention_mask=mask, max_new_tokens=2)
     assert engine._llm is not None
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_conv1d_layers_are_packed_with_and_without_native_kernels(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_KERNELS", kernels)
+    model = build("gpt2", n_positions=96).eval()
+    engine = windlass.init_inference(copy.deepcopy(model), weights="int8", **SMALL)
+    kept = [one for one in engine.module.modules() if type(one) in (nn.Linear, Conv1D) and not one.weight.is_meta]
+    assert not kept
+    round_layers(model, "int8")
+    ids, mask = padded()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6)
+    assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=6), expected)
 
 
 @pytest.mark.parametrize("tier", ["disk", "host"])

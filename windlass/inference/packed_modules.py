@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from windlass.base.log import logger
+from windlass.compress.conv1d_layers import make_linear
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
@@ -30,7 +31,7 @@ from windlass.kernels.packed_gemm import (
     packed_linear,
     panel_rows,
 )
-from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
 from windlass.kernels.panel_memory import share_parameters
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
 from windlass.parallel.placement import get_placement, has_placement, set_placement
@@ -272,6 +273,18 @@ def _quantizes(form: WeightFormat, activations: str, stated: bool = False) -> bo
     if activations == "auto":
         return stated and narrow == torch.int8 or isinstance(form, CodedWeightFormat) and form.bits < 8
     return narrow is not None and activations == _ROUNDED[narrow]
+
+
+def pack_layers(model: nn.Module, weight_format: str, *, without_head: bool = False) -> None:
+    """Replace all linear layers of a model by `PackedLinear`, in place, for code that calls the modules.
+
+    Args:
+        without_head: leave the layer that computes logits, which tensor parallelism shards only unpacked.
+    """
+    find_head = getattr(model, "get_output_embeddings", None) if without_head else None
+    head = None if find_head is None else find_head()
+    make_linear(model)
+    pack_linear_layers(model, weight_format, lambda name: head is None or model.get_submodule(name) is not head)
 
 
 def can_pack(model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device, run_probe
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
-from windlass.inference.packed_modules import PackedModules, can_pack, pack_modules
+from windlass.inference.packed_modules import PackedModules, can_pack, pack_layers, pack_modules
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
@@ -26,11 +26,12 @@ from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.streamed_modules import StreamedModules
 from windlass.kernels.coded_formats import CodedWeightFormat
-from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
+from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import get_weight_format
 from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
+_WIDE = ("fp32", "bf16")
 _CHECKED_TOKENS = 8
 _STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
 _CHECKED_PROMPTS = (11, 5)  # lengths in tokens
@@ -92,13 +93,17 @@ def make_runner(
     # Few bits change the logits by more than any error of a runner, so the runner is compared with the packed model.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
+    prepared = False
     if ranks is not None and shards:
-        if options.weights is not None and owned and not can_pack(model):
-            pack_linear_layers(model, options.weights)  # before the layers get what sums their parts
-            options = options.replace(weights=None)
+        # Panels of layers with own forwards lie beside their packed bytes, so wide formats would take more memory.
+        native = can_pack(model)
+        if options.weights is not None and owned and not (native and (coarse or options.weights in _WIDE)):
+            # before the layers get what sums their parts; a part has the codes and scales of the whole matrix
+            pack_layers(model, options.weights, without_head=native)
+            prepared = True
         shard_for_inference(model, ranks)
     records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
-    packed = streamed or _pack(model, options, forward, owned=owned)
+    packed = streamed or _pack(model, options, forward, owned=owned, prepared=prepared)
     if packed is not None and owned and link is not None:
         drop_aliases(model)  # a tied embedding is in the packed head
     if options.check_at_load and coarse and ranks is None:
@@ -324,13 +329,22 @@ def _packed_format(model: nn.Module) -> str | None:
 
 
 def _pack(
-    model: nn.Module, options: EngineOptions, forward: CausalForward | StageForward, *, owned: bool
+    model: nn.Module,
+    options: EngineOptions,
+    forward: CausalForward | StageForward,
+    *,
+    owned: bool,
+    prepared: bool = False,
 ) -> PackedModules | None:
-    """Return packed weights of the model if they are requested or cost nothing, else None."""
+    """Return packed weights of the model if they are requested or cost nothing, else None.
+
+    Args:
+        prepared: layers are packed in the requested format already, all of them where native products are missing.
+    """
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
-    held = _packed_format(model)
+    held = None if prepared else _packed_format(model)
     if options.weights is not None and held is not None:
         raise ConfigError(
             f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
@@ -338,8 +352,8 @@ def _pack(
     if not (wanted or options.weights) or not can_pack(model):
         if options.deterministic:
             raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
-        if options.weights is not None:
-            pack_linear_layers(model, options.weights)
+        if options.weights is not None and not prepared:
+            pack_layers(model, options.weights)
         return None
     return pack_modules(
         model,

@@ -17,7 +17,13 @@ from windlass.base.errors import ModelError
 from windlass.parallel.tensor.fused_experts_layout import has_fused_experts
 from windlass.parallel.tensor.fused_qkv import FUSED_GATE_UP_NAMES
 from windlass.parallel.tensor.head_counts import FUSED_NAMES, KEY_NAMES, QUERY_NAMES, VALUE_NAMES
-from windlass.parallel.tensor.linear_layers import LinearLayer, find_linear_layers, is_inside, iterate_parent_names
+from windlass.parallel.tensor.linear_layers import (
+    LinearLayer,
+    as_linear_layer,
+    find_linear_layers,
+    is_inside,
+    iterate_parent_names,
+)
 from windlass.parallel.tensor.plan_entry import PlanEntry
 from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_cannot_shard_error
 
@@ -233,7 +239,7 @@ def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int
     if features == outside:
         return ""
     for name, module in modules.items():
-        if not is_inside(name, module_name) or isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        if not is_inside(name, module_name) or as_linear_layer(name, module) is not None:
             continue
         if any(parameter.dim() == 1 and parameter.numel() == features for parameter in module.parameters(False)):
             return name
