@@ -97,6 +97,37 @@ def test_loaded_models_pack_their_shards(tmp_path: Path, name: str, weights: str
     assert_greedy(model, first, 1e-4)
 
 
+BERT = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def prepared_in_int8(kernels: str) -> tuple[torch.Tensor, torch.Tensor]:
+    from transformers import BertConfig, BertModel
+
+    from windlass import init_inference
+
+    ids = torch.arange(3, 15)[None]
+    bert = BertConfig(**BERT)
+    with patch.dict(os.environ, {"WINDLASS_KERNELS": kernels}):
+        engine = init_inference(build_longer("llama"), tp=2, weights="int8", **SMALL)
+        tokens = engine.generate(ids, max_new_tokens=8, pad_token_id=0)
+        torch.manual_seed(0)
+        return tokens, init_inference(BertModel(bert), tp=2, weights="int8")(ids)[0]
+
+
+@pytest.mark.parametrize("kernels", ["", "reference"])
+def test_init_inference_packs_the_parts_of_ranks(kernels: str) -> None:
+    from transformers import BertConfig, BertModel
+
+    model, ids = build_longer("llama").eval(), torch.arange(3, 15)[None]
+    torch.manual_seed(0)
+    bert = BertModel(BertConfig(**BERT)).eval()
+    for one in (model, bert):
+        round_layers(one, "int8")
+    for tokens, hidden in run_ranks(prepared_in_int8, 2, kernels):
+        assert torch.equal(tokens, model.generate(ids, max_new_tokens=8, pad_token_id=0))
+        torch.testing.assert_close(hidden, bert(ids)[0], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow  # the next test has this axis beside another
 def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:
     assert_same(run_ranks(generate_everywhere, 2, ["mixtral"], {"ep": 2}, {}), ["mixtral"])

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GenerationConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.pytorch_utils import Conv1D
 
 import windlass
@@ -71,6 +78,25 @@ def test_conv1d_layers_are_packed_with_and_without_native_kernels(
     ids, mask = padded()
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=6)
     assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=6), expected)
+
+
+@pytest.mark.parametrize("kind", [BertModel, BertForSequenceClassification, T5ForConditionalGeneration])
+def test_models_without_logits_of_tokens_are_packed(kind: Any) -> None:
+    sizes = {"vocab_size": 128, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
+    config: Any = BertConfig(num_hidden_layers=2, **sizes)
+    if kind is T5ForConditionalGeneration:
+        config = T5Config(vocab_size=128, d_model=64, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    model = kind(config).eval()
+    ids = torch.randint(3, 128, (2, 9))
+    more = {"decoder_input_ids": ids} if kind is T5ForConditionalGeneration else {}
+    engine = init_inference(copy.deepcopy(model), dtype=torch.int8)
+    assert all(type(one) is not nn.Linear for one in engine.module.modules())
+    found, expected = engine(ids, **more)[0], model(ids, **more)[0]
+    assert (found - expected).abs().max() < 0.1 * expected.std()
+    round_layers(model, "int8")
+    torch.testing.assert_close(found, model(ids, **more)[0], rtol=1e-3, atol=1e-4)
+    if kind is T5ForConditionalGeneration:
+        assert torch.equal(engine.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5))
 
 
 @pytest.mark.parametrize("tier", ["disk", "host"])

@@ -13,12 +13,16 @@ from torch import nn
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError
+from windlass.base.log import logger
 from windlass.inference.engine_factory import make_engine, make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
+from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.model_loading import load_model, parse_dtype
+from windlass.inference.packed_modules import pack_layers
 from windlass.inference.parallel_model import shard_for_inference
 from windlass.inference.rank_channel import RankChannel, open_channel
+from windlass.inference.runner_factory import pack_before_sharding
 from windlass.inference.stage_link import StageLink, open_stage_link, split_for_inference
 from windlass.inference.transformers_generate import generate_by_engine
 
@@ -43,8 +47,8 @@ def init_inference(
         pp: ranks along the pipeline axis, each of which keeps some layers.
         dtype: dtype of the parameters; `auto`: as they are.
         trust_remote_code: run the model's own code from its directory, and that of a draft model.
-        options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good, and with
-            `weights_tier` those of a directory stay in a file.
+        options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good, those of
+            encoders and classifiers too, and with `weights_tier` those of a directory stay in a file.
 
     Raises:
         ConfigError: an option is not known, or too few ranks run.
@@ -81,7 +85,7 @@ class InferenceModel(nn.Module):
             wanted = torch.float32  # the CPU has no fast arithmetic of this dtype
         several = options.num_ranks > 1
         self._ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp) if several else None
-        self._options, self._trusts = options, trust_remote_code
+        self._trusts = trust_remote_code
         self._llm: LLM | None = None
         if isinstance(model, nn.Module):
             module = model.to(device=device, dtype=wanted).eval()
@@ -94,13 +98,19 @@ class InferenceModel(nn.Module):
                 module = load_model(
                     model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, pipeline=pipeline
                 )
+        self._packs_all = options.weights is not None and isinstance(model, nn.Module) and not _makes_logits(module)
+        self._options = options
         self._versions: list[tuple[int, int]] = []  # parameters at the last `generate`
         self.module = module
         self._link: StageLink | None = None
         if self._ranks is not None:
             with self._ranks.guard():
                 self._shard(module, self._ranks)
-        if options.weights is not None or options.streams_weights:
+        elif self._packs_all:
+            pack_layers(module, str(options.weights))
+        if self._packs_all:
+            self._options = options.replace(weights=None)
+        elif options.weights is not None or options.streams_weights:
             self._find_llm()
 
     @property
@@ -189,6 +199,10 @@ class InferenceModel(nn.Module):
             if ranks.pipeline is not None:
                 split_for_inference(module, ranks.pipeline)
         self._link = open_stage_link(module, ranks.pipeline)
+        if self._packs_all:
+            pack_layers(module, str(self._options.weights))
+        elif self._options.weights is not None:
+            pack_before_sharding(module, self._options.weights)
         shard_for_inference(module, ranks)
 
     def _run_stages(self, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,3 +250,17 @@ class InferenceModel(nn.Module):
             )
             self._llm = LLM.from_engine(engine)
         return self._llm
+
+
+def _makes_logits(model: nn.Module) -> bool:
+    """Return True if a model computes logits for each token, as the engine needs them."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    ids = torch.zeros(2, dtype=torch.long, device=find_device(model))
+    try:
+        with torch.inference_mode():
+            CausalForward(model)(ids, None, ids[:1])
+    except Exception as error:  # code of any model runs here
+        logger.debug("%s generates no tokens, so only its forward is prepared: %s", type(model).__name__, error)
+        return False
+    return True

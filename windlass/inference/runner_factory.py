@@ -93,17 +93,12 @@ def make_runner(
     # Few bits change the logits by more than any error of a runner, so the runner is compared with the packed model.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
-    prepared = False
     if ranks is not None and shards:
-        # Panels of layers with own forwards lie beside their packed bytes, so wide formats would take more memory.
-        native = can_pack(model)
-        if options.weights is not None and owned and not (native and (coarse or options.weights in _WIDE)):
-            # before the layers get what sums their parts; a part has the codes and scales of the whole matrix
-            pack_layers(model, options.weights, without_head=native)
-            prepared = True
+        if options.weights is not None and owned:
+            pack_before_sharding(model, options.weights)
         shard_for_inference(model, ranks)
     records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
-    packed = streamed or _pack(model, options, forward, owned=owned, prepared=prepared)
+    packed = streamed or _pack(model, options, forward, owned=owned, ranks=ranks)
     if packed is not None and owned and link is not None:
         drop_aliases(model)  # a tied embedding is in the packed head
     if options.check_at_load and coarse and ranks is None:
@@ -334,18 +329,15 @@ def _pack(
     forward: CausalForward | StageForward,
     *,
     owned: bool,
-    prepared: bool = False,
+    ranks: RankChannel | None,
 ) -> PackedModules | None:
-    """Return packed weights of the model if they are requested or cost nothing, else None.
-
-    Args:
-        prepared: layers are packed in the requested format already, all of them where native products are missing.
-    """
+    """Return packed weights of the model if they are requested or cost nothing, else None."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
-    held = None if prepared else _packed_format(model)
-    if options.weights is not None and held is not None:
+    held = _packed_format(model)
+    prepared = ranks is not None and held == options.weights  # by `pack_before_sharding`
+    if options.weights is not None and held is not None and not prepared:
         raise ConfigError(
             f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
         )
@@ -362,6 +354,19 @@ def _pack(
         activations=options.activations,
         frees_weights=owned,
     )
+
+
+def pack_before_sharding(model: nn.Module, weight_format: str) -> None:
+    """Pack layers whose parts will be summed over ranks, and all layers where native products are missing.
+
+    A part then has the codes and scales of the whole matrix. Other layers are packed after they are sharded.
+    """
+    native = can_pack(model)
+    coarse = isinstance(get_weight_format(weight_format), CodedWeightFormat)
+    # Groups of features may not end where ranks do. Panels of layers with a forward of their own lie beside the packed
+    # bytes, so wide formats would take more memory.
+    if not native or not (coarse or weight_format in _WIDE):
+        pack_layers(model, weight_format, without_head=native)
 
 
 def measure_step_cost(
