@@ -16,6 +16,7 @@ from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_o
 from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from windlass.attention import attention
 from windlass.base.errors import ConfigError
+from windlass.base.model_updates import note_update
 from windlass.inference.llm import LLM
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.paged_runner import PagedModelRunner
@@ -479,6 +480,29 @@ def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
             outputs = llm.generate(prompts, params)
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert found[0] == found[1] == found[2]
+
+
+def test_weights_that_change_in_place_are_packed_again() -> None:
+    model, other = build_longer("llama"), build_longer("llama", seed=1)
+    prompts = make_prompts(4, VOCABULARY, 40)
+    params = GREEDY.replace(logprobs=3, max_tokens=8)
+
+    def answers(llm: LLM) -> list[Any]:
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
+
+    with LLM(model, deterministic=True) as llm:
+        found = [answers(llm)]
+        for source, told in ((other, False), (build_longer("llama"), True)):
+            for parameter, value in zip(model.parameters(), source.parameters(), strict=True):
+                parameter.data.copy_(value)
+            if told:
+                note_update(model)
+            else:
+                llm.reset_prefix_cache()
+            found.append(answers(llm))
+    with LLM(other, deterministic=True) as llm:
+        assert found[1] == answers(llm) != found[0]
+    assert found[2] == found[0]
 
 
 @pytest.mark.parametrize("policy", ["orca", "prefill-first"])

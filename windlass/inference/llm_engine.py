@@ -274,6 +274,7 @@ class LLMEngine:
     def clear_prefix_cache(self) -> None:
         """Drop cached prefixes, after the weights have changed."""
         self.finish_started()
+        self.runner.refresh_weights()
         self._table.blocks.clear_cache()
 
     def close(self) -> None:
@@ -469,13 +470,9 @@ class LLMEngine:
         """Drop keys and values that were computed with other weights: a training engine changes its weights."""
         updates = count_updates(self.runner.model)
         if updates != self._updates:
-            if self.options.deterministic:
-                raise ModelError(
-                    "the weights of the model have changed, and deterministic=True packed a copy of them; build the "
-                    "engine with deterministic=False"
-                )
             self._updates = updates
             self.finish_started()
+            self.runner.refresh_weights()
             self._table.preempt_all()
 
     # results

@@ -137,6 +137,11 @@ class OwnCacheModelRunner:
         for new_id in new_ids:
             self._states[new_id] = copy.deepcopy(self._states[sequence_id])
 
+    def refresh_weights(self) -> None:
+        """Pack the weights of a live module again, after they have changed."""
+        if self._packed is not None:
+            self._packed.refresh()
+
     def close(self) -> None:
         """Free all caches and packed weights."""
         self.free_cache()

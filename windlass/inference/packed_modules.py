@@ -118,13 +118,21 @@ class PackedModules:
     Args:
         groups: all layers that are replaced.
         permanent: the layers stay replaced. Otherwise the model is as it was outside of `active`.
+        weight_format, activations: as for `pack_modules`.
         tables: embeddings that look up rows of a packed weight.
     """
 
     def __init__(
-        self, groups: Sequence[LinearGroup], *, permanent: bool = False, tables: Sequence[PanelTable] = ()
+        self,
+        groups: Sequence[LinearGroup],
+        *,
+        permanent: bool = False,
+        tables: Sequence[PanelTable] = (),
+        weight_format: str | None = None,
+        activations: str = "auto",
     ) -> None:
         self.groups, self._permanent = list(groups), permanent
+        self._weight_format, self._activations = weight_format, activations
         self._forwards = [pair for group in self.groups for pair in zip(group.modules, group.forwards(), strict=True)]
         self._forwards += [(table.module, table.forward) for table in tables]
         if permanent:
@@ -148,6 +156,12 @@ class PackedModules:
         finally:
             for module, _ in self._forwards:
                 del module.__dict__["forward"]
+
+    def refresh(self) -> None:
+        """Pack the weights of the layers again, if the layers still have them."""
+        for group in () if self._permanent else self.groups:
+            packed = pack_group(group.modules, self._weight_format, self._activations)
+            group.panels, group.bias = packed.panels, packed.bias
 
     def begin_forward(self) -> None:
         """Prepare for the next forward of the model."""
@@ -199,7 +213,9 @@ def pack_modules(
         if frees_weights:
             tables += _share_panels(model, group)
             free_weights(modules)
-    packed = PackedModules(groups, permanent=frees_weights, tables=tables)
+    packed = PackedModules(
+        groups, permanent=frees_weights, tables=tables, weight_format=weight_format, activations=activations
+    )
     if frees_weights:
         share_parameters(model.parameters())
     return packed

@@ -214,6 +214,11 @@ class PagedModelRunner:
         """Allocate pages of the KV cache; see [Note: pages of the cache]."""
         return self._population.advance()
 
+    def refresh_weights(self) -> None:
+        """Pack the weights of a live module again, after they have changed."""
+        if self._packed is not None:
+            self._packed.refresh()
+
     def close(self) -> None:
         """Free the KV cache and packed weights, and restore the model's attention function."""
         self.free_cache()

@@ -101,6 +101,10 @@ class ShardedRunner:
             self._channel.send(RankCommand.CALL, ("use_idle_time", ()))
             return self._runner.use_idle_time()
 
+    def refresh_weights(self) -> None:
+        """Pack the weights of a live module again on all ranks, after they have changed."""
+        self._call("refresh_weights")
+
     def close(self) -> None:
         """Free the KV caches, and end the workers."""
         if not self._channel.failed:

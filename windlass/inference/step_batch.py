@@ -176,6 +176,10 @@ class ModelRunner(Protocol):
         """Do some milliseconds of work that makes later steps faster; return False if there is none."""
         ...
 
+    def refresh_weights(self) -> None:
+        """Pack the weights of a live module again, after they have changed."""
+        ...
+
     def close(self) -> None:
         """Free the KV cache, and restore the model."""
         ...
