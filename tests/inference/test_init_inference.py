@@ -203,6 +203,18 @@ def test_samples_follow_the_seed_of_torch_and_the_number_of_sequences() -> None:
     assert not torch.equal(found[0], found[2])
 
 
+def test_more_answers_than_sequences_are_generated_in_parts() -> None:
+    model, (ids, mask) = small_model(), padded()
+    engine = windlass.init_inference(model, **{**SMALL, "max_sequences": 2})
+    settings = {"attention_mask": mask, "do_sample": True, "max_new_tokens": 8, "eos_token_id": None}
+    torch.manual_seed(0)
+    found = engine.generate(ids, num_return_sequences=5, **settings)
+    assert found.shape == (15, 15) and torch.equal(found[:, :7], ids.repeat_interleave(5, 0))
+    assert all(len(one.unique(dim=0)) == 5 for one in found.split(5))
+    with pytest.raises(RequestError, match="greedy"):
+        engine.generate(ids, num_return_sequences=5, top_k=1, **settings)
+
+
 def test_draws_follow_the_distribution_of_top_k_and_temperature() -> None:
     model = small_model()
     ids = torch.tensor([[5, 7, 9]])

@@ -193,7 +193,7 @@ def _assemble(
             _log_batch_advice(cost, options, streamed)
     if ranks is not None:
         if not ranks.is_leader:
-            return RankWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
+            return RankWorker(runner, ranks, options, tokenizer=tokenizer, max_model_len=longest)
         runner = ShardedRunner(runner, ranks)
     logger.info("%s: %s", type(module).__name__, runner.description)
     proposer = _make_proposer(options, runner, load_draft)

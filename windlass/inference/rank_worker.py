@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from windlass.base.errors import CommunicationError, ModelError
+from windlass.inference.engine_options import EngineOptions
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import own_modes
 from windlass.inference.rank_channel import RankChannel, RankCommand
@@ -18,12 +19,21 @@ class RankWorker:
     Args:
         runner: runner of this rank's part.
         channel: channel to the leader.
+        options: options of the engine.
         tokenizer: tokenizer of transformers, or None.
         max_model_len: tokens of a sequence.
     """
 
-    def __init__(self, runner: ModelRunner, channel: RankChannel, *, tokenizer: Any, max_model_len: int) -> None:
-        self._runner, self._channel = runner, channel
+    def __init__(
+        self,
+        runner: ModelRunner,
+        channel: RankChannel,
+        options: EngineOptions,
+        *,
+        tokenizer: Any,
+        max_model_len: int,
+    ) -> None:
+        self._runner, self._channel, self.options = runner, channel, options
         channel.gather(runner.block_nbytes)  # received by the leader
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.closed = False

@@ -12,7 +12,7 @@ import torch
 from windlass.base.errors import ModelError, RequestError
 from windlass.base.log import logger
 from windlass.inference.llm import LLM
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.sampling_params import MAX_CANDIDATES, SamplingParams
 
 _TRANSLATED = frozenset(
     {
@@ -63,15 +63,32 @@ def generate_by_engine(
     # others never occur, e.g. -1, which is given so that no token ends an answer
     ends = [token for token in _as_list(config.eos_token_id) if 0 <= token < size]
     params = _make_params(config, input_ids.shape[1], longest, llm.max_model_len, ends)
-    logger.debug("generate %d answers to %d prompts of up to %d tokens", params.n, len(prompts), longest)
-    seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
-    each = [params if params.is_greedy else params.replace(seed=seed) for seed in seeds]
-    outputs = llm.generate(prompts, each)
+    count = config.num_return_sequences or 1
+    if params.is_greedy and count > 1:
+        raise RequestError(
+            f"num_return_sequences is {count}, and the answers of a greedy search would be equal; set do_sample=True "
+            "with top_k above 1, or num_return_sequences=1",
+            parameter="num_return_sequences",
+        )
+    logger.debug("generate %d answers to %d prompts of up to %d tokens", count, len(prompts), longest)
+    # an engine runs the answers of one request together, so more of them are several requests
+    parts = _split(count, min(llm.engine.options.max_sequences, MAX_CANDIDATES))
+    seeds = torch.randint(1 << 62, (len(prompts) * len(parts),)).tolist()
+    each = [
+        params if params.is_greedy else params.replace(n=size, seed=seed)
+        for size, seed in zip(parts * len(prompts), seeds, strict=True)
+    ]
+    outputs = llm.generate([prompt for prompt in prompts for _ in parts], each)
     for output in outputs:
         if output.error is not None:
             raise (RequestError if output.is_request_error else ModelError)(output.error)
     answers = [answer.token_ids for output in outputs for answer in output.outputs]
-    return _pad(input_ids, answers, params.n, _pad_token(config))
+    return _pad(input_ids, answers, count, _pad_token(config))
+
+
+def _split(count: int, most: int) -> list[int]:
+    """Return `count` as a sum of numbers up to `most`."""
+    return [min(most, count - start) for start in range(0, count, most)]
 
 
 def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
@@ -126,7 +143,6 @@ def _make_params(config: Any, width: int, longest: int, window: int, ends: list[
         least = max((config.min_length or 0) - width, 0)
     draws = bool(config.do_sample)
     return SamplingParams(
-        n=config.num_return_sequences or 1,
         temperature=_or(config.temperature, 1.0) if draws else 0.0,
         top_k=_or(config.top_k, 50) if draws else 0,
         top_p=_or(config.top_p, 1.0) if draws else 1.0,
