@@ -94,6 +94,16 @@ def test_the_best_is_found_and_written_with_all_files(tmp_path: Path) -> None:
     assert again.best is not None and again.best.candidate == best.candidate
 
 
+def test_programs_get_a_value_for_every_list_and_the_report_names_what_is_left_out(tmp_path: Path) -> None:
+    zero = {"stage": [0, 3], "stage3_max_reuse_distance": [0, 1000]}
+    switches = {"fp16": {"enabled": True}, "bf16": {"enabled": [False, True]}}
+    raw = {"train_batch_size": 4, "optimizer": RAW["optimizer"], "zero_optimization": zero, **switches}
+    body = "assert {'zero_optimization.stage3_max_reuse_distance', 'bf16.enabled'} <= values.keys()\nmeasured(0.1)"
+    outcome = tuning(tmp_path, body, raw=raw).run()
+    assert [record.status for record in outcome.records] == [TrialStatus.MEASURED] * 3
+    assert any(line.startswith("3 are left out, which no run can have: z0_bf16: ") for line in summary_lines(outcome))
+
+
 def test_a_resumed_search_runs_trials_again_whose_files_are_damaged(tmp_path: Path) -> None:
     raw = {**RAW, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
     tuning(tmp_path, "measured(0.01 * (3 - stage))", raw=raw).run()
