@@ -259,7 +259,7 @@ class SearchSpace:
     def overrides_of(self, candidate: Candidate) -> dict[str, Any]:
         """Return the values by dotted key that replace those of the user's configuration.
 
-        A list of choices is replaced in any case: a program may read the user's file itself, and no run can have a list.
+        A list of choices is replaced in any case: a program may read the user's file, and no run can have a list.
         """
         return {**self.first_values, **candidate.overrides}
 
@@ -393,7 +393,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
 def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the configuration with the first value of each list of choices, and the lists.
 
-    At keys that the search has no knowledge of, a list states choices if the key takes its first value and not the list.
+    At keys that the search does not know, a list states choices if the key takes its first value and not the list.
     """
     stated: dict[str, tuple[Any, ...]] = {}
     wrong = [one.path for one in validate_config(raw).problems if one.kind is ProblemKind.TYPE]

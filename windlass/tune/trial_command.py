@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import ConfigError
-from windlass.config.config_overrides import value_at_path
+from windlass.config.config_loading import validate_config
+from windlass.config.config_overrides import canonical_path, is_section, override_keys, value_at_path
+from windlass.config.config_problems import ProblemKind
 from windlass.config.config_source import read_source
 
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
@@ -92,6 +94,38 @@ def replace_option(words: Sequence[str], option: str, value: str) -> list[str]:
             found[index] = f"{option}={value}"
             return found
     return [*found, option, value]
+
+
+def mapped_options(given: Mapping[str, Any], raw: dict[str, Any], source: str) -> dict[str, str]:
+    """Return options of the program by canonical configuration key.
+
+    Args:
+        given: The same by any spelling of the key.
+        raw: The user's configuration.
+        source: Name of the setting that states them, for errors.
+
+    Raises:
+        ConfigError: a key does not exist, or its option is none.
+    """
+    found: dict[str, str] = {}
+    for text, option in given.items():
+        key = canonical_path(text.strip())  # DeepSpeed's own example has a key that ends with a space
+        if not isinstance(option, str) or not option.startswith("-") or any(map(str.isspace, option)):
+            raise ConfigError(
+                f"{source}: {key} has {option!r}, which is not an option; write {key}: --OPTION of the script"
+            )
+        if is_section(key):
+            raise ConfigError(f"{source}: {key} is a section, which no option stands for; name a key inside of it")
+        for problem in validate_config(override_keys(raw, {key: 0})).problems:
+            is_inside = key.startswith(f"{problem.path}.")
+            if problem.kind is ProblemKind.UNKNOWN and (is_inside or key == problem.path):
+                raise ConfigError(f"{source}: {problem.path}: {problem.message}")
+            if problem.kind is ProblemKind.TYPE and is_inside:
+                raise ConfigError(f"{source}: {key} does not exist; {problem.path} has no keys inside")
+        if key in found:
+            raise ConfigError(f"{source}: {key} has two options, {found[key]} and {option}; drop one")
+        found[key] = option
+    return found
 
 
 def read_config(path: str) -> dict[str, Any]:

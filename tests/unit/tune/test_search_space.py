@@ -135,7 +135,11 @@ def test_the_first_trial_has_the_users_values_and_middle_ones_where_there_are_no
 
 def test_lists_in_the_users_file_are_replaced_where_their_key_has_no_effect() -> None:
     """A program may read the file itself, and then gets the values of the trial on top of it."""
-    zero = {"stage": [0, 3], "stage3_max_reuse_distance": [0, 1000], "stage3_gather_16bit_weights_on_model_save": [True]}
+    zero = {
+        "stage": [0, 3],
+        "stage3_max_reuse_distance": [0, 1000],
+        "stage3_gather_16bit_weights_on_model_save": [True],
+    }
     raw = config(zero_optimization=zero, parallel={"tp": [1, 2]})
     space = build_space(raw, 2, SearchLimits())
     found = space.candidates()
