@@ -108,7 +108,7 @@ def tune(
     settings = TuningSettings(
         out,
         limits=limits,
-        memory=parse_bytes(memory, "--memory") if memory is not None else None,
+        memory=_parse_memory(memory),
         tuner="gridsearch" if exhaustive else "optuna" if sampler == "optuna" else "model_based",
         trials=10**9 if exhaustive else trials,
         warmup=warmup,
@@ -164,6 +164,13 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _parse_memory(text: str | None) -> int | None:
+    found = parse_bytes(text, "--memory") if text is not None else None
+    if found == 0:
+        raise ConfigError("--memory 0: no rank fits into no memory; give the memory of a rank, such as 40GB")
+    return found
 
 
 def _parse_range(text: str | None) -> tuple[int | None, int | None]:

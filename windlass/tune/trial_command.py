@@ -69,6 +69,7 @@ def find_config(program: Sequence[str]) -> str:
     Raises:
         ConfigError: no option names one.
     """
+    missing = ""
     for flag in CONFIG_FLAGS:
         for index, word in enumerate(program):
             name, equals, value = word.partition("=")
@@ -77,6 +78,13 @@ def find_config(program: Sequence[str]) -> str:
             found = value if equals else program[index + 1] if index + 1 < len(program) else ""
             if found and Path(found).is_file():
                 return found
+            if found and not found.startswith("-"):  # --deepspeed may be a switch
+                missing = missing or f"{flag} {found}"
+    if missing:
+        raise ConfigError(
+            f"no configuration file is at {missing} of the program; give a path that exists, or use `windlass tune "
+            "--config ds.json`"
+        )
     raise ConfigError(
         f"the program has no configuration among its arguments ({', '.join(CONFIG_FLAGS)} FILE); pass one to it, or "
         "use `windlass tune --config ds.json`"
