@@ -54,6 +54,7 @@ def test_a_choice_is_a_single_value(value: str, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"search": ["zero_optimization.stage=1", "zero_optimization.stage=2"]}, "stage is given twice; write it once"),
+        ({"memory": "0"}, "--memory 0: no rank fits"),
         ({"sampler": "optuna", "exhaustive": True}, "--sampler optuna .* leave it or --exhaustive out"),
         ({"sampler": "optuna", "ray": "auto"}, "--sampler optuna .* leave it or --ray out"),
     ],

@@ -70,6 +70,8 @@ def plan(
     """Predict the peak memory of MODEL's training: device, host and disk of a rank, by moment. Allocates no weights."""
     if (model is None) == (shape is None):
         raise ConfigError("there are two models or none: give MODEL or --shape, one of them")
+    if nvme is not None and not choose:
+        raise ConfigError(f"--nvme {nvme}: without --choose the configuration states its tiers; add --choose")
     console = PrintableConsole(soft_wrap=False, highlight=False, markup=False)
     source: Any = config if config is not None else {"train_micro_batch_size_per_gpu": 1}
     settings = load_config(source)
@@ -114,7 +116,7 @@ def plan(
 
 
 def _require_limit(limits: RankLimits) -> None:
-    if limits == RankLimits():
+    if limits.device is None and limits.host is None:
         raise ConfigError("--choose needs a limit: give --gpu h200, or --host-memory 64GB for CPU ranks")
 
 

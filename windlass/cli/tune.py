@@ -12,14 +12,18 @@ import typer
 from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import ConfigError
 from windlass.base.printable_console import PrintableConsole
+from windlass.config.config_overrides import canonical_path
 from windlass.launch.visible_devices import count_devices
 from windlass.tune.autotuning_command import search_with_report
 from windlass.tune.optuna_sampler import import_optuna
 from windlass.tune.ray_trials import RayTrials
 from windlass.tune.search_space import SearchLimits
-from windlass.tune.trial_command import ProgramCommand, find_config, read_config
+from windlass.tune.trial_command import ProgramCommand, find_config, mapped_options, read_config
 from windlass.tune.tuning_report import as_json as outcome_as_json
 from windlass.tune.tuning_run import TuningRun, TuningSettings
+
+_SEARCH_EXAMPLE = "zero_optimization.stage=1,2"
+_MAP_EXAMPLE = "train_micro_batch_size_per_gpu=--per_device_train_batch_size"
 
 
 def tune(
@@ -97,12 +101,14 @@ def tune(
         train_max=high,
         has_device_memory=count_devices() > 0,
         nvme_path=nvme,
-        choices={key: _parse_choices(key, text) for key, text in _pairs(search, "--search")},
+        choices={
+            key: _parse_choices(key, text) for key, text in _pairs(search, "--search", "KEY=VALUE", _SEARCH_EXAMPLE)
+        },
     )
     settings = TuningSettings(
         out,
         limits=limits,
-        memory=parse_bytes(memory, "--memory") if memory is not None else None,
+        memory=_parse_memory(memory),
         tuner="gridsearch" if exhaustive else "optuna" if sampler == "optuna" else "model_based",
         trials=10**9 if exhaustive else trials,
         warmup=warmup,
@@ -110,15 +116,17 @@ def tune(
         trial_seconds=trial_seconds,
         metric=metric,
     )
+    raw = read_config(path)
+    options = mapped_options(dict(_pairs(mapped, "--map", "KEY=--OPTION", _MAP_EXAMPLE)), raw, "--map")
     launcher = [sys.executable, "-m", "windlass", "run", "--nproc", str(nproc)]
     launcher += ["--as-deepspeed"] if as_deepspeed else []
-    command = ProgramCommand(tuple(launcher), tuple(program), path, dict(_pairs(mapped, "--map")))
+    command = ProgramCommand(tuple(launcher), tuple(program), path, options)
     console = PrintableConsole(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
     hosts = RayTrials(ray, nproc, has_gpu=count_devices() > 0) if ray is not None else None
     if hosts is not None and hosts.hosts < 2:
         console.print("the Ray cluster has one host: trials run one after another")
         hosts = None
-    run = TuningRun(read_config(path), nproc, command, settings, parallel=hosts)
+    run = TuningRun(raw, nproc, command, settings, parallel=hosts)
     outcome = search_with_report(run, console, picture)
     if as_json:
         typer.echo(json.dumps(outcome_as_json(outcome), indent=1))
@@ -126,16 +134,16 @@ def tune(
         raise typer.Exit(128 + outcome.interrupted_by)
 
 
-def _pairs(given: list[str] | None, option: str) -> list[tuple[str, str]]:
+def _pairs(given: list[str] | None, option: str, form: str, example: str) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for text in given or []:
         key, equals, value = text.partition("=")
+        key = canonical_path(key.strip())
         if not (key and equals and value):
-            raise ConfigError(f"{option} {text!r} is not KEY=VALUE; write for example zero_optimization.stage=1,2")
+            raise ConfigError(f"{option} {text!r} is not {form}; write for example {example}")
         if any(key == earlier for earlier, _ in pairs):
-            raise ConfigError(
-                f"{option} {text!r}: {key} is given twice; write it once, and choices as {key}=VALUE,VALUE"
-            )
+            hint = f", and choices as {key}=VALUE,VALUE" if form == "KEY=VALUE" else ""
+            raise ConfigError(f"{option} {text!r}: {key} is given twice; write it once{hint}")
         pairs.append((key, value))
     return pairs
 
@@ -156,6 +164,13 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _parse_memory(text: str | None) -> int | None:
+    found = parse_bytes(text, "--memory") if text is not None else None
+    if found == 0:
+        raise ConfigError("--memory 0: no rank fits into no memory; give the memory of a rank, such as 40GB")
+    return found
 
 
 def _parse_range(text: str | None) -> tuple[int | None, int | None]:

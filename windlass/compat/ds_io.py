@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -17,6 +16,7 @@ from windlass.base.byte_counts import parse_bytes
 from windlass.base.errors import StorageError, WindlassError
 from windlass.base.text import print_escaped
 from windlass.launch.launch_flags import int_between
+from windlass.storage.disk_processes import measure_processes
 from windlass.storage.disk_sweep import (
     DEFAULT_SETTINGS,
     DiskMeasurement,
@@ -94,15 +94,18 @@ def ds_io(argv: Sequence[str] | None = None) -> int:
             folders = [Path(asked.folder)] * asked.multi_process
         if not folders:
             raise StorageError("ds_io: no folder is given; write --folder FOLDER")
-        found = _measure_at_once(setting, folders, parse_size(asked.io_size, "--io_size"), asked.loops)
+        nbytes = parse_size(asked.io_size, "--io_size")
+        # one folder is measured in this process
+        measure = measure_setting if len(folders) == 1 else measure_processes
+        found = measure(setting, folders, nbytes, asked.loops)
     except WindlassError as error:
         print_escaped(f"ds_io: {error}", to_stderr=True)
         return 1
     kind = "read" if asked.read else "write"
-    rate = sum(one.read_rate if asked.read else one.write_rate for one in found)
-    print_escaped(f"engine: {found[0].engine}")
+    rate = found.read_rate if asked.read else found.write_rate
+    print_escaped(f"engine: {found.engine}")
     print_escaped(
-        f"{kind}: {rate / 1e9:.3f} GB/s of {asked.io_size} by {len(found)} processes, block size {asked.block_size}, "
+        f"{kind}: {rate / 1e9:.3f} GB/s of {asked.io_size} by {len(folders)} processes, block size {asked.block_size}, "
         f"queue depth {asked.queue_depth}"
     )
     return 0
@@ -215,14 +218,6 @@ def _refuse_device_memory(command: str, *, gpu: bool, gds: bool) -> None:
         raise StorageError(
             f"{command}: {flag} is not built; measure host memory, through which offloaded tensors pass: drop the flag"
         )
-
-
-def _measure_at_once(setting: DiskSetting, folders: list[Path], nbytes: int, loops: int) -> list[DiskMeasurement]:
-    """Measure one process for each folder, all at once. One folder is measured in this process."""
-    if len(folders) == 1:
-        return [measure_setting(setting, folders, nbytes, loops)]
-    with multiprocessing.get_context("spawn").Pool(len(folders)) as pool:
-        return pool.starmap(measure_setting, [(setting, [folder], nbytes, loops) for folder in folders])
 
 
 def io_main() -> None:

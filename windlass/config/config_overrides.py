@@ -36,6 +36,24 @@ def value_at_path(raw: Mapping[str, Any], path: str, default: Any = None) -> Any
     return found
 
 
+def canonical_path(path: str) -> str:
+    """Return a dotted path with the canonical spelling of every key; unknown keys stay as they are."""
+    section: type[ConfigSection] | None = Config
+    found = []
+    for name in path.split("."):
+        found.append(canonical_names(section).get(name, name) if section is not None else name)
+        section = _inner_section(section, found[-1])
+    return ".".join(found)
+
+
+def is_section(path: str) -> bool:
+    """Return True if a section with keys of its own is at a dotted canonical path."""
+    section: type[ConfigSection] | None = Config
+    for name in path.split("."):
+        section = _inner_section(section, name)
+    return section is not None
+
+
 def _set(holder: dict[str, Any], section: type[ConfigSection] | None, path: list[str], value: Any) -> None:
     name, *rest = path
     spelled = [key for key in _spellings(section, name) if key in holder]

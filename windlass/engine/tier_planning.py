@@ -93,10 +93,11 @@ def plan_tiers(
     found: list[tuple[TierRates, TierMemory]] = mesh.world.all_gather_object((rates, memory))
     rates = reduce(TierRates.slowest, (one for one, _ in found))
     memory = reduce(TierMemory.smallest, (one for _, one in found))
-    state_bytes, separates = 0, False
+    state_bytes, separates, reduces, rank_states = 0, False, False, 0
     if optimizer is not None:
         kind = update_class(optimizer, settings.policy.state)
-        separates = kind.separates_masters(settings.policy.state)
+        separates, reduces = kind.separates_masters(settings.policy.state), kind.reduces_itself
+        rank_states = len(kind.rank_state_keys(optimizer, settings.policy.state))
         state_bytes = (
             _ASSUMED_STATE_BYTES
             if kind.steps_whole_units
@@ -111,6 +112,8 @@ def plan_tiers(
         state_bytes,
         trains=optimizer is not None,
         separates_masters=separates,
+        reduces_itself=reduces,
+        rank_states=rank_states,
         shares_memory=transport == "shm" and not settings.wire_options.quantizes,
         staging=staging.limit if staging is not None else 0,
     )
@@ -151,6 +154,8 @@ def sizes_of_units(
     *,
     trains: bool,
     separates_masters: bool = False,
+    reduces_itself: bool = False,
+    rank_states: int = 0,
     shares_memory: bool = False,
     staging: int = 0,
 ) -> tuple[list[Unit], TierSizes]:
@@ -164,6 +169,8 @@ def sizes_of_units(
         settings,
         state_bytes,
         separates_masters=separates_masters,
+        reduces_itself=reduces_itself,
+        rank_states=rank_states,
         shares_memory=shares_memory,
         staging=staging,
     )

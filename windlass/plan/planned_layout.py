@@ -268,6 +268,8 @@ def _with_chosen_tiers(
         states.bytes_per_element,
         trains=True,
         separates_masters=states.separates_masters,
+        reduces_itself=states.reduces_itself,
+        rank_states=len(states.rank_keys),
         shares_memory=_shares_memory(target, settings, planned_dp_groups(mesh, sharded=settings.policy.state)[0]),
         staging=staging,
     )

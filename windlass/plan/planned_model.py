@@ -180,5 +180,10 @@ def _constructed_module(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """Return the first line of a message, with the next one if it ends with a colon, and the type of other errors than
+    those that state what is wrong with a file."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {first}" if isinstance(error, (ArithmeticError, LookupError, TypeError)) else first

@@ -191,7 +191,7 @@ class _Reader:
         """Return the device that a table describes by its differences from a known device."""
         self.check_keys(table, _DEVICE, "device.")
         name = table.get("part", base)
-        if name is not None and name not in DEVICES:
+        if name is not None and name not in tuple(DEVICES):  # a list cannot be looked up in a dict
             raise self.fail("device.part", name, f"is not a known device; write one of {', '.join(DEVICES)}")
         if name is None:
             missing = [key for key in ("flops", "memory", "memory_rate") if key not in table]
@@ -229,7 +229,7 @@ class _Reader:
         """Return the host that a table describes by its differences from a known host."""
         self.check_keys(table, _HOST, "host.")
         name = table.get("part", base)
-        if name is not None and name not in HOSTS:
+        if name is not None and name not in tuple(HOSTS):
             raise self.fail("host.part", name, f"is not a known host; write one of {', '.join(HOSTS)}")
         part = HOSTS[name] if name is not None else None
         device_link = self.link(table, "device_link", part.device_link if part else None)
@@ -277,7 +277,7 @@ class _Reader:
                 "network.topology", topology, "needs [[links]]" if not links else 'ignores [[links]]; write "links"'
             )
         shape = table.get("shape", [])
-        if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
+        if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
             raise self.fail("network.shape", shape, "is not a list of sides; write e.g. [4, 4, 8]")
         plain = Network()
         oversubscription = self.number(table, "oversubscription", plain.oversubscription, where="network.", most=1e6)

@@ -52,6 +52,25 @@ def measure_setting(setting: DiskSetting, folders: Sequence[Path], nbytes: int, 
     Raises:
         StorageError: a folder is missing, not writable or too full.
     """
+    found, engine = measure_runs(setting, folders, nbytes, loops)
+    return DiskMeasurement(setting, max(one.read_rate for one in found), max(one.write_rate for one in found), engine)
+
+
+def measure_runs(
+    setting: DiskSetting,
+    folders: Sequence[Path],
+    nbytes: int,
+    loops: int,
+    before_timed: Callable[[], None] | None = None,
+) -> tuple[list[IoRates], str]:
+    """Measure one setting `loops` times. Return the rates of each run, and the description of the I/O engine.
+
+    Args:
+        before_timed: Called before each timed transfer: writes, then reads.
+
+    Raises:
+        StorageError: a folder is missing, not writable or too full.
+    """
     for folder in folders:
         if not folder.is_dir():  # the disk tier would create it
             raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
@@ -62,9 +81,7 @@ def measure_setting(setting: DiskSetting, folders: Sequence[Path], nbytes: int, 
         threads=setting.intra_op_parallelism,
         label="windlass-bench",
     ) as tier:
-        found: list[IoRates] = [tier.measure_rates(nbytes) for _ in range(loops)]
-        engine = tier.description()
-    return DiskMeasurement(setting, max(one.read_rate for one in found), max(one.write_rate for one in found), engine)
+        return [tier.measure_rates(nbytes, before_timed=before_timed) for _ in range(loops)], tier.description()
 
 
 def sweep(

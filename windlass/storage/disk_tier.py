@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -207,11 +207,14 @@ class DiskTier:
                     logger.debug("disk buffers are not registered (%s; check ulimit -l)", error_name(-place))
             return tensor
 
-    def measure_rates(self, nbytes: int = 256 << 20) -> IoRates:
+    def measure_rates(self, nbytes: int = 256 << 20, *, before_timed: Callable[[], None] | None = None) -> IoRates:
         """Measure the rates of writing and then reading `nbytes` on the idle tier, in space that was written once
         before.
 
         The measurement temporarily uses that space and a buffer of at most 64 MiB. `io_rates` does not include it.
+
+        Args:
+            before_timed: Called before the timed writes, and again before the timed reads.
         """
         with self._lock:
             before, size = self._transfers.totals(), page_up(max(nbytes, 1))
@@ -219,6 +222,8 @@ class DiskTier:
             try:
                 buffer, found = self.allocate_buffer(min(size, _MEASURED_AT_ONCE)), IoRates()
                 for write, counts in ((True, False), (True, True), (False, True)):
+                    if counts and before_timed is not None:
+                        before_timed()
                     start = self._transfers.totals()
                     places = range(0, size, buffer.numel())
                     for transfer in [self._transfers.start(write, extent, at, buffer[: size - at]) for at in places]:

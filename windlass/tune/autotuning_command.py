@@ -16,7 +16,7 @@ from windlass.config import Config, load_config
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.visible_devices import count_devices
 from windlass.tune.search_space import SearchLimits
-from windlass.tune.trial_command import ProgramCommand, find_config, read_config
+from windlass.tune.trial_command import ProgramCommand, find_config, mapped_options, read_config
 from windlass.tune.tuning_report import draw_trials, summary_lines, trial_line, trials_table
 from windlass.tune.tuning_run import TuningOutcome, TuningRun, TuningSettings
 
@@ -53,7 +53,8 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
 
     Raises:
         LaunchError: the section `autotuning` is off.
-        ConfigError: the program's arguments name no configuration, or nothing can be searched.
+        ConfigError: the program's arguments name no configuration, nothing can be searched, or `arg_mappings` has an
+            unknown key.
         TuningError: no trial could be measured.
     """
     path = find_config(program)
@@ -62,7 +63,7 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
     if not section.autotuning.enabled:
         raise LaunchError(f'{_FLAG} {mode}: {path} has no "autotuning": {{"enabled": true}}; add it')
     settings = settings_of(section)
-    mapped = section.autotuning.arg_mappings or {}
+    mapped = mapped_options(section.autotuning.arg_mappings or {}, raw, "autotuning.arg_mappings")
     command = ProgramCommand(tuple(launcher), tuple(program), path, mapped)
     console = PrintableConsole(stderr=True, soft_wrap=True, highlight=False, markup=False)
     outcome = search_with_report(TuningRun(raw, world_size, command, settings), console)

@@ -17,6 +17,7 @@ from windlass.config.axis_sizes import data_loading_size_of
 from windlass.config.batch_sizes import ACCUMULATION, KEYS, MICRO, TRAIN
 from windlass.config.config_loading import validate_config
 from windlass.config.config_overrides import override_keys, value_at_path
+from windlass.config.config_problems import ProblemKind
 
 STAGE = "zero_optimization.stage"
 STATES_TIER = "zero_optimization.offload_optimizer.device"
@@ -160,6 +161,7 @@ class SearchSpace:
         train: Global batch that all candidates keep; None: the configuration states none, and micro-batches are free.
         accumulation: Accumulation steps of free micro-batches.
         given: Values of the user's configuration at searched keys.
+        first_values: First value of each list of choices in the user's configuration.
         refused: Reason why no run can have a combination, by the name of the candidate.
     """
 
@@ -171,6 +173,7 @@ class SearchSpace:
     accumulation: int = 1
     nvme_path: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
+    first_values: Mapping[str, Any] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     _data_ranks_by_values: dict[tuple[Any, ...], int] = field(default_factory=dict, init=False, repr=False)
 
@@ -253,6 +256,13 @@ class SearchSpace:
         """Return the whole configuration of a candidate, with "auto" where another program fills in values."""
         return override_keys(self.base, candidate.overrides)
 
+    def overrides_of(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the values by dotted key that replace those of the user's configuration.
+
+        A list of choices is replaced in any case: a program may read the user's file, and no run can have a list.
+        """
+        return {**self.first_values, **candidate.overrides}
+
     def usual_choice(self, dimension: Dimension) -> Any:
         """Return the value of a key in the base configuration if it is a choice; else the last choice of keys whose
         defaults are large, and the first choice of other keys."""
@@ -328,8 +338,9 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
     Raises:
         ConfigError: the configuration is invalid, or nothing can be searched.
     """
-    base, stated = _take_lists({key: value for key, value in raw.items() if key != "autotuning"})
-    stated |= limits.choices
+    base, listed = _take_lists({key: value for key, value in raw.items() if key != "autotuning"})
+    first_values = {key: values[0] for key, values in listed.items()}
+    stated = {**listed, **limits.choices}
     _require_choices(stated)
     if TRAIN in stated and value_at_path(base, TRAIN) not in stated[TRAIN]:
         base = override_keys(base, {TRAIN: stated[TRAIN][0]})
@@ -374,16 +385,25 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
             "KEY=VALUE,VALUE"
         )
     given = {one.key: value for one in dimensions if (value := value_at_path(raw, one.key)) in one.choices}
-    return SearchSpace(base, dimensions, world_size, data_ranks, train, batch.accumulation, limits.nvme_path, given)
+    return SearchSpace(
+        base, dimensions, world_size, data_ranks, train, batch.accumulation, limits.nvme_path, given, first_values
+    )
 
 
 def _take_lists(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the configuration with the first value of each list at a searched key, and the lists."""
+    """Return the configuration with the first value of each list of choices, and the lists.
+
+    At keys that the search does not know, a list states choices if the key takes its first value and not the list.
+    """
     stated: dict[str, tuple[Any, ...]] = {}
-    for key in (*_SHORT_NAMES, TRAIN):
+    wrong = [one.path for one in validate_config(raw).problems if one.kind is ProblemKind.TYPE]
+    for key in (*_SHORT_NAMES, *wrong):
         value = value_at_path(raw, key)
         if isinstance(value, list) and value:
             stated[key] = tuple(value)
+    base = override_keys(raw, {key: values[0] for key, values in stated.items()})
+    still_wrong = {one.path for one in validate_config(base).problems} - _SHORT_NAMES.keys()
+    stated = {key: values for key, values in stated.items() if key not in still_wrong}
     return override_keys(raw, {key: values[0] for key, values in stated.items()}), stated
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.base.errors import ConfigError
-from windlass.config.config_overrides import value_at_path
+from windlass.config.config_loading import validate_config
+from windlass.config.config_overrides import canonical_path, is_section, override_keys, value_at_path
+from windlass.config.config_problems import ProblemKind
 from windlass.config.config_source import read_source
 
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config")
@@ -67,6 +69,7 @@ def find_config(program: Sequence[str]) -> str:
     Raises:
         ConfigError: no option names one.
     """
+    missing = ""
     for flag in CONFIG_FLAGS:
         for index, word in enumerate(program):
             name, equals, value = word.partition("=")
@@ -75,6 +78,13 @@ def find_config(program: Sequence[str]) -> str:
             found = value if equals else program[index + 1] if index + 1 < len(program) else ""
             if found and Path(found).is_file():
                 return found
+            if found and not found.startswith("-"):  # --deepspeed may be a switch
+                missing = missing or f"{flag} {found}"
+    if missing:
+        raise ConfigError(
+            f"no configuration file is at {missing} of the program; give a path that exists, or use `windlass tune "
+            "--config ds.json`"
+        )
     raise ConfigError(
         f"the program has no configuration among its arguments ({', '.join(CONFIG_FLAGS)} FILE); pass one to it, or "
         "use `windlass tune --config ds.json`"
@@ -92,6 +102,38 @@ def replace_option(words: Sequence[str], option: str, value: str) -> list[str]:
             found[index] = f"{option}={value}"
             return found
     return [*found, option, value]
+
+
+def mapped_options(given: Mapping[str, Any], raw: dict[str, Any], source: str) -> dict[str, str]:
+    """Return options of the program by canonical configuration key.
+
+    Args:
+        given: The same by any spelling of the key.
+        raw: The user's configuration.
+        source: Name of the setting that states them, for errors.
+
+    Raises:
+        ConfigError: a key does not exist, or its option is none.
+    """
+    found: dict[str, str] = {}
+    for text, option in given.items():
+        key = canonical_path(text.strip())  # DeepSpeed's own example has a key that ends with a space
+        if not isinstance(option, str) or not option.startswith("-") or any(map(str.isspace, option)):
+            raise ConfigError(
+                f"{source}: {key} has {option!r}, which is not an option; write {key}: --OPTION of the script"
+            )
+        if is_section(key):
+            raise ConfigError(f"{source}: {key} is a section, which no option stands for; name a key inside of it")
+        for problem in validate_config(override_keys(raw, {key: 0})).problems:
+            is_inside = key.startswith(f"{problem.path}.")
+            if problem.kind is ProblemKind.UNKNOWN and (is_inside or key == problem.path):
+                raise ConfigError(f"{source}: {problem.path}: {problem.message}")
+            if problem.kind is ProblemKind.TYPE and is_inside:
+                raise ConfigError(f"{source}: {key} does not exist; {problem.path} has no keys inside")
+        if key in found:
+            raise ConfigError(f"{source}: {key} has two options, {found[key]} and {option}; drop one")
+        found[key] = option
+    return found
 
 
 def read_config(path: str) -> dict[str, Any]:

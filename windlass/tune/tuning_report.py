@@ -63,6 +63,10 @@ def summary_lines(outcome: TuningOutcome) -> list[str]:
     discarded = [record for record in outcome.records if record.status is TrialStatus.DISCARDED]
     if discarded:
         lines.append(f"{len(discarded)} were not run: {discarded[0].candidate.name}: {discarded[0].error}; and so on")
+    if outcome.refused:
+        name, reason = next(iter(outcome.refused.items()))
+        more = "; and so on" if len(outcome.refused) > 1 else ""
+        lines.append(f"{len(outcome.refused)} are left out, which no run can have: {name}: {reason}{more}")
     if outcome.forecast.problem:
         known = len(outcome.forecast.device_bytes)
         lines.append(f"memory was not predicted for all configurations ({known} are): {outcome.forecast.problem}")

@@ -102,6 +102,7 @@ class TuningOutcome:
         candidates: Number of candidates of the space.
         forecast: Facts and predictions.
         interrupted_by: Number of the signal that stopped the search; None: it ended by itself.
+        refused: Reason why no run can have a combination, by the name of the candidate.
     """
 
     best: TrialRecord | None
@@ -111,6 +112,7 @@ class TuningOutcome:
     forecast: ForecastResult
     seconds: float = 0.0
     interrupted_by: int | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class TuningRun:
         config = self.space.config_of(best.candidate) if best is not None else None
         forecast = self.forecast or ForecastResult()
         spent = sum(record.seconds for record in records)
-        return TuningOutcome(best, config, records, len(self.candidates), forecast, spent, interrupted_by)
+        refused = self.space.refused
+        return TuningOutcome(best, config, records, len(self.candidates), forecast, spent, interrupted_by, refused)
 
     def measure(self, candidate: Candidate) -> TrialRecord:
         """Run the trial of a candidate, or discard it by its prediction."""
@@ -362,7 +365,8 @@ class TuningRun:
         best = self.state.best()
         ends_early = ends_early and settings.ends_early and best is not None and self._keeps_batch(candidate, best)
         slow = _SLOW * best.step_s if best is not None and ends_early else None
-        job = TrialJob(str(result), candidate.overrides, settings.warmup, settings.steps, slow)
+        overrides = self.space.overrides_of(candidate)
+        job = TrialJob(str(result), overrides, settings.warmup, settings.steps, slow)
         if self.forecast is None:
             job = self._with_forecast(job)
         command = self.command.for_trial(folder / "ds_config.json", config)
@@ -421,7 +425,7 @@ class TuningRun:
     def _with_forecast(self, job: TrialJob) -> TrialJob:
         plans = self.settings.memory is not None or self.settings.limits.has_device_memory
         order = ForecastOrder(
-            {one.name: one.overrides for one in self.candidates} if plans else {},
+            {one.name: self.space.overrides_of(one) for one in self.candidates} if plans else {},
             str(self.files.results / "forecast.json"),
             plans,
         )

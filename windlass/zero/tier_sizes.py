@@ -44,6 +44,8 @@ def tier_sizes(
     state_bytes: int,
     *,
     separates_masters: bool = False,
+    reduces_itself: bool = False,
+    rank_states: int = 0,
     shares_memory: bool = False,
     staging: int = 0,
 ) -> TierSizes:
@@ -53,11 +55,13 @@ def tier_sizes(
         plans: Their plans, with the parameters as the script built them.
         state_bytes: Bytes per element of optimizer states.
         separates_masters: Parameters never serve as master weights.
+        reduces_itself: The update takes local gradients, which are whole on every rank.
+        rank_states: Number of states that each rank keeps for all elements, see [Note: per-rank states].
         shares_memory: Sharded parameters on the device are in memory that all ranks read.
         staging: Bytes of host memory that stage NVMe transfers.
     """
     policy, accumulate = settings.policy, settings.accumulation_dtype.itemsize
-    of_units, whole, gradients, blocks = [], 0, 0, dict[int, int]()
+    of_units, whole, gradients, kept, blocks = [], 0, 0, 0, dict[int, int]()
     spans, widths, rings = [0], [0], dict[int, int]()
     for unit, plan in zip(units, plans, strict=True):
         span, own = unit.state_stop - unit.state_start, sum(piece.numel for piece in unit.pieces())
@@ -86,8 +90,9 @@ def tier_sizes(
         widths.append(unit.layout.padded)
         if policy.grad:
             rings[id(unit.dp_group)] = max(rings.get(id(unit.dp_group), 0), unit.layout.padded)
-        else:
+        if reduces_itself or not policy.grad:
             gradients += unit.layout.padded
+        kept += sum(unit.layout.numels) * torch.float32.itemsize * rank_states
     block = max(blocks.values(), default=0)
     casts = settings.reduce_dtype != settings.accumulation_dtype
     temporary = max(widths) * settings.reduce_dtype.itemsize if casts else 0
@@ -97,6 +102,7 @@ def tier_sizes(
     unsharded = (_LIVE + _BEYOND) * block
     fixed = FixedBytes(
         device=whole
+        + kept
         + (gradients + 2 * sum(rings.values())) * accumulate
         + temporary
         + (0 if shares_memory else unsharded),

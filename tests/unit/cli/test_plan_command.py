@@ -86,9 +86,17 @@ def test_wrong_options_name_the_fix(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give MODEL or --shape"):
         run(model, "--shape", "7b")
     with pytest.raises(ConfigError, match="--choose needs a limit"):
-        run(model, "--choose")
+        run(model, "--choose", "--disk-space", "1T")
+    with pytest.raises(ConfigError, match="--nvme /fast: without --choose"):
+        run(model, "--nvme", "/fast")
     with pytest.raises(ModelError, match="no model at .*missing"):
         run(str(tmp_path / "missing"))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
+    with pytest.raises(ModelError, match=r"Validation error for field 'hidden_size':.*\bint\b"):
+        run(model)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_attention_heads": 0}))
+    with pytest.raises(ModelError, match="ZeroDivisionError"):
+        run(model)
 
 
 T5 = {

@@ -208,6 +208,9 @@ def test_a_record_keeps_no_secrets_and_survives_a_crash(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"empty.jsonl has no line of a run yet"):
+        read_run(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match=r"no run at .*nothing.*jsonl_monitor"):
         page_of(str(tmp_path / "nothing"), folder=tmp_path)
     write_record(tmp_path / "run.jsonl")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from windlass.compat.ds_io import ds_io, ds_nvme_tune, parse_size, read_sweep
 from windlass.compat.ds_ssh import ds_ssh
 from windlass.config import load_config
 from windlass.config.elastic_batch import find_elastic_batch
+from windlass.storage.disk_processes import ProcessRuns, TimedTransfer, combine_runs, measure_one
 from windlass.storage.disk_sweep import DiskMeasurement, DiskSetting, best_measurement, sweep
 
 
@@ -51,6 +54,29 @@ def test_sweep_measures_each_setting_in_every_round(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StorageError, match="is not a directory"):
         sweep(settings, [tmp_path / "missing"], 4096)
+
+
+def test_rate_of_processes_counts_from_the_first_start_to_the_last_end() -> None:
+    def process(start: float, end: float) -> ProcessRuns:
+        late = TimedTransfer(100, start + 50, end + 51)
+        return ProcessRuns([TimedTransfer(100, start, end), late], [late, late], "io_uring")
+
+    found = combine_runs(DiskSetting(), [process(0.0, 1.0), process(3.0, 4.0)])
+    assert (found.write_rate, found.read_rate) == (200 / 4.0, 200 / 5.0)
+
+
+def test_processes_start_every_transfer_together_and_one_that_fails_stops_the_others(tmp_path: Path) -> None:
+    def measure_both(*folders: Path) -> list[Future[ProcessRuns]]:
+        barrier = threading.Barrier(2)
+        with ThreadPoolExecutor(2) as pool:
+            return [pool.submit(measure_one, DiskSetting(4096, 2), one, 65536, 2, barrier) for one in folders]
+
+    first, second = (one.result() for one in measure_both(tmp_path, tmp_path))
+    for mine, its, before in zip(first.reads, second.reads, zip(first.writes, second.writes, strict=True), strict=True):
+        assert min(mine.start, its.start) >= max(one.start for one in before), "a read starts after all writes"
+        assert mine.nbytes == its.nbytes == 65536
+    errors = [one.exception() for one in measure_both(tmp_path, tmp_path / "none")]
+    assert isinstance(errors[0], threading.BrokenBarrierError) and "is not a directory" in str(errors[1])
 
 
 def test_ds_io(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

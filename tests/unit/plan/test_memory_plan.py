@@ -26,6 +26,8 @@ from windlass.plan.plan_run import RunShape, plan_memory, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout
 from windlass.plan.planned_model import build_from_shape, build_on_meta
 from windlass.plan.rank_limits import RankLimits, gpu_bytes
+from windlass.storage.slot import Tier
+from windlass.zero.core.tier_choice import TierMemory
 
 SIZES = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
@@ -424,3 +426,15 @@ def test_states_that_differ_between_ranks_are_exact(name: str, params: dict[str,
     torch.distributed.destroy_process_group()
     assert planned["per-rank states"] == sum(real[key] for key in layout.states.rank_keys)
     assert sum(planned.values()) == sum(real.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_chosen_tiers_leave_room_for_the_states_of_each_rank(stage: int) -> None:
+    config = settings(stage, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}, offload="auto")
+    layout = plan_layout(Narrow(), load_config(config), 1, Target(), memory=TierMemory(2**30))
+    planned = MemoryPlanner(Narrow(), load_config(config), layout, ActivationTrace()).slot_bytes()
+    assert layout.choice is not None and layout.choice.used[Tier.DEVICE] >= sum(planned.values())
+    needed = layout.choice.used[Tier.DEVICE]
+    with pytest.raises(ConfigError, match=f"lacks 1 bytes of offload.host_memory .{needed:,} of {needed - 1:,}"):
+        windlass.initialize(model=Narrow(), config={**config, "offload": {"host_memory": needed - 1}})
+    torch.distributed.destroy_process_group()

@@ -133,6 +133,30 @@ def test_the_first_trial_has_the_users_values_and_middle_ones_where_there_are_no
     assert start is not None and (start.get(STAGE), start.get(MICRO)) == (3, 2)
 
 
+def test_lists_in_the_users_file_are_replaced_where_their_key_has_no_effect() -> None:
+    """A program may read the file itself, and then gets the values of the trial on top of it."""
+    zero = {
+        "stage": [0, 3],
+        "stage3_max_reuse_distance": [0, 1000],
+        "stage3_gather_16bit_weights_on_model_save": [True],
+    }
+    raw = config(zero_optimization=zero, parallel={"tp": [1, 2]})
+    space = build_space(raw, 2, SearchLimits())
+    found = space.candidates()
+    assert [(one.get(STAGE), one.get(REUSE), one.get("parallel.tp")) for one in found] == [
+        *((0, None, tp) for tp in (1, 2)),
+        *((3, reuse, tp) for reuse in (0, 1000) for tp in (1, 2)),
+    ]
+    for candidate in found:
+        own = load_config(override_keys(raw, space.overrides_of(candidate)))
+        assert own == load_config(space.config_of(candidate))
+
+
+def test_a_list_that_states_no_choices_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r'parallel.tp: \["x", 2\] does not fit'):
+        build_space(config(zero_optimization={"stage": [0, 3]}, parallel={"tp": ["x", 2]}), 2, SearchLimits())
+
+
 def test_what_needs_no_less_memory() -> None:
     space = build_space(config(zero_optimization={"stage": [0, 3]}), 2, SearchLimits(choices={MICRO: (2, 4)}))
     by_name = {candidate.name: candidate for candidate in space.candidates()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from windlass.config.batch_sizes import MICRO
 from windlass.tune.autotuning_command import search_with_report
 from windlass.tune.ray_trials import RayTrials
 from windlass.tune.result_files import metrics_of
-from windlass.tune.trial_command import ProgramCommand, find_config, replace_option
+from windlass.tune.trial_command import ProgramCommand, find_config, mapped_options, replace_option
 from windlass.tune.trial_process import find_error
 from windlass.tune.trial_record import TrialStatus
 from windlass.tune.tuning_report import as_json, draw_trials, summary_lines, trials_table
@@ -92,6 +93,16 @@ def test_the_best_is_found_and_written_with_all_files(tmp_path: Path) -> None:
     assert draw_trials(outcome, tmp_path / "trials.png") and (tmp_path / "trials.png").read_bytes()[1:4] == b"PNG"
     again = tuning(tmp_path, "sys.exit(1)", keeps_results=True).run()
     assert again.best is not None and again.best.candidate == best.candidate
+
+
+def test_programs_get_a_value_for_every_list_and_the_report_names_what_is_left_out(tmp_path: Path) -> None:
+    zero = {"stage": [0, 3], "stage3_max_reuse_distance": [0, 1000]}
+    switches = {"fp16": {"enabled": True}, "bf16": {"enabled": [False, True]}}
+    raw = {"train_batch_size": 4, "optimizer": RAW["optimizer"], "zero_optimization": zero, **switches}
+    body = "assert {'zero_optimization.stage3_max_reuse_distance', 'bf16.enabled'} <= values.keys()\nmeasured(0.1)"
+    outcome = tuning(tmp_path, body, raw=raw).run()
+    assert [record.status for record in outcome.records] == [TrialStatus.MEASURED] * 3
+    assert any(line.startswith("3 are left out, which no run can have: z0_bf16: ") for line in summary_lines(outcome))
 
 
 def test_a_resumed_search_runs_trials_again_whose_files_are_damaged(tmp_path: Path) -> None:
@@ -334,12 +345,42 @@ def test_arguments_of_the_program(tmp_path: Path) -> None:
     config.write_text("{}")
     words = ("train.py", f"--deepspeed={config}", "--lr", "0.1", "--bs", "4")
     assert find_config(words) == str(config)
+    with pytest.raises(ConfigError, match="no configuration file is at --deepspeed none.json"):
+        find_config(("train.py", "--deepspeed", "none.json"))
     command = ProgramCommand(
         ("run",), words, str(config), {"train_micro_batch_size_per_gpu": "--bs", "zero_optimization.stage": "--c"}
     )
     made = command.for_trial(Path("/t.json"), {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}})
     assert made == ["run", "train.py", "--deepspeed=/t.json", "--lr", "0.1", "--bs", "8", "--c", "1"]
     assert replace_option(["s", "--bs=4"], "--bs", "2") == ["s", "--bs=2"]
+
+
+def test_keys_that_options_stand_for_have_any_spelling() -> None:
+    given = {f"{MICRO} ": "--bs", "zero_optimization.max_reuse_distance": "-d", "optimizer.params.lr": "--lr"}
+    expected = {MICRO: "--bs", "zero_optimization.stage3_max_reuse_distance": "-d", "optimizer.params.lr": "--lr"}
+    assert mapped_options(given, RAW, "--map") == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_micro_batch_size": "--bs"}, f"--map: train_micro_batch_size: unknown key; nearest is {MICRO}"),
+        ({"stage": "--z"}, "--map: stage: unknown key; it belongs at zero_optimization.stage"),
+        ({"zero_optimization.stag": "--z"}, "zero_optimization.stag: unknown key; nearest is zero_optimization.stage"),
+        ({"zero_optimization.stage.x": "--z"}, "zero_optimization.stage has no keys inside"),
+        ({"optimizer.params.lrr": "--lr"}, "optimizer.params.lrr: AdamW has no such parameter; nearest is lr"),
+        ({"zero_optimization": "--z"}, "zero_optimization is a section"),
+        ({MICRO: "bs"}, "'bs', which is not an option"),
+        ({MICRO: 3}, "3, which is not an option"),
+        (
+            {"zero_optimization.max_reuse_distance": "-a", "zero_optimization.stage3_max_reuse_distance": "-b"},
+            "-a and -b",
+        ),
+    ],
+)
+def test_a_key_that_no_option_can_stand_for_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        mapped_options(given, RAW, "--map")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def read_run(path: Path) -> RunData:
             f"no run at {path}: give --out of `windlass train`, or the folder of the section jsonl_monitor, which has "
             f"the file {RECORD_FILE}"
         )
+    if not is_trained and not any(read_record(record)):
+        raise DataError(f"{record} has no line of a run yet; wait for the first one, or give another run")
     if is_trained:
         _add_plan(run, path)
     if record.is_file():
