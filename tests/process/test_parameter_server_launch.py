@@ -101,7 +101,7 @@ SERVER = """
 import sys
 from datetime import timedelta
 from torch import nn
-from tests.parameter_server.test_parameter_server import sgd
+from torch.optim import SGD
 from windlass.comm.loopback import bind_gloo_to_loopback
 from windlass.parameter_server.meeting import Meeting
 from windlass.parameter_server.model_layout import layout_of
@@ -110,7 +110,7 @@ from windlass.parameter_server.shard_process import ShardProcess
 bind_gloo_to_loopback()
 meeting = Meeting("127.0.0.1", int(sys.argv[1]), serve=False, connect=timedelta(seconds=60))
 settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)
-ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, sgd, meeting).run()
+ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SGD(own, lr=0.1), meeting).run()
 """
 
 

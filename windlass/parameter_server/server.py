@@ -226,7 +226,13 @@ class ParameterServer:
 
     def _save(self) -> None:
         if self._snapshot is not None:
-            self._shard.save(self._snapshot, self._clock)
+            try:
+                self._shard.save(self._snapshot, self._clock)
+            except FileNotFoundError:  # a process that took the shard over removed the unfinished file
+                if self._meeting.record(self._server).address == self._here:
+                    raise
+                self.abandon()
+                self._require_place()
 
     def _is_over(self) -> bool:
         with self._changed:
