@@ -112,6 +112,9 @@ def call_torch() -> None:
     model(torch.full((1, 2), float(rank))).sum().backward()
     assert model.module.weight.grad.tolist() == [[(size - 1) / 2] * 2]
     assert functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).tolist() == [size]
+    for _ in range(2):  # frees the communicators
+        group = dist.new_group(list(range(size)), backend="mpi4py")
+        dist.destroy_process_group(group)
 
 
 def test_torch_distributed_over_mpi(mpi: MpiWorld) -> None:

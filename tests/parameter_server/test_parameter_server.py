@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.parameter_server.jobs import Job
+from windlass.base.atomic_file import temporary_path_beside
 from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
 from windlass.comm.pair_link import LinkClosedError, PairLink
 from windlass.optim.lamb import Lamb
@@ -716,6 +717,36 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
     job.start_servers()
     with pytest.raises(CheckpointError, match="server-0-of-1.safetensors is not a snapshot of a parameter server"):
         job.finish()
+
+
+def one_shard(make_optimizer: Any) -> ServerShard:
+    return ServerShard([PartitionedParameter("a", 3)], [Fragment(0, 0, 3)], torch.ones(3), make_optimizer)
+
+
+def test_files_of_killed_snapshots_are_removed(tmp_path: Path) -> None:
+    path, clock = tmp_path / "server-0-of-2.safetensors", UpdateClock(ParameterServerSettings(), 1)
+    killed = temporary_path_beside(path)
+    other = temporary_path_beside(tmp_path / "server-1-of-2.safetensors")
+    killed.touch(), other.touch()
+    one_shard(sgd).save(path, clock)
+    assert set(tmp_path.iterdir()) == {path, other}
+
+
+def test_a_new_run_keeps_the_hyper_parameters_that_its_script_changed(tmp_path: Path) -> None:
+    path, clock = tmp_path / "a", UpdateClock(ParameterServerSettings(), 1)
+    first = one_shard(adamw)
+    assert first._optimizer is not None
+    first._optimizer.param_groups[0]["weight_decay"] = 0.5  # changed by the optimizer: a state
+    first.save(path, clock)
+    again = one_shard(lambda own: torch.optim.AdamW(own, lr=0.75))
+    again.load(path, clock)
+    assert again._optimizer is not None
+    group = again._optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.75, 0.5)
+    other, before = one_shard(sgd), path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"states of optimizer torch.optim.adamw.AdamW, .* makes torch.optim.sgd"):
+        other.load(path, clock)
+    assert path.read_bytes() == before
 
 
 def test_snapshots_of_a_new_run_have_to_belong_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,14 +13,26 @@ import torch
 from torch import nn
 
 from tests.parameter_server.jobs import Job
-from tests.parameter_server.test_parameter_server import STEPS, Bag, adamw, close, mlp, plain, sgd, train, train_once
+from tests.parameter_server.test_parameter_server import (
+    STEPS,
+    Bag,
+    adamw,
+    close,
+    mlp,
+    plain,
+    sgd,
+    train,
+    train_once,
+)
 from windlass.base.errors import CommunicationError
-from windlass.comm.pair_link import LinkClosedError
+from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server.heartbeat import send_heartbeats
 from windlass.parameter_server.meeting import ServerAddress, ShardRecord
 from windlass.parameter_server.messages import receive_by_worker, receive_content
 from windlass.parameter_server.model_layout import layout_of
 from windlass.parameter_server.server import ParameterServer
 from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.worker import ServerLostError
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -272,5 +284,58 @@ def test_the_modules_of_a_replica_may_have_other_values() -> None:
     model, worker = job.worker(0)
     worker.pull()
     close(dict(model.named_parameters()), dict(job.build_from(0).named_parameters()))
+    worker.close()
+    job.finish()
+
+
+def test_a_server_that_waits_is_not_lost() -> None:
+    """Neither for another worker nor for its own lock, which an update holds while it waits for a replica."""
+    job = Job(mlp, adamw, ParameterServerSettings(heartbeat_seconds=1.5), servers=1, workers=2)
+    job.start_processes(replicas=1)
+    (model, worker), (other_model, other) = job.worker(0), job.worker(1)
+    link, generation = worker._links[0], job.meeting().record(0).generation
+    train_once(model, worker, 0)
+    job.start(lambda: train_once(model, worker, 1))
+    time.sleep(1.0)
+    with job.serving(0)._changed:
+        time.sleep(1.0)
+    train_once(other_model, other, 0)
+    train_once(other_model, other, 1)
+    worker.pull()
+    assert worker._links[0] is link and job.meeting().record(0).generation == generation
+    worker.close(), other.close()
+    job.finish()
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_server_without_heartbeats_is_called_again(continues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is stopped sends none. Here it is one whose lock is held, without heartbeats on the first link."""
+    links = list[PairLink]()
+
+    def send(link: PairLink, seconds: float) -> None:
+        links.append(link)
+        if continues and len(links) > 1:
+            send_heartbeats(link, seconds)
+
+    monkeypatch.setattr("windlass.parameter_server.server.send_heartbeats", send)
+    limit, again = (1.0, 60.0) if continues else (0.3, 0.1)
+    settings = ParameterServerSettings(mode="bounded", heartbeat_seconds=limit, reconnect_seconds=again)
+    job = Job(mlp, sgd, settings, servers=1, workers=1)
+    job.start_servers()
+    model, worker = job.worker(0)
+    train_once(model, worker, 0)
+    link = worker._links[0]
+    with job.servers[0]._changed:
+        if not continues:
+            text = r"cannot reach server 0 \(process .* since .*: server 0 .* no sign of life for 0 s"
+            with pytest.raises(ServerLostError, match=text):
+                worker.pull()
+            job.servers[0].abandon()
+        else:
+            job.start(lambda: train_once(model, worker, 1))
+            wait_for(lambda: worker._links.get(0) is not link)
+    if continues:  # the gradient counts once, and the worker has not left meanwhile
+        wait_for(lambda: job.servers[0]._clock.steps == {0: 2} and 0 in worker._links)
+        assert worker.pull() == 2 and not job.meeting().has_left(0)
     worker.close()
     job.finish()

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+from tests.parameter_server.jobs import Job
+from tests.parameter_server.test_parameter_server import loss_of, sgd
+from tests.process.wait_until import until
+from windlass.parameter_server.settings import ParameterServerSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,3 +95,46 @@ def test_replicas_are_ranks_between_servers_and_workers() -> None:
     plan = plan_from_args(parse_flags(build_run_parser(), words), {})
     assert len(plan.hosts[0].slots) == 7 and plan.servers == 4  # the first four are started again
     assert plan.env["WINDLASS_SERVERS"] == "2" and plan.env["WINDLASS_REPLICAS"] == "1"
+
+
+SERVER = """
+import sys
+from datetime import timedelta
+from torch import nn
+from torch.optim import SGD
+from windlass.comm.loopback import bind_gloo_to_loopback
+from windlass.parameter_server.meeting import Meeting
+from windlass.parameter_server.model_layout import layout_of
+from windlass.parameter_server.settings import ParameterServerSettings
+from windlass.parameter_server.shard_process import ShardProcess
+bind_gloo_to_loopback()
+meeting = Meeting("127.0.0.1", int(sys.argv[1]), serve=False, connect=timedelta(seconds=60))
+settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)
+ShardProcess(layout_of(nn.Linear(5, 2), 1), 0, 0, 1, 1, settings, lambda own: SGD(own, lr=0.1), meeting).run()
+"""
+
+
+def test_a_stopped_server_is_replaced_and_may_continue() -> None:
+    """Its connections stay open: the replica and the worker notice that no heartbeat comes."""
+    settings = ParameterServerSettings(mode="asynchronous", heartbeat_seconds=2.0)
+    job = Job(lambda: nn.Linear(5, 2), sgd, settings, servers=1, workers=1)
+    command = [sys.executable, "-c", SERVER, str(job.port)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        job.start_process(0, 1, replicas=1)
+        model, worker = job.worker(0)
+        for step in range(3):
+            worker.pull()
+            loss_of(model, step, 0).backward()
+            if step == 1:
+                process.send_signal(signal.SIGSTOP)
+            worker.push()
+        assert worker.pull() == 3
+        process.send_signal(signal.SIGCONT)
+        until(lambda: job.meeting().record(0).replicas == {0}, "the server that was stopped becomes the replica")
+        worker.close()
+        job.finish()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()

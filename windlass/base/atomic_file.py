@@ -5,6 +5,7 @@ A file is written under a temporary name beside its target and then renamed.
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import shutil
@@ -17,6 +18,7 @@ from windlass.base.log import logger
 PARTIAL_SUFFIX = ".part"
 # Permissions before the umask is applied: under umask 000 too, other users cannot write.
 _FILE_MODE, _DIRECTORY_MODE = 0o664, 0o775
+_TOKEN_BYTES = 8
 
 
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:
@@ -44,8 +46,17 @@ def temporary_path_beside(path: Path) -> Path:
 
     Create it exclusively (mode "x", O_EXCL).
     """
-    stem = path.name.encode("utf-8", "surrogateescape")[:200].decode("utf-8", "ignore")
-    return path.with_name(f".{stem}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+    return path.with_name(f".{_stem(path)}.{secrets.token_hex(_TOKEN_BYTES)}{PARTIAL_SUFFIX}")
+
+
+def temporary_paths_beside(path: Path) -> list[Path]:
+    """Return the files in the directory of `path` that `temporary_path_beside(path)` named."""
+    token = "[0-9a-f]" * (2 * _TOKEN_BYTES)
+    return list(path.parent.glob(f".{glob.escape(_stem(path))}.{token}{PARTIAL_SUFFIX}"))
+
+
+def _stem(path: Path) -> str:
+    return path.name.encode("utf-8", "surrogateescape")[:200].decode("utf-8", "ignore")
 
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = _FILE_MODE, durable: bool = False) -> None:

@@ -62,6 +62,16 @@ class MpiProcessGroup(_TorchProcessGroup):
         """Name of the group, by which torch's functional collectives find it."""
         return self._group_name
 
+    def shutdown(self) -> None:
+        """Free the communicator, for `destroy_process_group`: MPI has some thousands. Collective, as MPI's call is.
+
+        Operations in flight end as usual.
+        """
+        with MPI_LOCK:
+            if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
+                release_abandoned(self._mpi)
+                self._comm.Free()
+
     # Reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> MpiWork:

@@ -6,6 +6,8 @@ only their own links end. Messages are tensors; nothing is pickled.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,14 +22,21 @@ from windlass.comm.peer_owners import ClosedPeerError, require_own_peers
 HEADER = 8
 """Number of integers at the head of a message."""
 _ACCEPT_S = 2.0
+_TICK = 0.001  # gloo waits for whole milliseconds
+_CHUNK = 1 << 24  # bytes: `idle` limits the time of a chunk, so that a large tensor may take longer
 
 
 class LinkClosedError(CommunicationError):
     """End of a link: the other process has ended, or cannot be reached."""
 
 
+class LinkSilentError(LinkClosedError):
+    """End of a link whose other side sent or took nothing for `idle`. The process may still run."""
+
+
 class PairLink:
-    """Link between two processes. Each side sends and receives on one thread at a time. `idle` may be changed later.
+    """Link between two processes. Each side receives on one thread at a time; messages may be sent from several.
+    `idle` may be changed later.
 
     Args:
         store: rendezvous store, whose waits do not hold up its other users (`PollingStore`).
@@ -35,7 +44,7 @@ class PairLink:
         first: True on one side, False on the other.
         peer: description of the other side, for messages.
         connect: longest wait for the other side to connect.
-        idle: longest wait for a message.
+        idle: longest wait for a message, or for the other side to take one.
 
     Raises:
         LinkClosedError: the other side does not connect in time.
@@ -46,7 +55,7 @@ class PairLink:
         self, store: Any, name: str, *, first: bool, peer: str, connect: timedelta, idle: timedelta = timedelta(days=7)
     ) -> None:
         self.peer, self.bytes_sent, self.bytes_received = peer, 0, 0
-        self._other = int(first)
+        self._other, self._sending, self._closed = int(first), threading.Lock(), threading.Event()
         try:
             # A link that is not accepted soon is tried again.
             with require_own_peers(f"made for a link with {peer}", accept_s=_ACCEPT_S):
@@ -74,8 +83,9 @@ class PairLink:
         """
         head = torch.zeros(HEADER, dtype=torch.int64)
         head[: len(header)] = torch.tensor(list(header), dtype=torch.int64)
-        for tensor in (head, *tensors):
-            self.send_tensor(tensor)
+        with self._sending:
+            for tensor in (head, *tensors):
+                self.send_tensor(tensor)
 
     def send_tensor(self, tensor: torch.Tensor) -> None:
         """Send a contiguous CPU tensor."""
@@ -103,15 +113,32 @@ class PairLink:
     def close(self) -> None:
         """Close the sockets."""
         self._group = None
+        self._closed.set()
 
-    def _transfer(self, operation: str, tensor: torch.Tensor) -> None:
-        if self._group is None:
+    def wait_closed(self, seconds: float) -> bool:
+        """Wait until this side closes the link, and return True; False after `seconds`."""
+        return self._closed.wait(seconds)
+
+    def _transfer(self, operation: str, data: torch.Tensor) -> None:
+        for chunk in data.split(_CHUNK):
+            began = time.monotonic()
+            try:
+                self._start(operation, chunk).wait(self.idle)
+            except LinkClosedError:
+                raise
+            except RuntimeError as error:
+                self.close()
+                if time.monotonic() - began + _TICK >= self.idle.total_seconds():
+                    raise LinkSilentError(
+                        f"{self.peer} gave no sign of life for {self.idle.total_seconds():.0f} s"
+                    ) from error
+                raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error
+
+    def _start(self, operation: str, chunk: torch.Tensor) -> Any:
+        group = self._group  # not kept during the transfer: `close` on another thread frees it
+        if group is None:
             raise LinkClosedError(f"the connection with {self.peer} is closed")
-        try:
-            getattr(self._group, operation)([tensor], self._other, 0).wait(self.idle)
-        except RuntimeError as error:
-            self.close()
-            raise LinkClosedError(f"the connection with {self.peer} ended: {_line(error)}") from error
+        return getattr(group, operation)([chunk], self._other, 0)
 
 
 def _line(error: BaseException) -> str:

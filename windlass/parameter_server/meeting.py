@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,13 +83,30 @@ class Meeting:
         address, port: address and port of the store.
         serve: this process serves the store.
         connect: longest wait for another process.
+
+    Attributes:
+        where: address and port of the store.
     """
 
     def __init__(self, address: str, port: int, *, serve: bool, connect: timedelta) -> None:
-        self._connect = connect
+        self._connect, self.where = connect, f"{address}:{port}"
         self._tcp = _open(address, port, serve=serve, connect=connect)
         self._store = PrefixStore("windlass parameter server", self._tcp)
         self._links = PollingStore(self._tcp, connect)
+
+    def has_store(self, seconds: float) -> bool:
+        """Return True if the store answers within a time. torch's calls of a store have no limit of their own."""
+        answered = threading.Event()
+
+        def ask() -> None:
+            try:
+                self._tcp.check(["any"])
+            except RuntimeError:  # torch raises it for a store that has ended: it does not answer
+                return
+            answered.set()
+
+        threading.Thread(target=ask, name="windlass-store", daemon=True).start()
+        return answered.wait(seconds)
 
     def record(self, server: int) -> ShardRecord:
         """Return the entry of a shard."""

@@ -43,6 +43,7 @@ class MessageKind(IntEnum):
         11  # version before, number of pushes in it, of workers; then the mean gradient, each push and worker's steps
     )
     DONE = 12  # a replica has received the content, or made an update
+    ALIVE = 13  # heartbeat of a server
 
 
 def refused(link: PairLink, found: str, expected: str) -> CommunicationError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server.heartbeat import send_heartbeats
 from windlass.parameter_server.meeting import Meeting, ServerAddress
 from windlass.parameter_server.messages import (
     MOST_WORKERS,
@@ -40,6 +41,7 @@ from windlass.parameter_server.settings import ParameterServerSettings
 from windlass.parameter_server.update_clock import PushResult, UpdateClock
 
 _PAUSE = 0.02
+_RETURN_S = 1.0  # a worker whose connection ended is lost after this time
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,13 @@ class ParameterServer:
 
     def _save(self) -> None:
         if self._snapshot is not None:
-            self._shard.save(self._snapshot, self._clock)
+            try:
+                self._shard.save(self._snapshot, self._clock)
+            except FileNotFoundError:  # a process that took the shard over removed the unfinished file
+                if self._meeting.record(self._server).address == self._here:
+                    raise
+                self.abandon()
+                self._require_place()
 
     def _is_over(self) -> bool:
         with self._changed:
@@ -262,6 +270,7 @@ class ParameterServer:
         worker, said_bye, link = -1, False, None
         try:
             link = self._meeting.answer_call(self._here, ticket)
+            send_heartbeats(link, self._settings.heartbeat_seconds)
             worker = self._welcome(link, ticket)
             if worker < 0:
                 return
@@ -270,18 +279,21 @@ class ParameterServer:
                 if kind == MessageKind.PULL:
                     self._answer_pull(link, worker, numbers[0])
                 elif kind == MessageKind.PUSH:
-                    self._answer_push(link, worker, numbers[0], numbers[1])
+                    self._answer_push(link, worker, ticket, numbers[0], numbers[1])
                 elif kind == MessageKind.BYE:
                     said_bye = True
                 else:
                     raise refused(link, f"message kind {kind}", "pull, push or bye")
         except CommunicationError as error:
+            if link is not None:
+                link.close()  # ends its heartbeats
             if not self._ends:
                 who = f"worker {worker} has left" if worker >= 0 else "a connection has ended"
                 logger.warning("%s: %s: %s", self._here, who, error)
         except Exception as error:
             if link is not None:
                 send_problem(link, f"{self._here} failed: {type(error).__name__}: {error}")
+                link.close()
             raise
         finally:
             if worker >= 0:
@@ -324,11 +336,12 @@ class ParameterServer:
             )
         elif settings != self._settings.fingerprint:
             problem = (
-                f"{caller} has other settings than {self._here}: mode, staleness, backup_workers and max_age must be "
-                "equal on all servers and workers"
+                f"{caller} has other settings than {self._here}: mode, staleness, backup_workers, max_age and "
+                "heartbeat_seconds must be equal on all servers and workers"
             )
         if problem:
             send_problem(link, problem)
+            link.close()
         return not problem
 
     def _add_replica(self, link: PairLink, replica: int, model: int, settings: int) -> None:
@@ -374,8 +387,15 @@ class ParameterServer:
 
     def _remove(self, worker: int, ticket: int, *, retires: bool) -> None:
         with self._changed:
+            if not retires:  # a worker that took this process for lost calls again at once
+                self._changed.wait_for(lambda: self._live.get(worker) != ticket or self._ends, _RETURN_S)
             # it has connected again, or no further update can be made
             if self._live.get(worker) != ticket or self._ends or self._failed_update is not None:
+                return
+            if self._meeting.record(self._server).address != self._here:
+                # The workers left this process, which did not answer for a while: they have not left the run.
+                logger.warning("%s: another process has taken the shard over", self._here)
+                self.abandon()
                 return
             del self._live[worker]
             self._links.pop(worker).close()
@@ -436,13 +456,15 @@ class ParameterServer:
         else:
             send_problem(link, f"{self._here} cannot make update {version + 1}: {reason}; start the run again")
 
-    def _answer_push(self, link: PairLink, worker: int, pulled: int, number: int) -> None:
+    def _answer_push(self, link: PairLink, worker: int, ticket: int, pulled: int, number: int) -> None:
         layout, server = self._layout, self._server
         if pulled < 0 or number < 1:
             raise refused(link, f"push {number} of version {pulled}", "a push from 1, of version 0 or more")
         gradient = receive_gradient(link, layout.dense_sizes(server), layout.sparse_shapes(server), layout.dtype)
         with self._changed:
             self._require_place()
+            if self._live.get(worker) != ticket:
+                raise LinkClosedError(f"worker {worker} has connected again, and sends push {number} there")
             result = self._clock.push(worker, pulled, number)
             if result in (PushResult.WAITS, PushResult.COMPLETES):
                 self._pending[worker] = gradient

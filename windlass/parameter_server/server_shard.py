@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ class ServerShard:
             require_elementwise(
                 self._optimizer, splits_parameters, next((one.name for one in own_parameters if not one.is_sparse), "")
             )
+        self._class = _class_name(self._optimizer)
+        # As the script states them. An optimizer may change its own while it runs.
+        self._stated = [] if self._optimizer is None else copy.deepcopy(_hyper_parameters(self._optimizer))
 
     def values(self) -> Tensor:
         """Return a copy of all elements, `[n]`."""
@@ -128,6 +132,8 @@ class ServerShard:
             "fragments": [(one.parameter, one.begin, one.end) for one in self.fragments],
             "values": self.values(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+            "class": self._class,
+            "stated": self._stated,
         }
 
     def has_fragments_of(self, content: dict[str, Any]) -> bool:
@@ -136,12 +142,24 @@ class ServerShard:
 
     @torch.no_grad()
     def restore(self, content: dict[str, Any], clock: UpdateClock) -> None:
-        """Continue from the content of a shard of the same fragments."""
+        """Continue from the content of a shard of the same fragments.
+
+        A hyper-parameter that the script states otherwise than the one that wrote the content keeps its new value.
+        Others continue at the content's, which an optimizer may have changed.
+        """
         parts = content["values"].split([fragment.numel for fragment in self.fragments]) if self.fragments else []
         for parameter, part in zip(self._parameters, parts, strict=True):
             parameter.copy_(part.view(parameter.shape))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(content["optimizer"])
+            # content of an earlier version has none
+            for group, new, old in zip(
+                self._optimizer.param_groups, self._stated, content.get("stated", ()), strict=False
+            ):
+                changed = {key: value for key, value in new.items() if key not in old or not _is_equal(value, old[key])}
+                if changed:
+                    logger.info("parameter server: the script has changed %s since the snapshot", changed)
+                group.update(copy.deepcopy(changed))
         clock.version = int(content["version"])
         clock.counted, clock.steps = dict(content["counted"]), dict(content["steps"])
 
@@ -155,7 +173,8 @@ class ServerShard:
         """Restore from `path`.
 
         Raises:
-            CheckpointError: the snapshot is of another model or number of servers, or damaged.
+            CheckpointError: the snapshot is of another model, optimizer or number of servers, or damaged. The shard and
+                the file are unchanged.
         """
         try:
             found = read_snapshot(path)
@@ -166,7 +185,35 @@ class ServerShard:
             raise CheckpointError(
                 f"{path} is of another model or number of servers; start as many servers as before, or remove it"
             )
+        stored = found.get("class", self._class)
+        if stored != self._class:
+            raise CheckpointError(
+                f"{path} has the states of optimizer {stored}, and the script makes {self._class}; make {stored}, or "
+                "set another `snapshot` folder to begin anew"
+            )
+        if self._optimizer is not None:
+            groups = [[len(group["params"]) for group in found["optimizer"]["param_groups"]]]
+            groups.append([len(group["params"]) for group in self._optimizer.param_groups])
+            if groups[0] != groups[1]:
+                raise CheckpointError(
+                    f"{path} has the states of {self._class} with groups of {groups[0]} parameters, and the script "
+                    f"makes groups of {groups[1]}; make the same groups, or set another `snapshot` folder"
+                )
         self.restore(found, clock)
+
+
+def _class_name(optimizer: torch.optim.Optimizer | None) -> str:
+    return "" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def read_version(path: Path) -> int:

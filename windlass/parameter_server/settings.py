@@ -34,6 +34,8 @@ class ParameterServerSettings:
             wait for workers that did not connect. A server also ends if it has had no worker for this time because
             workers were killed before they could leave.
         reconnect_seconds: longest wait of a worker for a server that ended, until one is started in its place.
+        heartbeat_seconds: longest time without a heartbeat of a server. After it, workers and replicas take the server
+            for lost, as if it had ended. A server sends heartbeats while it waits for other processes.
 
     Raises:
         ConfigError: a value is out of range, or of no use with the mode.
@@ -47,6 +49,7 @@ class ParameterServerSettings:
     snapshot_every: int = 100
     connect_seconds: float = 300.0
     reconnect_seconds: float = 60.0
+    heartbeat_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -75,7 +78,7 @@ class ParameterServerSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"parameter server: {name} = {value!r}; use a whole number, {least} or more")
-        for name in ("connect_seconds", "reconnect_seconds"):
+        for name in ("connect_seconds", "reconnect_seconds", "heartbeat_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
                 raise ConfigError(f"parameter server: {name} = {value!r}; use a number of seconds above 0")
@@ -85,7 +88,8 @@ class ParameterServerSettings:
     @property
     def fingerprint(self) -> int:
         """Checksum of what servers and workers must agree on."""
-        return zlib.crc32(repr((self.mode, self.staleness, self.backup_workers, self.max_age)).encode())
+        shared = (self.mode, self.staleness, self.backup_workers, self.max_age, float(self.heartbeat_seconds))
+        return zlib.crc32(repr(shared).encode())
 
     def check_workers(self, workers: int) -> None:
         """Raise ConfigError unless a synchronous update waits for at least one of `workers` workers."""

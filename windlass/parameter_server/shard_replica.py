@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from windlass.base.errors import CommunicationError
 from windlass.base.log import logger
 from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.parameter_server.heartbeat import receive_message
 from windlass.parameter_server.meeting import Meeting, ServerAddress
 from windlass.parameter_server.messages import (
     MessageKind,
@@ -71,6 +74,7 @@ class ShardReplica:
         self._shard = None
         try:
             link = self._meeting.call_server(address)
+            link.idle = timedelta(seconds=self._settings.heartbeat_seconds)
             self._shard = self._receive_shard(link)
             link.send([MessageKind.DONE])
             while True:
@@ -88,7 +92,7 @@ class ShardReplica:
     def _receive_shard(self, link: PairLink) -> ServerShard:
         layout, server = self._layout, self._server
         link.send([MessageKind.FOLLOW, self._replica, layout.fingerprint, self._settings.fingerprint])
-        kind, size, count, *_ = link.receive_header()
+        kind, size, count, *_ = receive_message(link)
         if kind == MessageKind.PROBLEM:
             raise CommunicationError(f"parameter server: {receive_text(link, size)}")
         if kind != MessageKind.CONTENT:
@@ -109,7 +113,7 @@ class ShardReplica:
 
     def _make_update(self, link: PairLink, shard: ServerShard) -> None:
         layout, server = self._layout, self._server
-        kind, version, pushes, workers, *_ = link.receive_header()
+        kind, version, pushes, workers, *_ = receive_message(link)
         if kind != MessageKind.UPDATE or version != self._clock.version:
             raise refused(link, f"message {kind} at version {version}", f"an update of version {self._clock.version}")
         gradient = receive_gradient(link, layout.dense_sizes(server), layout.sparse_shapes(server), layout.dtype)

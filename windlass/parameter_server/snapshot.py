@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.atomic_file import temporary_path_beside, temporary_paths_beside
 from windlass.base.errors import CheckpointError
 from windlass.base.regular_file import open_regular
 from windlass.storage.safetensors_header import read_safetensors_header
@@ -30,6 +30,7 @@ def write_snapshot(path: Path, content: dict[str, Any]) -> None:
         OSError: the file cannot be written; `path` is unchanged.
     """
     data, tensors = encode_content(content)
+    remove_unfinished(path)
     new = temporary_path_beside(path)
     try:
         write_tensors(new, tensors, {_DATA: data}, durable=True)
@@ -37,6 +38,15 @@ def write_snapshot(path: Path, content: dict[str, Any]) -> None:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove the temporary files of snapshots at `path` whose processes were killed.
+
+    A process that was only stopped, and replaced meanwhile, cannot rename its file over a newer snapshot then.
+    """
+    for left in temporary_paths_beside(path):
+        left.unlink(missing_ok=True)
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:

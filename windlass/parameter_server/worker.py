@@ -12,7 +12,8 @@ import torch
 
 from windlass.base.errors import CommunicationError, ModelError
 from windlass.base.log import logger
-from windlass.comm.pair_link import LinkClosedError, PairLink
+from windlass.comm.pair_link import LinkClosedError, LinkSilentError, PairLink
+from windlass.parameter_server.heartbeat import receive_message
 from windlass.parameter_server.meeting import Meeting, ServerAddress
 from windlass.parameter_server.messages import MessageKind, receive_text, send_push
 from windlass.parameter_server.model_layout import ModelLayout
@@ -23,6 +24,7 @@ from windlass.parameter_server.update_clock import PushResult
 T = TypeVar("T")
 
 _PAUSE = 0.02
+_LEAST_WAIT = 1.0  # seconds of a call
 _FIRST_CALL_SHARE = 8
 """The first call of a server waits for an eighth of `connect_seconds`, each later one twice as long, up to all."""
 
@@ -64,6 +66,7 @@ class ParameterServerWorker:
         )  # pushes as the server counts them; -1: it does not know this one
         # version, number and gradient of a push that is not yet in a version that was pulled
         self._last: dict[int, tuple[int, int, ShardGradient]] = {}
+        self._silent = set[int]()  # servers that were lost because no heartbeat came, and may continue
         self._closed_bytes, self._has_left = [0, 0], False
         for server in self._servers:
             self._connect(server, settings.connect_seconds, "")
@@ -157,38 +160,53 @@ class ParameterServerWorker:
         """Connect with the newest server of a shard, of a later generation than the last one, within the time limit.
 
         A server that did not answer in time is called again, unless another one has taken its place: it may be slow.
+        So is one whose heartbeats did not come: it may have been suspended.
         """
-        began, before = time.time(), self._addresses.get(server)
-        named, lost, calls = str(before or f"server {server}"), before.generation if before is not None else 0, 0
+        began, before, is_silent, calls = time.time(), self._addresses.get(server), server in self._silent, 0
+        since = began - self._settings.heartbeat_seconds if is_silent else began
+        lost = 0 if before is None else before.generation - is_silent
+        if is_silent:
+            self._require_store(server, since, cause)
         while True:
             left = max(0.0, began + seconds - time.time())
             address = self._meeting.find_server(server, lost, left)
             if address is None or (calls and not left):
-                since = time.strftime("%H:%M:%S", time.localtime(began))
-                raise ServerLostError(
-                    f"worker {self.index} cannot reach {named} since {since} ({seconds:.0f} s): "
-                    f"{cause or 'it has not started'}; see its output; start it again with the same snapshot folder, "
-                    "or raise reconnect_seconds"
-                )
+                raise self._lost(server, since, cause or "it has not started")
+            # The first calls wait for a short time, since a server may end while it answers.
+            wait = self._settings.connect_seconds / max(1, _FIRST_CALL_SHARE >> calls)
+            if address == before:
+                wait = min(wait, max(_LEAST_WAIT, left))
             try:
-                # The first calls wait for a short time, since a server may end while it answers.
-                wait = timedelta(seconds=self._settings.connect_seconds / max(1, _FIRST_CALL_SHARE >> calls))
-                self._greet(server, address, self._meeting.call_server(address, wait))
+                self._greet(server, address, self._meeting.call_server(address, timedelta(seconds=wait)))
             except LinkClosedError as error:
-                cause, calls = str(error), calls + 1
+                cause, calls = cause if address == before else str(error), calls + 1
                 time.sleep(_PAUSE)
                 continue
             return
+
+    def _require_store(self, server: int, since: float, cause: str) -> None:
+        """Raise ServerLostError unless the job's store answers, which the process of a lost server may serve."""
+        if not self._meeting.has_store(self._settings.heartbeat_seconds):
+            raise self._lost(server, since, f"{cause}, and the job's store at {self._meeting.where} does not answer")
+
+    def _lost(self, server: int, since: float, cause: str) -> ServerLostError:
+        named, clock = self._addresses.get(server, f"server {server}"), time.strftime("%H:%M:%S", time.localtime(since))
+        return ServerLostError(
+            f"worker {self.index} cannot reach {named} since {clock} ({time.time() - since:.0f} s): {cause}; see its "
+            "output; start it again with the same snapshot folder, or raise reconnect_seconds"
+        )
 
     def _greet(self, server: int, address: ServerAddress, link: PairLink) -> None:
         synchronous, layout = self._settings.mode == "synchronous", self._layout
         pulled = self._pulled[server] if synchronous else 0
         step = self._steps[server]
+        link.idle = timedelta(seconds=self._settings.heartbeat_seconds)
         link.send([MessageKind.HELLO, self.index, pulled, step, layout.fingerprint, self._settings.fingerprint])
         version, self._steps[server], *_ = self._receive(link, MessageKind.WELCOME)
         # Only now: a server that is too slow for this call can still be reached by the next one.
         self._addresses[server] = address
         self._links[server] = link
+        self._silent.discard(server)
         last = self._last.get(server)
         if last is not None and synchronous and version <= last[0]:
             self._push_to(server)  # the server that was lost may have had it
@@ -207,6 +225,8 @@ class ParameterServerWorker:
                 logger.warning("worker %d: %s; waits for another process in its place", self.index, error)
                 self._forget(self._links.pop(server))
                 cause = str(error)
+                if isinstance(error, LinkSilentError):
+                    self._silent.add(server)
 
     def _forget(self, link: PairLink) -> None:
         self._closed_bytes = [self._closed_bytes[0] + link.bytes_sent, self._closed_bytes[1] + link.bytes_received]
@@ -236,7 +256,7 @@ class ParameterServerWorker:
         return PushResult(result), version
 
     def _receive(self, link: PairLink, expected: MessageKind) -> list[int]:
-        kind, *numbers = link.receive_header()
+        kind, *numbers = receive_message(link)
         if kind == MessageKind.PROBLEM:
             raise CommunicationError(f"parameter server: {receive_text(link, numbers[0])}")
         assert kind == expected, f"{link.peer} sent message {kind} instead of {expected}"

@@ -137,3 +137,16 @@ def test_the_documented_table_is_true() -> None:
     """`tools/generate_backend_table.py` writes the table of docs/collectives.md."""
     page = (Path(__file__).parents[3] / "docs" / "collectives.md").read_text()
     assert "\n".join(markdown_table()) in page
+
+
+def test_the_communicator_of_a_destroyed_group_is_freed() -> None:
+    freed = []
+    communicator = MagicMock(Free=lambda: freed.append("freed"))
+    communicator.Get_rank.return_value, communicator.Get_size.return_value = 0, 1
+    mpi = MagicMock(Is_finalized=lambda: False)
+    group = MpiProcessGroup(mpi, communicator, False, timedelta(seconds=1))
+    group.shutdown()
+    assert freed == ["freed"]
+    mpi.Is_finalized = lambda: True
+    group.shutdown()
+    assert freed == ["freed"]
