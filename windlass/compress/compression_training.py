@@ -98,14 +98,17 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     return student_model
 
 
-def read_compression_training(config: Any) -> CompressionTraining:
+def read_compression_training(config: Any, *, may_lack: bool = False) -> CompressionTraining:
     """Return the section of a configuration: a dict, or the path of a JSON file.
+
+    Args:
+        may_lack: return a section without techniques if the configuration has none.
 
     Raises:
         ConfigError: there is no such section, it is invalid, or it asks for something that is not built.
     """
     loaded = load_config(config)
-    if SECTION not in loaded.model_fields_set:
+    if SECTION not in loaded.model_fields_set and not may_lack:
         raise ConfigError(f"the configuration has no section {SECTION!r}; add it")
     section: CompressionTraining = loaded.compression_training
     refused = find_section_refusals(section)

@@ -130,6 +130,11 @@ def bit_planner(model: nn.Module) -> BitPlanner | None:
     return found if isinstance(found, BitPlanner) else None
 
 
+def has_quantize_training(model: nn.Module) -> bool:
+    """Return True if `quantize_training` rounds the weights of a model."""
+    return _PLANNER in model.__dict__
+
+
 def end_quantize_training(model: nn.Module) -> None:
     """Remove the schedule from a model whose weights have been rounded for good. No effect on other models."""
     planner = model.__dict__.pop(_PLANNER, None)
