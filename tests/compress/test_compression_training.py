@@ -15,7 +15,7 @@ from windlass.base.errors import ConfigError
 from windlass.compress.compressed_layers import CompressedLayer, WeightRounding
 from windlass.compress.compression_training import compression_clock, init_compression, student_initialization
 from windlass.compress.engine_steps import check_compression, follow_engine_steps
-from windlass.compress.fake_rounding import round_straight_through, top_share
+from windlass.compress.fake_rounding import round_straight_through, rounded_values, top_share
 from windlass.compress.format_rounding import pack_trained_layers
 from windlass.compress.redundancy_clean import redundancy_clean
 from windlass.config.compression_section import CompressionTraining
@@ -192,6 +192,30 @@ def test_an_evaluation_before_the_first_range_rounds_by_its_own() -> None:
     expected = F.linear(x, model[0].weight, model[0].bias)
     torch.testing.assert_close(model(x), expected, atol=0.05, rtol=0)
     assert not model[0].get_buffer("input_range").any(), "an evaluation calibrates nothing"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch uses them
+def test_an_encoder_of_torch_evaluates_rounded_weights() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model: Any = nn.TransformerEncoder(layer, 2).eval()
+    reference = copy.deepcopy(model)
+    config = section(weight_quantization=technique({}, {"target_bits": 3}, ["linear"]))
+    init_compression(model, config)
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "linear" in name and name.endswith("weight"):
+                parameter.copy_(rounded_values(parameter, 3, 1))
+        for mask in (None, padding):
+            expected = reference(x, src_key_padding_mask=mask)
+            found = model(x, src_key_padding_mask=mask)
+            cleaned = redundancy_clean(copy.deepcopy(model), config)(x, src_key_padding_mask=mask)
+            seen = slice(None) if mask is None else ~mask
+            torch.testing.assert_close(found[seen], expected[seen], rtol=1e-5, atol=1e-5)
+            assert torch.equal(cleaned, expected)
+    for one, other in zip(redundancy_clean(model, config).modules(), reference.modules(), strict=True):
+        assert one.__dict__.keys() == other.__dict__.keys()
 
 
 @pytest.mark.parametrize("name", ["int2_g32", "int3", "int4_g32_zp", "ternary", "ternary_g32", "binary", "int8", "fp8"])

@@ -25,6 +25,7 @@ from windlass.compress.compressed_layers import (
 )
 from windlass.compress.conv1d_layers import use_linear_class
 from windlass.compress.format_rounding import format_values
+from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.compress.layer_reduction import copy_teacher_layers
 from windlass.compress.snip_pruning import check_blocks, read_block_pattern, update_masks
 from windlass.config.compression_section import CompressionGroup, CompressionTraining, GroupParams
@@ -66,6 +67,7 @@ def init_compression(
     _add_input_rounding(model, section, clock)
     for kind in PRUNINGS:
         _add_prunings(model, section, kind, clock)
+    exclude_fused_encoders(model)
     return model
 
 

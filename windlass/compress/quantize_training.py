@@ -30,6 +30,7 @@ from windlass.compress.compressed_layers import (
 )
 from windlass.compress.compression_training import CLOCK, compression_clock
 from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 
@@ -105,6 +106,7 @@ def prepare_quantize_training(
                     f"{layer.weight.numel()} weights of {name!r}; write a divisor"
                 )
             layer.compression.weight, layers[name] = rounding, layer
+    exclude_fused_encoders(model)
     _warn_of_others(model)
     planner = BitPlanner(model, rounding, chosen, layers) if chosen.enabled else None
     model.__dict__[_PLANNER] = planner or rounding

@@ -21,6 +21,7 @@ from windlass.compress.compression_training import (
     find_layers,
     read_compression_training,
 )
+from windlass.compress.fused_encoders import restore_fused_encoders
 from windlass.compress.quantize_training import end_quantize_training, has_quantize_training
 from windlass.compress.snip_pruning import MOMENTUM_BUFFER
 from windlass.config.compression_section import CompressionTraining
@@ -68,6 +69,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
         for shrink in shrinks:
             _shrink_layers(inner, shrink)
     end_quantize_training(inner)
+    restore_fused_encoders(inner)
     del inner.__dict__[CLOCK]
     return model
 
