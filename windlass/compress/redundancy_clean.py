@@ -224,10 +224,9 @@ def _plan_shrink(
     parts = ((name, own), *((one, other) for one in related))
     for one, dim in parts:
         module = model.get_submodule(one)
-        if isinstance(module, nn.BatchNorm2d):
-            key, shape = (one, 0), (module.num_features,)
-        else:
-            key, shape = (one, dim), tuple(module.get_parameter("weight").shape)
+        is_norm = isinstance(module, nn.BatchNorm2d)
+        key = one, 0 if is_norm else dim
+        shape = (module.num_features,) if is_norm else tuple(module.get_parameter("weight").shape)
         if sizes.get(key, shape[key[1]]) != len(mask):
             raise ConfigError(
                 f"{one!r}, a {type(module).__name__} with weight {shape}, does not fit a mask of {len(mask)} from "
