@@ -17,8 +17,10 @@ from windlass.compress.compression_training import compression_clock, init_compr
 from windlass.compress.engine_steps import check_compression, follow_engine_steps
 from windlass.compress.fake_rounding import round_straight_through, rounded_values, top_share
 from windlass.compress.format_rounding import pack_trained_layers
+from windlass.compress.quantize_training import prepare_quantize_training
 from windlass.compress.redundancy_clean import redundancy_clean
-from windlass.config.compression_section import CompressionTraining
+from windlass.config.compression_section import CompressionTraining, Eigenvalue
+from windlass.config.quantize_training_section import QuantizeTraining
 from windlass.kernels.packed_linear import PackedLinear
 
 
@@ -431,6 +433,29 @@ def test_a_name_without_layers_is_a_warning(caplog: pytest.LogCaptureFixture) ->
     (line,) = [one.getMessage() for one in caplog.records if "no effect" in one.getMessage()]
     assert "sparse_pruning.different_groups" in line and "'fc9', which no Linear" in line
     assert any(isinstance(module, CompressedLayer) for module in model.modules())
+
+
+def test_rules_without_effect_at_few_bits_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    asymmetric = {"quantization_type": "asymmetric"}
+    shared = {**asymmetric, "rounding": "stochastic"}
+    config = section(
+        weight_quantization=technique(shared, {"target_bits": 2, "start_bits": 8}, ["fc1"]),
+        activation_quantization=technique(asymmetric, {"bits": 1}, ["fc2"]),
+    )
+    init_compression(encoder(), config)
+    few = QuantizeTraining.model_validate({"quantize_type": "asymmetric", "quantize_bits": {"target_bits": 1}})
+    prepare_quantize_training(encoder(), few, Eigenvalue())
+    where = "compression_training.{}_quantization.shared_parameters.quantization_type 'asymmetric'"
+    assert [one.getMessage() for one in caplog.records] == [
+        f"{where.format('weight')} and compression_training.weight_quantization.shared_parameters.rounding "
+        "'stochastic': no effect at 2 bits, where a value becomes -a, 0 or a",
+        f"{where.format('activation')}: no effect at 1 bit, where a value becomes sign(x) mean|x|",
+        "quantize_training.quantize_type 'asymmetric': no effect at 1 bit, where a value becomes sign(x) mean|x|",
+    ]
+    caplog.clear()
+    for rule, bits in ((asymmetric, 3), ({"quantization_type": "symmetric"}, 1)):
+        init_compression(encoder(), section(weight_quantization=technique(rule, {"target_bits": bits}, ["fc1"])))
+    assert not caplog.records
 
 
 def test_bad_input_names_the_key() -> None:

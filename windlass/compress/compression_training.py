@@ -24,6 +24,7 @@ from windlass.compress.compressed_layers import (
     replace_class,
 )
 from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.fake_rounding import warn_of_unused_rules
 from windlass.compress.format_rounding import format_values
 from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.compress.layer_reduction import copy_teacher_layers
@@ -165,7 +166,13 @@ def _prepared(
 
 def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
     shared = section.weight_quantization.shared_parameters
-    for group, where in enabled_groups(section.weight_quantization, "weight_quantization"):
+    groups = list(enabled_groups(section.weight_quantization, "weight_quantization"))
+    key = f"{SECTION}.weight_quantization.shared_parameters"
+    for bits in sorted({group.params.target_bits or 0 for group, _ in groups}):
+        warn_of_unused_rules(
+            bits, {f"{key}.quantization_type": shared.quantization_type, f"{key}.rounding": shared.rounding}
+        )
+    for group, where in groups:
         params = group.params
         start, target = _read_bits(params, where)
         mixed = shared.fp16_mixed_quantize
@@ -211,7 +218,12 @@ def _values_in_format(name: str, weight: Tensor) -> Tensor:
 
 def _add_input_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
     shared = section.activation_quantization.shared_parameters
-    for group, where in enabled_groups(section.activation_quantization, "activation_quantization"):
+    groups = list(enabled_groups(section.activation_quantization, "activation_quantization"))
+    key = f"{SECTION}.activation_quantization.shared_parameters.quantization_type"
+    if shared.range_calibration == "dynamic":
+        for bits in sorted({group.params.bits or 0 for group, _ in groups}):
+            warn_of_unused_rules(bits, {key: shared.quantization_type})
+    for group, where in groups:
         rounding = InputRounding(
             group.params.bits or 8,
             shared.quantization_type == "symmetric",

@@ -31,6 +31,7 @@ from windlass.compress.compressed_layers import (
 )
 from windlass.compress.compression_training import CLOCK, compression_clock
 from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.fake_rounding import warn_of_unused_rules
 from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
@@ -90,6 +91,14 @@ def prepare_quantize_training(
     if before is not None and before.settings == settings:
         return
     end_quantize_training(model)
+    warn_of_unused_rules(
+        bits.target_bits,
+        {
+            "quantize_training.quantize_type": section.quantize_type or "symmetric",
+            "quantize_training.quantize_algo.q_type": algorithm.q_type,
+            "quantize_training.quantize_algo.rounding": algorithm.rounding,
+        },
+    )
     clock = compression_clock(model) or CompressionClock()
     model.__dict__[CLOCK] = clock
     rounding = WeightRounding(
