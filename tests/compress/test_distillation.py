@@ -152,6 +152,26 @@ def test_all_terms_of_a_language_model_equal_plain_pytorch() -> None:
     assert list(student.state_dict()) == list(llama(2).state_dict())
 
 
+def test_checkpointed_blocks_pass_the_gradients_of_attention_maps() -> None:
+    found = []
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        student = llama(2).train()
+        if options is not None:
+            getattr(student, "activation_checkpointing_enable", student.gradient_checkpointing_enable)(options)
+        Distillation(llama(2, seed=1), logits=0.0, attention=1.0).attach(student)
+        if options == {"use_reentrant": True}:
+            student.get_input_embeddings().requires_grad_(False)
+            student.enable_input_require_grads()
+            with pytest.raises(ModelError, match=r"attention compares .*'model.layers.\d', .* use_reentrant=False"):
+                student(input_ids=IDS)
+            student.model.layers.requires_grad_(False)  # no gradients are lost
+            student(input_ids=IDS)
+        else:
+            student(input_ids=IDS).loss.backward()
+            found.append(grads(student))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_model_that_is_deeper_than_its_teacher_begins_with_its_first_block() -> None:
     student, teacher = llama(4), llama(2, seed=1)
     Distillation(teacher, logits=0.0, hidden=1.0).attach(student)
