@@ -64,8 +64,8 @@ class TeacherCache:
         self._counts: dict[Path, int] = {}  # records of each file that are in `_places`
         make_directory(self.folder)
         self._find_records()
-        for path in self._counts:
-            if self._form is not None and path.stat().st_size % self._form.itemsize:
+        for path, count in self._counts.items():
+            if path.stat().st_size > count * self._record_bytes():
                 logger.warning("%s ends with a record that is not complete; it is ignored", path)
 
     @property
@@ -159,6 +159,9 @@ class TeacherCache:
         header = {**self._settings, "length": length, "classes": classes}
         write_atomically(self._header, json.dumps(header, indent=2) + "\n")  # equal on all ranks
         self._set_form(length, classes)
+
+    def _record_bytes(self) -> int:
+        return 0 if self._form is None else self._form.itemsize
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
