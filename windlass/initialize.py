@@ -214,7 +214,7 @@ def build_engine(
     if training_data is not None:
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _engines_by_model_id[id(model)] = engine
-    follow_engine_steps(model, engine)
+    follow_engine_steps(model, progress)
     observe_compression(model, engine, mesh)
     if device.type == "cpu":
         keep_freed_memory()

@@ -140,6 +140,27 @@ def test_without_eigenvalues_bits_follow_the_steps_alone() -> None:
         assert model.layer[0]["up"].compression.weight.bits(step) == bits
 
 
+def test_another_section_replaces_the_first() -> None:
+    model, x = model_and_batch()
+    plain = model(x)
+    layer = model.layer[0]["up"]
+    for section, eigenvalue, bits in (
+        (moq(), EIGENVALUE, 8),
+        (moq(quantize_bits={"start_bits": 4, "target_bits": 4}), Eigenvalue(), 4),
+        (moq(quantize_bits={"start_bits": 6, "target_bits": 3}), EIGENVALUE, 6),
+    ):
+        for _ in range(2):  # the second engine of one section changes nothing
+            prepare_quantize_training(model, section, eigenvalue)
+            assert (bit_planner(model) is not None) == (SCHEDULE in model.state_dict()) == eigenvalue.enabled
+            compression_clock(model).step = 1
+            expected = rounded_values(layer.weight, bits, 1)
+            assert torch.equal(layer.compressed_weight().detach(), expected)
+            if eigenvalue.enabled:
+                model.get_buffer(SCHEDULE)[:, 0] = bits = 3
+    prepare_quantize_training(model, QuantizeTraining(enabled=False), EIGENVALUE)
+    assert torch.equal(model(x), plain) and list(model.state_dict()) == list(Blocks().state_dict())
+
+
 @pytest.mark.parametrize("rule", [{"quantize-algo": {"q_type": "asymmetric"}}, {"quantize_type": "asymmetric"}])
 def test_the_spellings_of_the_tutorial_are_read(rule: dict[str, Any]) -> None:
     section = {

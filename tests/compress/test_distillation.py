@@ -152,6 +152,26 @@ def test_all_terms_of_a_language_model_equal_plain_pytorch() -> None:
     assert list(student.state_dict()) == list(llama(2).state_dict())
 
 
+def test_checkpointed_blocks_pass_the_gradients_of_attention_maps() -> None:
+    found = []
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        student = llama(2).train()
+        if options is not None:
+            getattr(student, "activation_checkpointing_enable", student.gradient_checkpointing_enable)(options)
+        Distillation(llama(2, seed=1), logits=0.0, attention=1.0).attach(student)
+        if options == {"use_reentrant": True}:
+            student.get_input_embeddings().requires_grad_(False)
+            student.enable_input_require_grads()
+            with pytest.raises(ModelError, match=r"attention compares .*'model.layers.\d', .* use_reentrant=False"):
+                student(input_ids=IDS)
+            student.model.layers.requires_grad_(False)  # no gradients are lost
+            student(input_ids=IDS)
+        else:
+            student(input_ids=IDS).loss.backward()
+            found.append(grads(student))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_model_that_is_deeper_than_its_teacher_begins_with_its_first_block() -> None:
     student, teacher = llama(4), llama(2, seed=1)
     Distillation(teacher, logits=0.0, hidden=1.0).attach(student)
@@ -259,6 +279,20 @@ def test_a_cache_computes_each_sequence_once(tmp_path: Path) -> None:
         logits_divergence(student.table(IDS), top, temperature=2.0)
     with pytest.raises(DataError, match="has sequences of 7 tokens and 19 classes, not of 6 and 19"):
         cache.add(IDS[:, :-1], torch.zeros(ROWS, LENGTH - 1, CLASSES))
+
+
+def test_ranks_with_the_same_sequences_store_them_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ids, logits = torch.randint(0, 50, (4, 6)), torch.randn(4, 6, 50)
+    one, two = (TeacherCache(tmp_path, top_k=5, rank=rank) for rank in range(2))
+    one.add(ids[[0, 1, 1]], logits[[0, 1, 1]])
+    assert two.has(ids[:2]) and not two.has(ids)  # written after `two` was opened
+    for cache in (two, one):
+        cache.add(ids[1:3], logits[1:3])
+    two.add(ids, logits)
+    records = {path.name: path.stat().st_size // (20 + 6 * 5 * 4) for path in tmp_path.glob("rank*.bin")}
+    assert records == {"rank0.bin": 2, "rank1.bin": 2} and one.has(ids)
+    assert torch.equal(one.read(ids).values, two.read(ids).values)
 
 
 def test_cache_after_a_failed_write_has_no_incomplete_record(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.causal_models import build
+from windlass.base.errors import ModelError
 from windlass.cli import compression_figures
 from windlass.cli.main import main
+from windlass.compress.merge_directories import merge_directories
 from windlass.compress.merge_models import merge_models
 from windlass.data.tokenizer import train_tokenizer
 
@@ -136,3 +140,49 @@ def test_values_that_are_no_numbers_are_named(
     assert "'model.norm.weight' has values outside of the range of torch.float16" in capsys.readouterr().err
     assert command(tmp_path / "large", tmp_path / "large", tmp_path / "out", *options) == 0
     assert next(load(tmp_path / "out").parameters()).dtype == torch.float16
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """Change the configuration of a directory; None removes a key."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def test_configurations_are_compared_by_their_meaning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("one", "two"):
+        build("llama", num_key_value_heads=4).save_pretrained(tmp_path / name)
+    one, two = tmp_path / "one", tmp_path / "two"
+    edited(two, head_dim=None, num_key_value_heads=None, hidden_act="swish", head_dropout=0.1, activation_dropout=0.1)
+    assert merge_directories([one, two], tmp_path / "out") == 21
+    assert "differ in activation_dropout, head_dropout, hidden_act of config.json" in caplog.text
+    for part in (one, two):
+        edited(part, vision_config={"num_heads": 4 if part == one else 8})
+    with pytest.raises(ModelError, match="has vision_config.num_heads 8 and .*one 4, so that"):
+        merge_directories([one, two], tmp_path / "no")
+    edited(one, vision_config=None, id2label={"0": "no", "1": "yes"}, label2id={"no": 0, "yes": 1})
+    edited(two, vision_config=None, id2label={"0": "yes", "1": "no"}, label2id={"no": 1, "yes": 0})
+    with pytest.raises(ModelError, match="the outputs of their classifiers do not mean the same"):
+        merge_directories([one, two], tmp_path / "no")
+
+
+@pytest.mark.parametrize("stored", [[], ["one"], ["two"], ["one", "two", "base"]])
+def test_stored_copies_of_tied_heads_do_not_matter(stored: list[str], tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "two", "base")):
+        build("llama", seed, tie_word_embeddings=True).save_pretrained(tmp_path / name)
+        if name in stored:
+            file = tmp_path / name / "model.safetensors"
+            state = load_file(file)
+            copied = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+            save_file(copied, file, metadata={"format": "pt"})
+    folders, base = [tmp_path / "one", tmp_path / "two"], tmp_path / "base"
+    merge_directories(folders, tmp_path / "out", "dare", base=base)
+    expected = merge_models([load(one) for one in folders], "dare", base=load(base))
+    assert torch.equal(expected["lm_head.weight"], expected["model.embed_tokens.weight"])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    head = found.pop("lm_head.weight", None)
+    assert (head is None) == (len(stored) < 3) and found.keys() == expected.keys() - {"lm_head.weight"}
+    if head is not None:
+        assert torch.equal(head, found.pop("model.embed_tokens.weight"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

@@ -16,8 +16,10 @@ import windlass
 from tests.dist.averaged_losses import part_of_rank, step_and_average, train_and_end
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import build
+from windlass.base.errors import ConfigError
 from windlass.compress.compression_training import compression_clock, end_compression_step, init_compression
 from windlass.compress.quantize_training import bit_planner, prepare_quantize_training
+from windlass.compress.redundancy_clean import redundancy_clean
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 from windlass.parallel.experts import MixtureOfExperts
@@ -122,6 +124,52 @@ def test_every_stage_trains_the_same_compressed_model(stage: int, ranks: int, tr
     assert sharded.keys() == state.keys() and any("scores" in name for name in state)
     for name, value in state.items():
         torch.testing.assert_close(sharded[name].to(value.dtype), value, rtol=1e-4, atol=1e-5)
+
+
+def clean_engines() -> dict[str, tuple[float, float, list[str]]]:
+    """Return the losses of evaluations before and after engines were cleaned, and the names of their states."""
+    related = {
+        **CONFIG["compression_training"]["row_pruning"]["different_groups"]["group"],
+        "related_modules": [["second"]],
+    }
+    pruned = {"row_pruning": {**CONFIG["compression_training"]["row_pruning"], "different_groups": {"group": related}}}
+    bits = {"quantize_bits": {"start_bits": 4, "target_bits": 4}, "quantize_schedule": {"schedule_offset": 1}}
+    everywhere = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1}
+    found = {}
+    for name, part, zero in (
+        ("pruned", {"compression_training": pruned}, {"stage": 2}),
+        ("rounded", {"quantize_training": {"enabled": True, **bits}}, {"stage": 1}),
+        ("sharded", {"compression_training": pruned}, {"stage": 3, **everywhere}),
+    ):
+        plain = {name: value for name, value in CONFIG.items() if name != "compression_training"}
+        config = {**plain, **part, "zero_optimization": zero}
+        torch.manual_seed(0)
+        model = init_compression(Model(), config) if "compression_training" in part else Model()
+        engine = windlass.initialize(model=model, config=config)[0]
+        for step in range(4):
+            step_of(engine, step)
+        engine.eval()
+        before = float(engine(batch(9)).detach())
+        if name == "sharded":
+            with pytest.raises(ConfigError, match=r"are sharded over ranks; call engine.destroy\(\) before"):
+                redundancy_clean(engine, config)
+            engine.destroy()
+            after = float(redundancy_clean(engine, config).module(batch(9)).detach())
+        else:
+            assert redundancy_clean(engine, config) is engine
+            after = float(engine(batch(9)).detach())
+        found[name] = before, after, [f"{key} {tuple(value.shape)}" for key, value in model.state_dict().items()]
+        engine.destroy()
+    return found
+
+
+def test_an_engine_evaluates_its_cleaned_model() -> None:
+    found = run_ranks(clean_engines, 2)[0]
+    whole = [f"{key} {tuple(value.shape)}" for key, value in Model().state_dict().items()]
+    smaller = [one.replace("20", "10") for one in whole]
+    for name, (before, after, states) in found.items():
+        assert after == pytest.approx(before, rel=1e-6)
+        assert states == (whole if name == "rounded" else smaller)
 
 
 # ----------------------------------------------------------------------------------------- matrices and layers in parts

@@ -265,6 +265,8 @@ def cached(folder: str) -> list[list[float]]:
 def test_ranks_share_a_cache_and_then_train_without_the_teacher(tmp_path: Path) -> None:
     for first, second in run_ranks(cached, 2, str(tmp_path), transport="gloo"):
         assert first == second
+    stored = sum(path.stat().st_size for path in tmp_path.glob("rank*.bin"))
+    assert stored == 2 * STEPS * (20 + batch(0).shape[1] * CLASSES * 4), "both ranks have the first batch"
 
 
 def refused() -> list[str]:

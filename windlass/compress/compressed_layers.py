@@ -27,19 +27,16 @@ class CompressionClock:
     """Counter of optimizer steps, which the techniques of all layers read.
 
     Attributes:
-        source: returns the steps of an engine, None once the engine is gone; None: a loop without engine sets `step`.
+        source: returns the steps of an engine; None: a loop without engine sets `step`.
     """
 
     def __init__(self) -> None:
         self._step = 0
-        self.source: Callable[[], int | None] | None = None
+        self.source: Callable[[], int] | None = None
 
     @property
     def step(self) -> int:
-        found = self.source() if self.source is not None else None
-        if found is not None:
-            self._step = found  # the engine may be freed before the model
-        return self._step
+        return self._step if self.source is None else self.source()
 
     @step.setter
     def step(self, value: int) -> None:

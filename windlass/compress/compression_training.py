@@ -24,7 +24,9 @@ from windlass.compress.compressed_layers import (
     replace_class,
 )
 from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.fake_rounding import warn_of_unused_rules
 from windlass.compress.format_rounding import format_values
+from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.compress.layer_reduction import copy_teacher_layers
 from windlass.compress.snip_pruning import check_blocks, read_block_pattern, update_masks
 from windlass.config.compression_section import CompressionGroup, CompressionTraining, GroupParams
@@ -66,6 +68,7 @@ def init_compression(
     _add_input_rounding(model, section, clock)
     for kind in PRUNINGS:
         _add_prunings(model, section, kind, clock)
+    exclude_fused_encoders(model)
     return model
 
 
@@ -98,14 +101,17 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     return student_model
 
 
-def read_compression_training(config: Any) -> CompressionTraining:
+def read_compression_training(config: Any, *, may_lack: bool = False) -> CompressionTraining:
     """Return the section of a configuration: a dict, or the path of a JSON file.
+
+    Args:
+        may_lack: return a section without techniques if the configuration has none.
 
     Raises:
         ConfigError: there is no such section, it is invalid, or it asks for something that is not built.
     """
     loaded = load_config(config)
-    if SECTION not in loaded.model_fields_set:
+    if SECTION not in loaded.model_fields_set and not may_lack:
         raise ConfigError(f"the configuration has no section {SECTION!r}; add it")
     section: CompressionTraining = loaded.compression_training
     refused = find_section_refusals(section)
@@ -160,7 +166,13 @@ def _prepared(
 
 def _add_weight_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
     shared = section.weight_quantization.shared_parameters
-    for group, where in enabled_groups(section.weight_quantization, "weight_quantization"):
+    groups = list(enabled_groups(section.weight_quantization, "weight_quantization"))
+    key = f"{SECTION}.weight_quantization.shared_parameters"
+    for bits in sorted({group.params.target_bits or 0 for group, _ in groups}):
+        warn_of_unused_rules(
+            bits, {f"{key}.quantization_type": shared.quantization_type, f"{key}.rounding": shared.rounding}
+        )
+    for group, where in groups:
         params = group.params
         start, target = _read_bits(params, where)
         mixed = shared.fp16_mixed_quantize
@@ -206,7 +218,12 @@ def _values_in_format(name: str, weight: Tensor) -> Tensor:
 
 def _add_input_rounding(model: nn.Module, section: CompressionTraining, clock: CompressionClock) -> None:
     shared = section.activation_quantization.shared_parameters
-    for group, where in enabled_groups(section.activation_quantization, "activation_quantization"):
+    groups = list(enabled_groups(section.activation_quantization, "activation_quantization"))
+    key = f"{SECTION}.activation_quantization.shared_parameters.quantization_type"
+    if shared.range_calibration == "dynamic":
+        for bits in sorted({group.params.bits or 0 for group, _ in groups}):
+            warn_of_unused_rules(bits, {key: shared.quantization_type})
+    for group, where in groups:
         rounding = InputRounding(
             group.params.bits or 8,
             shared.quantization_type == "symmetric",

@@ -39,6 +39,7 @@ class _Seen:
     logits: Tensor | TopProbabilities | None = None
     hidden: dict[str, Tensor] = field(default_factory=dict)
     attention: dict[str, Tensor] = field(default_factory=dict)
+    ungraded: set[tuple[str, str]] = field(default_factory=set)  # term and module of tensors without gradients
 
 
 class Distillation:
@@ -220,6 +221,7 @@ class Distillation:
             )
         positions = kwargs.get("attention_mask") if counted is None else counted
         pairs = self._pairs(student) if options.hidden or options.attention else {}
+        _check_gradients(student, own)
         if options.hidden:
             each = [self._hidden_term(student, own, wanted, pair, positions) for pair in pairs.items()]
             terms.append(options.hidden * torch.stack(each).mean())
@@ -353,6 +355,8 @@ def _record_hidden(name: str, seen: _Seen) -> Callable[..., None]:
         if not isinstance(found, Tensor):
             raise ModelError(f"module {name!r} returns no hidden states but a {type(found).__name__}")
         seen.hidden[name] = found
+        if not torch.is_grad_enabled():
+            seen.ungraded.add(("hidden", name))
 
     return hook
 
@@ -362,8 +366,26 @@ def _record_attention(name: str, seen: _Seen) -> Callable[..., None]:
         found = output[1] if isinstance(output, tuple | list) and len(output) > 1 else None
         if isinstance(found, Tensor) and found.dim() == 4 and name not in seen.attention:
             seen.attention[name] = found
+            if not torch.is_grad_enabled():
+                seen.ungraded.add(("attention", name))
 
     return hook
+
+
+def _check_gradients(student: nn.Module, own: _Seen) -> None:
+    """Check that compared tensors of trained modules pass gradients on.
+
+    Raises:
+        ModelError: a module ran without gradients, as inside of reentrant checkpointing, which repeats it later.
+    """
+    for term, name in sorted(own.ungraded):
+        tensor = own.hidden[name] if term == "hidden" else own.attention[name]
+        if not tensor.requires_grad and any(one.requires_grad for one in student.get_submodule(name).parameters()):
+            raise ModelError(
+                f"distillation.{term} compares tensors of {name!r}, which were computed without gradients, as in "
+                "reentrant activation checkpointing; enable checkpointing with use_reentrant=False, or set "
+                f"distillation.{term} to 0"
+            )
 
 
 def _is_block(pair: tuple[str, str], wanted: _Seen) -> bool:

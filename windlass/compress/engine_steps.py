@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Protocol
 
 from torch import nn
@@ -15,10 +14,9 @@ from windlass.config.distillation_section import DistillationConfig
 
 
 class CountsSteps(Protocol):
-    """Part of an engine's interface that compression schedules use."""
+    """Part of an engine's counters that compression schedules use."""
 
-    @property
-    def global_steps(self) -> int: ...
+    global_steps: int
 
 
 def check_compression(model: nn.Module, section: CompressionTraining) -> None:
@@ -52,16 +50,9 @@ def check_distillation(model: nn.Module, section: DistillationConfig, pp: int, s
         )
 
 
-def follow_engine_steps(model: nn.Module, engine: CountsSteps) -> None:
-    """Let a prepared model read its steps from the engine, so that its schedules continue when a checkpoint is
-    loaded."""
+def follow_engine_steps(model: nn.Module, progress: CountsSteps) -> None:
+    """Let a prepared model read its steps from an engine's counters, so that its schedules continue when a checkpoint
+    is loaded. The counters outlive the engine, so that its last step counts too."""
     clock = compression_clock(model)
-    if clock is None:
-        return
-    reference = weakref.ref(engine)
-
-    def steps() -> int | None:
-        found = reference()
-        return None if found is None else found.global_steps
-
-    clock.source = steps
+    if clock is not None:
+        clock.source = lambda: progress.global_steps

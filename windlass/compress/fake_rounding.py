@@ -7,13 +7,17 @@ had been rounded (Bengio et al. 2013, https://arxiv.org/abs/1308.3432).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.base.errors import ConfigError
+from windlass.base.log import logger
 
+_FEW_LEVELS = {1: "1 bit, where a value becomes sign(x) mean|x|", 2: "2 bits, where a value becomes -a, 0 or a"}
+_DEFAULT_RULES = ("symmetric", "nearest")
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 
@@ -48,6 +52,13 @@ def rounded_values(
     with torch.no_grad():
         wide = values.detach().float().reshape(groups, -1)
         return _round(wide, bits, symmetric, noise).view(values.shape).to(values.dtype)
+
+
+def warn_of_unused_rules(bits: int, rules: Mapping[str, str]) -> None:
+    """Log a warning about rules of rounding other than the defaults, by key, which 1 and 2 bits do not have."""
+    named = [f"{key} {value!r}" for key, value in rules.items() if value not in _DEFAULT_RULES]
+    if bits in _FEW_LEVELS and named:
+        logger.warning("%s: no effect at %s", " and ".join(named), _FEW_LEVELS[bits])
 
 
 def straight_through(source: Tensor, result: Tensor) -> Tensor:

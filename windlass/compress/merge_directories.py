@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.compress.distillation import check_tokenizers
+from windlass.compress.merge_configurations import (
+    same_labels_in_other_order,
+    settings_of_places,
+    ties_head,
+    with_defaults,
+)
 from windlass.compress.merge_models import check_merge, merge_tensors
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import FILE_BYTES, companion_files, source_state
@@ -52,12 +59,14 @@ def merge_directories(
     models = [ModelDirectory(source) for source in sources]
     start = None if base is None else ModelDirectory(base)
     everyone = [*models, *([] if start is None else [start])]
+    _drop_copies(everyone)
     for one in everyone:
         _check_fits(one, models[0])
     to = Path(target)
     check_target(to, [one.path for one in everyone], overwrite=overwrite)
     values = list(weights) if weights is not None else [1.0] * len(models)
     places = models[0].places
+    copies = _stored_copies(models[0])
     forms = {name: {name: PackedTensorForm(place.dtype, place.shape)} for name, place in places.items()}
     plan = {
         "merge": {"method": method, "weights": values, "density": density, "seed": seed},
@@ -68,7 +77,8 @@ def merge_directories(
             if name not in partial.done:
                 tensors: list[Tensor] = [one.read(name) for one in models]
                 first = None if start is None else start.read(name)
-                partial.write(name, {name: merge_tensors(name, tensors, method, values, first, density, seed)})
+                same = copies.get(name, name)  # the random parts of dare follow from the name
+                partial.write(name, {name: merge_tensors(same, tensors, method, values, first, density, seed)})
             progress(len(partial.done), len(places))
         partial.finish(models[0].config, companion_files(models[0].path))
     return len(places)
@@ -101,17 +111,24 @@ def _check_fits(one: ModelDirectory, first: ModelDirectory) -> None:
 def _check_configurations(one: ModelDirectory, first: ModelDirectory) -> None:
     """Refuse a model in which tensors of the same shape have another meaning, and log a warning about other settings,
     which the merged model takes from the first one."""
+    configs = [with_defaults(directory.config) for directory in (one, first)]
+    own, other = (dict(settings_of_places(config)) for config in configs)
+    for key in sorted({*own, *other}):
+        if own.get(key) != other.get(key):
+            raise ModelError(
+                f"{one.path} has {key} {own.get(key)!r} and {first.path} {other.get(key)!r}, so that equal places of "
+                "their tensors do not mean the same; merge models of one architecture"
+            )
+    if same_labels_in_other_order(*configs):
+        raise ModelError(
+            f"{one.path} has id2label {configs[0]['id2label']} and {first.path} {configs[1]['id2label']}, so that the "
+            "outputs of their classifiers do not mean the same; reorder those of one"
+        )
     differing = [
         key
-        for key in sorted({*one.config, *first.config} - {*_BOOKKEEPING})
-        if one.config.get(key) != first.config.get(key)
+        for key in sorted({*configs[0], *configs[1]} - {*_BOOKKEEPING})
+        if configs[0].get(key) != configs[1].get(key)
     ]
-    for key in differing:
-        if key == "model_type" or "head" in key or "hidden_act" in key or "activation" in key:
-            raise ModelError(
-                f"{one.path} has {key} {one.config.get(key)!r} and {first.path} {first.config.get(key)!r}, so that "
-                "equal places of their tensors do not mean the same; merge models of one architecture"
-            )
     if differing:
         logger.warning(
             "%s and %s differ in %s of config.json; the merged model has those of the latter",
@@ -119,3 +136,31 @@ def _check_configurations(one: ModelDirectory, first: ModelDirectory) -> None:
             first.path,
             ", ".join(differing),
         )
+
+
+def _drop_copies(models: Sequence[ModelDirectory]) -> None:
+    """Leave out stored copies of a tied head that another model's directory does not store."""
+    common = set.intersection(*(set(one.places) for one in models))
+    for one in models:
+        if ties_head(one.config):
+            for name in sorted(set(one.places) - common):
+                if any(_is_copy(one, name, other) for other in common):
+                    del one.places[name]
+
+
+def _stored_copies(model: ModelDirectory) -> dict[str, str]:
+    """Return the stored copies of a tied head by name, with the name of the tensor that they equal."""
+    if not ties_head(model.config):
+        return {}
+    rows = model.config.get("vocab_size")
+    tables = [name for name, place in model.places.items() if place.shape[:1] == (rows,)]
+    return {name: tables[0] for name in tables[1:] if _is_copy(model, name, tables[0])}
+
+
+def _is_copy(model: ModelDirectory, name: str, other: str) -> bool:
+    one, two = model.places[name], model.places[other]
+    return (
+        len(one.shape) == 2
+        and (one.shape, one.dtype) == (two.shape, two.dtype)
+        and torch.equal(model.read(name), model.read(other))
+    )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +111,16 @@ def merge_models(
     check_merge(len(models), method, weights, base is not None, density)
     values = list(weights) if weights is not None else [1.0] * len(states)
     base_state: Mapping[str, Tensor] = {} if base is None else base.state_dict()
-    merged = {}
+    merged: dict[str, Tensor] = {}
+    shared: dict[tuple[Any, ...], str] = {}  # names by the memory in all models: a head that is tied stays tied
     for name, first in states[0].items():
         tensors = [_get(state, name, first) for state in states]
         start = _get(base_state, name, first) if base is not None else None
+        same = [*tensors, *([] if start is None else [start])]
+        owner = shared.setdefault(tuple((one.data_ptr(), one.shape, one.stride(), one.dtype) for one in same), name)
+        if owner != name:
+            merged[name] = merged[owner]
+            continue
         merged[name] = merge_tensors(name, tensors, method, values, start, density, seed)
     return merged
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +31,13 @@ from windlass.compress.compressed_layers import (
 )
 from windlass.compress.compression_training import CLOCK, compression_clock
 from windlass.compress.conv1d_layers import use_linear_class
+from windlass.compress.fake_rounding import warn_of_unused_rules
+from windlass.compress.fused_encoders import exclude_fused_encoders
 from windlass.config.compression_section import Eigenvalue
 from windlass.config.quantize_training_section import QuantizeTraining
 
 SCHEDULE = "quantize_training_schedule"  # buffer of the model
-_PLANNER = "_windlass_bit_planner"  # attribute of the model
+_PREPARATION = "_windlass_quantize_training"  # attribute of the model
 _STEPS_OF_FACTOR = 4
 
 
@@ -44,13 +47,16 @@ def prepare_quantize_training(
     """Make the linear layers, convolutions and embeddings of a model round their weights, in place, by the section
     `quantize_training`. Matrices of other modules stay as they are, with a warning.
 
+    A model that is prepared already, by another section, follows the new one.
+
     Args:
         model_ranks: ranks that compute the same samples together.
 
     Raises:
         ConfigError: the groups do not divide a weight, or the model has no such blocks.
     """
-    if not section.enabled or _PLANNER in model.__dict__:
+    if not section.enabled:
+        end_quantize_training(model)
         return
     chosen = section.eigenvalue if section.eigenvalue is not None and section.eigenvalue.enabled else eigenvalue
     if chosen.enabled and model_ranks > 1:
@@ -80,6 +86,19 @@ def prepare_quantize_training(
             f"quantize_training.fp16_mixed_quantize.quantize_change_ratio is {mixed.quantize_change_ratio}; write the "
             "part that a step takes away, from 0 to 1"
         )
+    settings = {**section.model_dump(), "eigenvalue": chosen.model_dump()}
+    before = model.__dict__.get(_PREPARATION)
+    if before is not None and before.settings == settings:
+        return
+    end_quantize_training(model)
+    warn_of_unused_rules(
+        bits.target_bits,
+        {
+            "quantize_training.quantize_type": section.quantize_type or "symmetric",
+            "quantize_training.quantize_algo.q_type": algorithm.q_type,
+            "quantize_training.quantize_algo.rounding": algorithm.rounding,
+        },
+    )
     clock = compression_clock(model) or CompressionClock()
     model.__dict__[CLOCK] = clock
     rounding = WeightRounding(
@@ -105,9 +124,10 @@ def prepare_quantize_training(
                     f"{layer.weight.numel()} weights of {name!r}; write a divisor"
                 )
             layer.compression.weight, layers[name] = rounding, layer
+    exclude_fused_encoders(model)
     _warn_of_others(model)
     planner = BitPlanner(model, rounding, chosen, layers) if chosen.enabled else None
-    model.__dict__[_PLANNER] = planner or rounding
+    model.__dict__[_PREPARATION] = _Preparation(settings, frozenset(layers), planner)
 
 
 def _warn_of_others(model: nn.Module) -> None:
@@ -126,16 +146,35 @@ def _warn_of_others(model: nn.Module) -> None:
 
 def bit_planner(model: nn.Module) -> BitPlanner | None:
     """Return the planner of a model whose bits follow curvature."""
-    found = model.__dict__.get(_PLANNER)
-    return found if isinstance(found, BitPlanner) else None
+    found = model.__dict__.get(_PREPARATION)
+    return found.planner if found is not None else None
+
+
+def has_quantize_training(model: nn.Module) -> bool:
+    """Return True if `quantize_training` rounds the weights of a model."""
+    return _PREPARATION in model.__dict__
 
 
 def end_quantize_training(model: nn.Module) -> None:
-    """Remove the schedule from a model whose weights have been rounded for good. No effect on other models."""
-    planner = model.__dict__.pop(_PLANNER, None)
-    if isinstance(planner, BitPlanner):
-        planner.hook.remove()
+    """End the rounding by `quantize_training`. No effect on other models."""
+    found = model.__dict__.pop(_PREPARATION, None)
+    if found is None:
+        return
+    for name, module in model.named_modules():
+        if name in found.layers and isinstance(module, CompressedLayer):
+            module.compression.weight = module.compression.planned_bits = None
+    if found.planner is not None:
+        found.planner.hook.remove()
         delattr(model, SCHEDULE)
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """Settings by which `quantize_training` rounds some layers of a model, and the planner of their bits."""
+
+    settings: dict[str, Any]
+    layers: frozenset[str]
+    planner: BitPlanner | None
 
 
 class BitPlanner:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, ShardedParameterError
 from windlass.base.log import logger
 from windlass.compress.compressed_layers import COMPRESSED, CompressedLayer, mask_name
 from windlass.compress.compression_training import (
@@ -20,11 +21,13 @@ from windlass.compress.compression_training import (
     find_layers,
     read_compression_training,
 )
-from windlass.compress.quantize_training import end_quantize_training
+from windlass.compress.fused_encoders import restore_fused_encoders
+from windlass.compress.quantize_training import end_quantize_training, has_quantize_training
 from windlass.compress.snip_pruning import MOMENTUM_BUFFER
 from windlass.config.compression_section import CompressionTraining
 
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
+_STRUCTURED = ("row", "head", "channel")  # kinds whose masks remove outputs or inputs
 _CONSTANT = 1e-6  # output of a norm for a channel of zeros, above which its removal is seen
 
 
@@ -33,32 +36,41 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
     Outputs, heads and channels that a mask removes leave the matrices where `related_modules` names the layers that
     read them. Rounding of inputs is removed, since plain layers do not have it. A weight that modules share stays
-    shared where all of them use the same values; else each module gets a weight of its own.
+    shared where all of them use the same values; else each module gets a weight of its own. Weights that
+    `quantize_training` rounds keep the bits of the last step.
+
+    Args:
+        model: prepared model, or its engine (a wrapper with `.module`), which evaluates the plain model afterwards.
+
+    Returns:
+        `model`.
 
     Raises:
-        ConfigError: the model was not prepared, or related layers do not fit.
+        ConfigError: the model was not prepared, its weights are sharded, or related layers do not fit. The model is
+            unchanged.
     """
-    section = read_compression_training(deepspeed_config)
-    clock = compression_clock(model)
+    inner = model if compression_clock(model) is not None else getattr(model, "module", model)
+    clock = compression_clock(inner)
     if clock is None:
-        raise ConfigError("redundancy_clean needs the model that init_compression prepared")
-    clock.step = max(clock.step, _last_offset(section))
-    kept: dict[str, Tensor] = {}
+        raise ConfigError("redundancy_clean needs the model that init_compression prepared, or its engine")
+    by_schedule = has_quantize_training(inner)
+    section = read_compression_training(deepspeed_config, may_lack=by_schedule)
     with torch.no_grad():
-        shared = _separate_weights(model)
-        for name, layer in _compressed_layers(model):
-            for kind in ("row", "head", "channel"):
-                if kind in layer.compression.prunings:
-                    kept[f"{kind} {name}"] = layer.mask(layer.compression.prunings[kind]).detach().flatten() > 0
+        kept = _kept_parts(inner)
+        shrinks = _plan_shrinks(inner, section, kept)
+        clock.step = max(clock.step, _last_offset(section))
+        shared = _separate_weights(inner)
+        for name, layer in _compressed_layers(inner):
             bias = layer.compressed_bias()
             layer.weight.copy_(shared[name] if name in shared else layer.compressed_weight().detach())
             if layer.bias is not None and bias is not None:
                 layer.bias.copy_(bias.detach())
             _make_plain(layer)
-        for kind in ("row", "head", "channel"):
-            _shrink_related(model, section, kind, kept)
-    end_quantize_training(model)
-    del model.__dict__[CLOCK]
+        for shrink in shrinks:
+            _shrink_layers(inner, shrink)
+    end_quantize_training(inner)
+    restore_fused_encoders(inner)
+    del inner.__dict__[CLOCK]
     return model
 
 
@@ -131,33 +143,104 @@ def _make_plain(layer: CompressedLayer) -> None:
     layer.__class__ = plain  # type: ignore[assignment]
 
 
-def _shrink_related(model: nn.Module, section: CompressionTraining, kind: str, kept: Mapping[str, Tensor]) -> None:
-    """Remove pruned outputs, heads or channels from layers, and from the layers that their group names as related."""
-    technique = getattr(section, f"{kind}_pruning")
-    for group, where in enabled_groups(technique, f"{kind}_pruning"):
-        if not group.related_modules:
-            continue
-        if len(group.related_modules) != len(group.modules):
-            raise ConfigError(f"{where}.related_modules has another length than modules; name a list for each of them")
-        for pattern, related in zip(group.modules, group.related_modules, strict=True):
-            names = [name for name in find_layers(model, pattern, PRUNINGS[kind]) if f"{kind} {name}" in kept]
-            others = [
-                found for other in _as_list(related) if (found := _find_near(model, names, other, where)) is not None
-            ]
-            for place, name in enumerate(names):
-                mask = kept[f"{kind} {name}"]
-                module = model.get_submodule(name)
-                if kind == "head":
-                    features = mask.repeat_interleave(module.get_parameter("weight").shape[1] // len(mask))
-                    _select(module, features, dim=1)
-                    for matches in others:
-                        _select(model.get_submodule(matches[place]), features, dim=0)
-                    near = [name, *(matches[place] for matches in others)]
-                    _count_heads(model, near, int(mask.sum()), len(mask))
-                else:
-                    _select(module, mask, dim=0)
-                    for matches in others:
-                        _select(model.get_submodule(matches[place]), mask, dim=1)
+@dataclass(frozen=True)
+class _Shrink:
+    """Removal of the outputs, inputs or heads that one mask prunes.
+
+    Attributes:
+        mask: kept outputs, or kept inputs of the attention's output layer.
+        parts: layers and the dimensions of their weights that lose them.
+        heads: numbers of heads afterwards and before; None: no heads are removed.
+    """
+
+    mask: Tensor
+    parts: tuple[tuple[str, int], ...]
+    heads: tuple[int, int] | None = None
+
+
+def _kept_parts(model: nn.Module) -> dict[str, Tensor]:
+    """Return the masks of outputs, heads and channels of each layer.
+
+    Raises:
+        ConfigError: a weight is sharded.
+    """
+    kept: dict[str, Tensor] = {}
+    for name, layer in _compressed_layers(model):
+        try:
+            for parameter in layer.parameters(recurse=False):
+                parameter.detach().flatten()[:1].clone()
+            for kind in _STRUCTURED:
+                if kind in layer.compression.prunings:
+                    kept[f"{kind} {name}"] = layer.mask(layer.compression.prunings[kind]).detach().flatten() > 0
+        except ShardedParameterError as error:
+            raise ConfigError(
+                f"redundancy_clean needs whole weights, and those of {name!r} are sharded over ranks; call "
+                "engine.destroy() before, and pass engine.module"
+            ) from error
+    return kept
+
+
+def _plan_shrinks(model: nn.Module, section: CompressionTraining, kept: Mapping[str, Tensor]) -> list[_Shrink]:
+    """Return the removals of pruned outputs, heads and channels from layers, and from the layers that their group names
+    as related.
+
+    Raises:
+        ConfigError: related layers do not fit.
+    """
+    found: list[_Shrink] = []
+    sizes: dict[tuple[str, int], int] = {}  # after the removals so far
+    for kind in _STRUCTURED:
+        for group, where in enabled_groups(getattr(section, f"{kind}_pruning"), f"{kind}_pruning"):
+            if not group.related_modules:
+                continue
+            if len(group.related_modules) != len(group.modules):
+                raise ConfigError(
+                    f"{where}.related_modules has another length than modules; name a list for each of them"
+                )
+            for pattern, related in zip(group.modules, group.related_modules, strict=True):
+                names = [name for name in find_layers(model, pattern, PRUNINGS[kind]) if f"{kind} {name}" in kept]
+                others = [
+                    near for other in _as_list(related) if (near := _find_near(model, names, other, where)) is not None
+                ]
+                for place, name in enumerate(names):
+                    near = [matches[place] for matches in others]
+                    found.append(_plan_shrink(model, kind, name, near, kept[f"{kind} {name}"], sizes))
+    return found
+
+
+def _plan_shrink(
+    model: nn.Module, kind: str, name: str, related: list[str], mask: Tensor, sizes: dict[tuple[str, int], int]
+) -> _Shrink:
+    """Return the removal of what a mask prunes, and count it in `sizes`.
+
+    Raises:
+        ConfigError: a layer has another number of outputs or inputs than the mask.
+    """
+    heads, own, other = None, 0, 1
+    if kind == "head":
+        heads, own, other = (int(mask.sum()), len(mask)), 1, 0
+        inputs = sizes.get((name, 1), model.get_submodule(name).get_parameter("weight").shape[1])
+        mask = mask.repeat_interleave(inputs // len(mask))
+    parts = ((name, own), *((one, other) for one in related))
+    for one, dim in parts:
+        module = model.get_submodule(one)
+        is_norm = isinstance(module, nn.BatchNorm2d)
+        key = one, 0 if is_norm else dim
+        shape = (module.num_features,) if is_norm else tuple(module.get_parameter("weight").shape)
+        if sizes.get(key, shape[key[1]]) != len(mask):
+            raise ConfigError(
+                f"{one!r}, a {type(module).__name__} with weight {shape}, does not fit a mask of {len(mask)} from "
+                f"{name!r}; name the layers that read the pruned outputs as related_modules"
+            )
+        sizes[key] = int(mask.sum())
+    return _Shrink(mask, parts, heads)
+
+
+def _shrink_layers(model: nn.Module, shrink: _Shrink) -> None:
+    for name, dim in shrink.parts:
+        _select(model.get_submodule(name), shrink.mask, dim)
+    if shrink.heads is not None:
+        _count_heads(model, [name for name, _ in shrink.parts], *shrink.heads)
 
 
 def _as_list(related: Any) -> list[str]:
@@ -205,29 +288,20 @@ def _common(one: list[str], two: list[str]) -> int:
 
 
 def _select(module: nn.Module, mask: Tensor, dim: int) -> None:
-    """Keep some outputs (0) or inputs (1) of a layer.
-
-    Raises:
-        ConfigError: the layer has another number of them.
-    """
-    weight = module.get_parameter("weight")
+    """Keep some outputs (0) or inputs (1) of a layer."""
     if isinstance(module, nn.BatchNorm2d):
         dim = 0
         _warn_of_constants(module, mask)
-    if weight.shape[dim] != len(mask):
-        raise ConfigError(
-            f"a {type(module).__name__} with weight {tuple(weight.shape)} does not fit a mask of {len(mask)}; name "
-            "the layers that read the pruned outputs as related_modules"
-        )
     places = mask.nonzero().flatten()
-    module.weight = nn.Parameter(weight.detach().index_select(dim, places), requires_grad=weight.requires_grad)
-    bias = getattr(module, "bias", None)
-    if dim == 0 and isinstance(bias, Tensor):
-        module.bias = nn.Parameter(bias.detach()[places], requires_grad=bias.requires_grad)
+    for name in ("weight", "bias") if dim == 0 else ("weight",):
+        values = getattr(module, name, None)
+        if isinstance(values, Tensor):
+            setattr(module, name, nn.Parameter(values.detach().index_select(dim, places), values.requires_grad))
     if isinstance(module, nn.BatchNorm2d):
         module.__dict__["num_features"] = len(places)
         for name in ("running_mean", "running_var"):
-            setattr(module, name, module.get_buffer(name)[places])
+            if getattr(module, name) is not None:
+                setattr(module, name, module.get_buffer(name)[places])
     for name, size in (("out_features", 0), ("in_features", 1), ("out_channels", 0), ("in_channels", 1)):
         if hasattr(module, name) and size == dim:
             module.__dict__[name] = len(places)
@@ -239,7 +313,9 @@ def _warn_of_constants(norm: nn.BatchNorm2d, mask: Tensor) -> None:
     """
     if norm.running_mean is None or norm.running_var is None or len(mask) != norm.num_features:
         return
-    constant = norm.bias - norm.running_mean * norm.weight / (norm.running_var + norm.eps).sqrt()
+    constant = -norm.running_mean / (norm.running_var + norm.eps).sqrt()
+    if norm.affine:
+        constant = norm.bias + constant * norm.weight
     largest = float(constant[~mask].abs().max()) if bool((~mask).any()) else 0.0
     if largest > _CONSTANT:
         logger.warning(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
-import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ class TeacherCache:
     """Top probabilities of a teacher by sequence, in a folder.
 
     Sequences are found by a hash of their token ids, so that neither their order nor the number of ranks matters. Each
-    rank appends to a file of its own, and reads those of all ranks. A record that an interrupted run left incomplete is
-    ignored.
+    rank appends to a file of its own what no other rank has stored, and reads those of all ranks, also while they grow.
+    A record that an interrupted run left incomplete is ignored.
 
     Args:
         folder: folder of the files; created if it is missing.
@@ -59,9 +61,12 @@ class TeacherCache:
         self._form: np.dtype[Any] | None = None
         self._length = self._classes = 0
         self._places: dict[bytes, tuple[Path, int]] = {}  # file, and number of the record
+        self._counts: dict[Path, int] = {}  # records of each file that are in `_places`
         make_directory(self.folder)
-        if self._header.is_file():
-            self._open()
+        self._find_records()
+        for path, count in self._counts.items():
+            if path.stat().st_size > count * self._record_bytes():
+                logger.warning("%s ends with a record that is not complete; it is ignored", path)
 
     @property
     def _header(self) -> Path:
@@ -77,10 +82,18 @@ class TeacherCache:
 
     def has(self, ids: Tensor) -> bool:
         """Return True if every row of token ids `[rows, length]` is cached."""
-        return all(key in self._places for key in _keys(ids))
+        keys = _keys(ids)
+        if not all(key in self._places for key in keys):
+            self._find_records()
+        return all(key in self._places for key in keys)
 
     def add(self, ids: Tensor, logits: Tensor) -> None:
         """Store the largest log-probabilities of logits `[rows, length, classes]` for rows that are not cached yet."""
+        with self._locked():
+            self._find_records()
+            self._append(ids, logits)
+
+    def _append(self, ids: Tensor, logits: Tensor) -> None:
         classes = logits.shape[-1]
         if self._form is None:
             self._create(ids.shape[1], classes)
@@ -90,28 +103,27 @@ class TeacherCache:
                 f"{ids.shape[1]} and {classes}; pad all batches to one length, or use another folder"
             )
         assert self._form is not None
+        rows = {key: row for row, key in enumerate(_keys(ids)) if key not in self._places}
+        if not rows:
+            return
         count = self._form["values"].shape[1]
         values, indices = F.log_softmax(logits.detach().float() / self.temperature, -1).topk(count)
         path = self.folder / f"rank{self.rank}.bin"
-        records: dict[bytes, bytes] = {}
-        for row, key in enumerate(_keys(ids)):
-            if key in self._places or key in records:
-                continue
-            record = np.zeros(1, self._form)
+        records = np.zeros(len(rows), self._form)
+        for record, (key, row) in zip(records, rows.items(), strict=True):
             record["key"] = np.frombuffer(key, np.uint8)
             record["values"] = values[row].cpu().numpy()
             record["indices"] = indices[row].cpu().numpy()
-            record["crc"] = _checksum(record[0])
-            records[key] = record.tobytes()
+            record["crc"] = _checksum(record)
         with open_new(path, "ab", buffering=0) as file:
-            start = file.tell()
+            start = file.tell() - file.tell() % self._form.itemsize
+            file.truncate(start)  # behind the last complete record
             try:
-                _write_all(file, b"".join(records.values()))
+                _write_all(file, records.tobytes())
             except BaseException:
                 file.truncate(start)  # a later record would otherwise begin in the middle of an incomplete one
                 raise
-        first = start // self._form.itemsize
-        self._places |= {key: (path, first + number) for number, key in enumerate(records)}
+        self._find_records()
 
     def read(self, ids: Tensor) -> TopProbabilities:
         """Return the probabilities of rows of token ids `[rows, length]`.
@@ -139,7 +151,7 @@ class TeacherCache:
             file.seek(place * form.itemsize)
             data = file.read(form.itemsize)
         record = np.frombuffer(data, form)[0] if len(data) == form.itemsize else None
-        if record is None or record["crc"] != _checksum(record):
+        if record is None or record["key"].tobytes() != key or record["crc"] != _checksum(record):
             raise DataError(f"record {place} of {path} is damaged; delete the file")
         return record
 
@@ -148,7 +160,36 @@ class TeacherCache:
         write_atomically(self._header, json.dumps(header, indent=2) + "\n")  # equal on all ranks
         self._set_form(length, classes)
 
-    def _open(self) -> None:
+    def _record_bytes(self) -> int:
+        return 0 if self._form is None else self._form.itemsize
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude the other ranks, so that of several with the same sequence one stores it."""
+        with open_new(self.folder / "lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:  # a child forked meanwhile shares the lock, so closing the file is not enough
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _find_records(self) -> None:
+        """Find the complete records that were written since the last call, by any rank."""
+        if self._form is None:
+            if not self._header.is_file():
+                return
+            self._read_header()
+        assert self._form is not None
+        for path in sorted(self.folder.glob("rank*.bin")):
+            first, count = self._counts.get(path, 0), path.stat().st_size // self._form.itemsize
+            if count > first:
+                offset = first * self._form.itemsize
+                keys = np.memmap(path, self._form, "r", offset, shape=(count - first,))["key"]
+                for place, key in enumerate(keys, first):
+                    self._places.setdefault(key.tobytes(), (path, place))
+            self._counts[path] = max(first, count)
+
+    def _read_header(self) -> None:
         try:
             header = parse_json(self._header.read_bytes())
             length, classes = int(header["length"]), int(header["classes"])
@@ -161,16 +202,6 @@ class TeacherCache:
                     "delete it"
                 )
         self._set_form(length, classes)
-        assert self._form is not None
-        for path in sorted(self.folder.glob("rank*.bin")):
-            count, rest = divmod(path.stat().st_size, self._form.itemsize)
-            if rest:
-                logger.warning("%s ends with a record that is not complete; it is ignored", path)
-                if path.name == f"rank{self.rank}.bin":
-                    os.truncate(path, count * self._form.itemsize)
-            if count:
-                keys = np.memmap(path, self._form, "r", shape=(count,))["key"]
-                self._places |= {key.tobytes(): (path, place) for place, key in enumerate(keys)}
 
     def _set_form(self, length: int, classes: int) -> None:
         self._length, self._classes = length, classes

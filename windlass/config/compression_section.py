@@ -55,9 +55,9 @@ class WeightQuantizationShared(CompressionSharedParams):
     """Slices of a flattened weight with a scale each."""
     quantize_verbose: bool = accepted(False, "nothing is logged for each layer")
     quantization_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
-    """`symmetric` around 0, or `asymmetric` with a zero point."""
+    """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
-    """To the nearest value, or `stochastic`."""
+    """To the nearest value, or `stochastic`; without effect at 1 and 2 bits."""
     quantize_weight_in_forward: bool = accepted(
         False, "weights are rounded in the forward; the optimizer keeps unrounded ones in every precision"
     )

@@ -31,9 +31,9 @@ class QuantizeAlgorithm(ConfigSection):
     """Rule of rounding."""
 
     q_type: Literal["symmetric", "asymmetric"] = honoured("symmetric")
-    """`symmetric` around 0, or `asymmetric` with a zero point."""
+    """`symmetric` around 0, or `asymmetric` with a zero point; without effect at 1 and 2 bits."""
     rounding: Literal["nearest", "stochastic"] = honoured("nearest")
-    """To the nearest value, or `stochastic`."""
+    """To the nearest value, or `stochastic`; without effect at 1 and 2 bits."""
 
 
 class QuantizeTraining(ConfigSection):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 import windlass
+from windlass.base.atomic_file import make_directory, write_atomically
+from windlass.base.bounded_json import parse_json
 from windlass.base.errors import ConfigError
+from windlass.comm.rank_group import world_group
 from windlass.compress.distillation import PROJECTION, Distillation, check_tokenizers
 from windlass.compress.packed_model import is_packed_directory
 from windlass.compress.teacher_cache import TeacherCache
 from windlass.config import Config, load_config
 from windlass.data.tokenizer import load_tokenizer
-from windlass.storage.safetensors_header import read_safetensors_header
 
-_SAMPLED_BYTES = 4096
+_RECORD = "teacher_files.json"  # file of a cache
 _OWN_KEYS = ("teacher", "teacher_stage", "teacher_device", "cache", "cache_top_k")
 _SHARED_SECTIONS = ("bf16", "fp16", "comm", "watchdog", "train_micro_batch_size_per_gpu")
 
@@ -63,11 +67,13 @@ def attach_teacher(model: nn.Module, config: Config, raw: dict[str, Any], *, tru
     if section.teacher is not None:
         engine = _load_engine(section, raw, trust_remote_code=trust_remote_code)
     if section.cache is not None:
+        folder = Path(section.cache)
+        make_directory(folder)
         cache = TeacherCache(
-            section.cache,
+            folder,
             top_k=section.cache_top_k,
             temperature=section.temperature,
-            teacher=_identity(Path(section.teacher)) if section.teacher is not None else None,
+            teacher=_identity(Path(section.teacher), folder / _RECORD) if section.teacher is not None else None,
             rank=dist.get_rank(),
         )
     options = section.model_dump(exclude_unset=True)
@@ -98,15 +104,43 @@ def _load_engine(section: Any, raw: dict[str, Any], *, trust_remote_code: bool) 
     return windlass.initialize(model=teacher, config=config)[0]
 
 
-def _identity(folder: Path) -> str:
-    """Return a hash of a model's configuration, and of the names and some values of all its tensors."""
-    found = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header = read_safetensors_header(file)
-            for name, entry in sorted(header.entries.items()):
-                found.update(f"{path.name} {name} {entry.dtype} {entry.shape}".encode())
-                for begin in (entry.begin, (entry.begin + entry.end) // 2):  # a merged adapter changes all of a matrix
-                    file.seek(header.data_offset + begin)
-                    found.update(file.read(min(_SAMPLED_BYTES, entry.end - begin)))
-    return found.hexdigest()
+def _identity(folder: Path, record: Path) -> str:
+    """Return a hash of a model's configuration and files of weights. Collective: each rank reads some of the files.
+
+    Args:
+        record: file of the hashes that are known, by path, size and time of the last change.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    known = _read_record(record)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = {str(path.resolve()): _hashed(path, known) for path in files[rank::ranks]}
+    if ranks > 1:
+        found = {path: entry for part in world_group().all_gather_object(found) for path, entry in part.items()}
+    if (
+        rank == 0
+        and any(known.get(path) != entry for path, entry in found.items())
+        and os.access(record.parent, os.W_OK)
+    ):
+        write_atomically(record, json.dumps({**known, **found}, indent=2) + "\n")
+    identity = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in files:
+        identity.update(f"{path.name} {found[str(path.resolve())][-1]}".encode())
+    return identity.hexdigest()
+
+
+def _read_record(record: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(record.read_bytes())
+    except (FileNotFoundError, ValueError):  # without it all files are read again
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _hashed(path: Path, known: dict[str, Any]) -> list[Any]:
+    """Return size, time of the last change and hash of a file, which is read unless the first two are known."""
+    state = path.stat()
+    entry = known.get(str(path.resolve()))
+    if isinstance(entry, list) and entry[:2] == [state.st_size, state.st_mtime_ns] and len(entry) == 3:
+        return entry
+    with open(path, "rb") as file:
+        return [state.st_size, state.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest()]
