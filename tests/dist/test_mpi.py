@@ -143,9 +143,8 @@ def misfit() -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize("mpi", [2], indirect=True)
 def test_tensors_that_do_not_fit_are_refused_before_mpi_writes_to_them(mpi: MpiWorld) -> None:
-    if mpi.world > 2:
-        return
     texts = mpi.run(misfit)[1]
     assert texts[0].startswith("all_gather over MPI: [2] torch.float32 does not fit [3] torch.float32; give both one")
     assert texts[4] == "all_gather over MPI: 1 tensors for 2 ranks; pass one for each"
@@ -200,9 +199,8 @@ def fail() -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize("mpi", [2], indirect=True)
 def test_errors_name_the_call_and_the_fix(mpi: MpiWorld) -> None:
-    if mpi.world > 2:
-        return
     first = mpi.run(fail)[0]
     for text, words in zip(
         first,
@@ -218,9 +216,8 @@ def test_errors_name_the_call_and_the_fix(mpi: MpiWorld) -> None:
         assert words in text
 
 
+@pytest.mark.parametrize("mpi", [2], indirect=True)
 def test_the_table_matches_mpi(mpi: MpiWorld) -> None:
-    if mpi.world > 2:
-        return
     names = [
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["mpi"]
     ]

@@ -393,9 +393,9 @@ def save(case: Case, folder: str, at: int) -> dict[str, Any]:
     engine = start(specimen(case.model), case.config())
     train(engine, case, 0, at)
     engine.save_checkpoint(folder)
-    momenta = momenta_of(engine)
+    saved, momenta = errors_of(engine), momenta_of(engine)
     train(engine, case, at, at + 3)
-    found = {"params": whole_params(engine.module), "errors": errors_of(engine), "momenta": momenta}
+    found = {"params": whole_params(engine.module), "errors": errors_of(engine), "saved": saved, "momenta": momenta}
     engine.destroy()
     return found
 
@@ -424,16 +424,26 @@ def test_a_resumed_run_is_exact(stage: int, at: int, tmp_path: Path) -> None:
             assert all(torch.equal(value, there[what][name]) for name, value in here[what].items()), what
 
 
-@pytest.mark.parametrize(("before", "after"), [((0, 2), (1, 3)), ((2, 3), (0, 2))])
+@pytest.mark.parametrize(("before", "after"), [((0, 2), (1, 3)), ((2, 3), (0, 2)), ((0, 2), (0, 3))])
 def test_errors_are_converted_for_another_stage_and_number_of_ranks(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
     first = Case(before[0], before[1])
     straight = run_ranks(save, before[1], first, str(tmp_path), FREEZE + 2)
     resumed = run_ranks(resume, after[1], Case(after[0], after[1]), str(tmp_path), FREEZE + 2)
-    for name in (name for name in resumed[0]["loaded"] if name.endswith("worker_error")):
-        rows = torch.stack([found["loaded"][name] for found in resumed])
-        assert bool((rows == rows[0]).all()), "every rank has the mean of the saved errors"
+    # Only replicated states have errors of owners.
+    kinds = ("worker_error", "server_error") if before[0] == after[0] == 0 else ("worker_error",)
+    for kind in kinds:
+        names = [name for name in straight[0]["saved"] if name.endswith(kind)]
+        assert any(bool(straight[0]["saved"][name].any()) for name in names), kind
+        for name in names:
+            saved = torch.stack([found["saved"][name] for found in straight])
+            loaded = torch.stack([found["loaded"][name] for found in resumed])
+            if kind == "worker_error":  # every rank has the mean of the saved errors
+                wanted = saved.mean(0).expand_as(loaded)
+            else:  # an element's error goes to its new owner
+                loaded, wanted = loaded.sum(0), saved.sum(0)
+            torch.testing.assert_close(loaded, wanted, rtol=1e-6, atol=1e-12)
     assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
 
