@@ -1,6 +1,8 @@
-"""Predicted peak memory of a rank against its measured peak (PSS on a CPU), for each configuration of `rig/plan_cases`.
+"""Predicted peak memory of a rank against its measured peak (PSS on a CPU, torch's allocator on a GPU), for each
+configuration of `rig/plan_cases`.
 
 python bench/plan.py --rows 0:4
+python bench/plan.py --gpu
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
-from rig.plan_cases import CASES, MemoryCase
+from rig.plan_cases import CASES, GPU_CASES, MemoryCase
 from rig.plan_rank import MemoryRank
 
 from windlass.cli.benches.bench_console import bench_console
@@ -20,7 +23,7 @@ from windlass.cli.benches.bench_results import write_result
 from windlass.cli.benches.rank_pool import RankPool
 from windlass.config import load_config
 from windlass.parallel.model_checkpointing import enable_checkpointing
-from windlass.plan.memory_plan import HOST
+from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.plan_run import RunShape, plan_memory
 from windlass.plan.planned_layout import Target
 from windlass.plan.planned_model import build_on_meta
@@ -34,13 +37,17 @@ def main(
     rows: Annotated[str, typer.Option(help="Rows to run, as START:STOP of the list.")] = ":",
     keep: Annotated[bool, typer.Option(help="Keep earlier rows of the JSON that are not run now.")] = True,
     predict: Annotated[bool, typer.Option("--predict", help="Measure nothing: predict anew, for stored rows.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Rows of one rank on a GPU, into plan_gpu.json.")] = False,
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
     """Measure these rows, print every row and its miss, and write plan.json. The exit code is 1 if one misses by more
     than 10 %."""
+    if gpu and not predict and not torch.cuda.is_available():
+        raise typer.BadParameter("torch finds no CUDA device here; run on a host with a GPU", param_hint="--gpu")
     start, _, stop = rows.partition(":")
-    chosen = CASES[int(start or 0) : int(stop) if stop else None]
-    path = results / "plan.json"
+    cases = GPU_CASES if gpu else CASES
+    chosen = cases[int(start or 0) : int(stop) if stop else None]
+    path = results / ("plan_gpu.json" if gpu else "plan.json")
     found: dict[str, Any] = json.loads(path.read_text())["rows"] if keep and path.is_file() else {}
     for case in chosen:
         if predict and case.name not in found:
@@ -50,9 +57,9 @@ def main(
         bench_console().print(_line(case.name, found[case.name]), soft_wrap=True)
     misses = [name for name, row in found.items() if abs(_error(row)) > TOLERANCE]
     bench_console().print(_table(found))
-    missing = [case.name for case in CASES if case.name not in found]
+    missing = [case.name for case in cases if case.name not in found]
     bench_console().print(
-        f"{len(found)} of {len(CASES)} rows measured, {len(misses)} miss by more than {TOLERANCE:.0%}"
+        f"{len(found)} of {len(cases)} rows measured, {len(misses)} miss by more than {TOLERANCE:.0%}"
     )
     write_result(path, {"bench": "plan", "tolerance": TOLERANCE, "rows": found, "misses": misses, "not run": missing})
     if misses:
@@ -67,9 +74,10 @@ def _predict(case: MemoryCase) -> int:
     )
     if case.checkpointing:
         enable_checkpointing(model)
-    run = RunShape(case.ranks, case.length, Target("cpu", case.transport))
+    on_gpu = case.device == "cuda"
+    run = RunShape(case.ranks, case.length, Target("cuda", "nccl") if on_gpu else Target("cpu", case.transport))
     plan = plan_memory(model, load_config(case.config(".")), run)
-    return plan.peak(HOST, ("init", "load", "forward", "backward", "step"))
+    return plan.peak(DEVICE if on_gpu else HOST, ("init", "load", "forward", "backward", "step"))
 
 
 def _measure(case: MemoryCase) -> int:

@@ -3,8 +3,8 @@
     python bench/profile_overhead.py [--steps 20]
 
 One rank at stage 3, and a Llama of 6 layers whose steps are short, so that ranges weigh much. Without a recorder a
-range costs a test of a variable: the number of ranges of a step times the measured cost of one is compared with the
-step. Recording is compared with the plain steps around it.
+range costs a test of a variable, and a wait (`WaitScope`) also its record for the watchdog: the numbers of both in a
+step times their measured costs are compared with the step. Recording is compared with the plain steps around it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import transformers
 import windlass
 from windlass.base.collective_activity import WaitScope
 from windlass.base.trace_ranges import traced
+from windlass.cli.benches.bench_results import write_result
 
 LOOPS = 200_000
+_RESULTS = Path(__file__).parent / "results"
 
 
 def build() -> Any:
@@ -51,8 +53,8 @@ def step_seconds(engine: Any, steps: int) -> list[float]:
     return found
 
 
-def cost_when_off() -> float:
-    """Print the cost of a `WaitScope`; return the cost in seconds of a range (`traced`), both without a recorder."""
+def costs_when_off() -> tuple[float, float]:
+    """Return the costs in seconds of a range (`traced`) and of a `WaitScope`, both without a recorder."""
 
     def loop(body: Any) -> float:
         begun = time.perf_counter()
@@ -72,15 +74,34 @@ def cost_when_off() -> float:
             pass
 
     base = loop(empty)
-    print(f"a WaitScope, its watchdog record included: {1e9 * (loop(with_scope) - base):.0f} ns")
-    return loop(with_range) - base
+    return loop(with_range) - base, loop(with_scope) - base
+
+
+def share_when_off(categories: list[str], steps: int, costs: tuple[float, float], step: float) -> dict[str, float]:
+    """Return the ranges and waits of a step, and the share of a step that they cost without a recorder.
+
+    Args:
+        categories: Categories of windlass' own events in `steps` recorded steps.
+        costs: Seconds of a range and of a wait.
+        step: Seconds of a plain step.
+    """
+    waits = categories.count("windlass,wait") / steps
+    # An operation in flight has two events, and each of them counts as a range.
+    ranges = len(categories) / steps - waits
+    return {
+        "ranges of a step": ranges,
+        "waits of a step": waits,
+        "share": (ranges * costs[0] + waits * costs[1]) / step,
+    }
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the figures, and write profile_overhead.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args().steps
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of the JSON")
+    options = parser.parse_args()
+    steps = options.steps
     engine = build()
     step_seconds(engine, 5)
     plain = step_seconds(engine, steps)
@@ -90,14 +111,31 @@ def main() -> None:
             with windlass.profile(engine, Path(folder, "trace.json"), operators=operators) as found:
                 recorded[operators] = step_seconds(engine, steps)
         assert found.run is not None
-        own = [one for one in found.run.ranks[0].events if one["cat"].startswith("windlass,")]
+        own = [one["cat"] for one in found.run.ranks[0].events if one["cat"].startswith("windlass,")]
     plain += step_seconds(engine, steps)
-    cost, count, typical = cost_when_off(), len(own) / steps, statistics.median(plain)
-    print(f"a step: {1000 * typical:.2f} ms, {count:.0f} ranges; a range without a recorder: {1e9 * cost:.0f} ns")
-    print(f"off: {100 * count * cost / typical:.3f} % of a step")
+    costs, typical = costs_when_off(), statistics.median(plain)
+    off = share_when_off(own, steps, costs, typical)
+    print(
+        f"a step: {1000 * typical:.2f} ms, {off['ranges of a step']:.0f} ranges of {1e9 * costs[0]:.0f} ns and "
+        f"{off['waits of a step']:.0f} waits of {1e9 * costs[1]:.0f} ns without a recorder"
+    )
+    print(f"off: {100 * off['share']:.3f} % of a step")
+    recording = {}
     for operators, times in recorded.items():
-        more = statistics.median(times) / typical - 1
-        print(f"recording {'with' if operators else 'without'} operators: {100 * more:+.1f} %")
+        kind = f"{'with' if operators else 'without'} operators"
+        recording[kind] = statistics.median(times) / typical - 1
+        print(f"recording {kind}: {100 * recording[kind]:+.1f} %")
+    write_result(
+        options.results / "profile_overhead.json",
+        {
+            "bench": "profile_overhead",
+            "step_s": typical,
+            "range_s": costs[0],
+            "wait_s": costs[1],
+            "off": off,
+            "recording": recording,
+        },
+    )
 
 
 if __name__ == "__main__":

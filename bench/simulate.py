@@ -48,6 +48,7 @@ CALIBRATION = (
     "8B, 32 H200, compiled, FP8",
 )
 """Runs that decide the share of its rates that a device reaches in training, one for each device and framework."""
+LARGE = 10_000  # devices of a step whose simulation is to take less than a minute
 _LENGTH = 8192  # tokens of a sample
 # tokens of the global batch, by number of devices
 _TOKENS = {8: 2**20, 64: 2**20, 512: 2**22, 4096: 2**24, 16_384: 2**24}
@@ -147,7 +148,10 @@ def _calibrate(run: PublishedRun) -> float:
 
 
 def extrapolate() -> list[dict[str, Any]]:
-    """Return the fastest of several meshes that fits for 7B, 70B, 405B and 1T on 8 to 16,384 H100."""
+    """Return the fastest of several meshes that fits for 7B, 70B, 405B and 1T on 8 to 16,384 H100.
+
+    "searched in" is the time of all meshes, "step simulated in" that of the simulation of the slowest mesh alone.
+    """
     rows: list[dict[str, Any]] = []
     for shape in ("7b", "70b", "405b", "1t"):
         for ranks in _TOKENS:
@@ -156,7 +160,7 @@ def extrapolate() -> list[dict[str, Any]]:
             if best is None:
                 rows.append({"shape": shape, "ranks": ranks, "mesh": "", "seconds": None})
                 continue
-            rows.append({"shape": shape, "ranks": ranks, **best, "simulated in": time.perf_counter() - start})
+            rows.append({"shape": shape, "ranks": ranks, **best, "searched in": time.perf_counter() - start})
     return rows
 
 
@@ -164,6 +168,7 @@ def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
     samples = _TOKENS[ranks] // _LENGTH
     place, sizes = known_cluster("dgx-h100").with_devices(ranks), model_shape(shape)
     best: dict[str, Any] | None = None
+    slowest = 0.0
     for stage, tp, pp in ((3, 1, 1), (3, 8, 1), (1, 8, 1), (1, 8, 4), (1, 8, 16)):
         data = ranks // (tp * pp)
         if ranks % (tp * pp) or not data or pp > sizes.layers or samples % data:
@@ -183,7 +188,9 @@ def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
         inputs = work.volumes.tokens * sizes.hidden * 2 * (sizes.layers + 20) // tp
         if state_bytes_of_rank(work, place) + inputs > 0.9 * place.device.memory:
             continue
+        begun = time.perf_counter()
         found = predict_work(work, place)
+        slowest = max(slowest, time.perf_counter() - begun)
         good = expected_goodput(
             ranks, _MTBF_HOURS * 3600, checkpoint_bytes(work) / (place.hosts * place.host.disk_write), _RESTART
         )
@@ -198,7 +205,7 @@ def _best_mesh(shape: str, ranks: int) -> dict[str, Any] | None:
         }
         if best is None or found.seconds < best["seconds"]:
             best = row
-    return best
+    return best and {**best, "step simulated in": slowest}
 
 
 def model_shape(name: str) -> ModelShape:
@@ -280,7 +287,10 @@ def _is_miss(error: float) -> bool:
 
 
 def _extrapolated_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"H100, samples of {_LENGTH:,} tokens, full checkpointing", title_justify="left")
+    # Rows of an older file have no time of a single step.
+    large = [row["step simulated in"] for row in rows if row["ranks"] >= LARGE and row.get("step simulated in")]
+    speed = f"; one step of {LARGE:,} devices or more simulated in at most {max(large):.1f} s" if large else ""
+    table = Table(title=f"H100, samples of {_LENGTH:,} tokens, full checkpointing{speed}", title_justify="left")
     for name in ("model", "devices", "tokens a step", "mesh", "step", "MFU", "waits", "goodput"):
         table.add_column(name, justify="left" if name in ("model", "mesh", "waits") else "right")
     for row in rows:

@@ -14,10 +14,11 @@ class MemoryCase:
 
     Attributes:
         family: llama, gpt2, opt, neox or mixtral.
-        tier: Tier of optimizer states: device, or nvme. On a CPU, host memory is the device's.
+        tier: Tier of optimizer states: device, cpu or nvme. On a CPU, host memory is the device's.
         axis: Axis of `parallel` along which all ranks divide the model, its experts or its sequences; empty: data
             parallelism.
         reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
+        device: cpu or cuda.
     """
 
     family: str
@@ -32,6 +33,7 @@ class MemoryCase:
     ranks: int = 2
     accumulation: int = 1
     axis: str = ""
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -48,8 +50,8 @@ class MemoryCase:
     def config(self, folder: str) -> dict[str, Any]:
         """Return the configuration of the engine. `folder` is for the NVMe tier."""
         zero: dict[str, Any] = {"stage": self.stage}
-        if self.tier == "nvme":
-            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
+        if self.tier != "device":
+            zero["offload_optimizer"] = {"device": self.tier} | ({"nvme_path": folder} if self.tier == "nvme" else {})
         if self.reuse is not None:
             zero["stage3_max_reuse_distance"] = self.reuse
         config: dict[str, Any] = {
@@ -127,3 +129,16 @@ CASES = (
     MemoryCase("gpt2", 1, "bf16", axis="pp", accumulation=4, micro=2, length=512),
 )
 """35 rows; the models have 17 to 25 million parameters, so that buffers and activations are most of the memory."""
+
+_ON_GPU: dict[str, Any] = {"device": "cuda", "transport": "auto", "ranks": 1, "micro": 8, "length": 512}
+GPU_CASES = (
+    MemoryCase("llama", 0, **_ON_GPU),
+    MemoryCase("llama", 2, "bf16", **_ON_GPU),
+    MemoryCase("gpt2", 1, **_ON_GPU),
+    MemoryCase("gpt2", 3, "bf16", checkpointing=True, **_ON_GPU),
+    MemoryCase("opt", 2, "autocast", **_ON_GPU),
+    MemoryCase("opt", 2, "bf16", tier="cpu", **_ON_GPU),
+    MemoryCase("neox", 3, tier="cpu", **_ON_GPU),
+    MemoryCase("neox", 1, "bf16", checkpointing=True, **_ON_GPU),
+)
+"""Rows of one rank on a GPU, whose memory is not the host's."""

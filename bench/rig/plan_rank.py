@@ -39,9 +39,9 @@ class MemoryRank:
 
         case = self._case
         preload_engine_modules("windlass")
-        _warm_up()
+        _warm_up(case.device)
         world_group().barrier()
-        sampler = MemorySampler(torch.device("cpu"))
+        sampler = MemorySampler(torch.device(case.device))
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False).train()
         if case.checkpointing:
@@ -50,7 +50,7 @@ class MemoryRank:
         with tempfile.TemporaryDirectory(dir=".") as folder:
             engine = windlass.initialize(model=model, config=case.config(folder))[0]
             peaks["load"] = sampler.peak_bytes()
-            ids = torch.randint(0, VOCABULARY, (case.micro, case.length))
+            ids = torch.randint(0, VOCABULARY, (case.micro, case.length), device=case.device)
             for step in range(STEPS):
                 if case.axis == "pp":
                     engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * case.accumulation))
@@ -65,15 +65,16 @@ class MemoryRank:
         return {"kind": sampler.counter_name, "peaks": peaks}
 
 
-def _warm_up() -> None:
-    """Run a tiny model, so that libraries that load at the first use are part of the baseline."""
+def _warm_up(device: str) -> None:
+    """Run a tiny model, so that libraries that load at the first use, and their workspaces, are part of the
+    baseline."""
     import transformers
 
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    ids = torch.zeros((1, 16), dtype=torch.long)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(device)
+    ids = torch.zeros((1, 16), dtype=torch.long, device=device)
     model(input_ids=ids, labels=ids).loss.backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()
     del model

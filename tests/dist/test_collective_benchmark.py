@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.dist.harness import run_ranks
 from windlass.base.errors import CommunicationError
-from windlass.comm.collective_bandwidth import calc_bw_log
 
 
 def measure() -> str:
@@ -31,8 +32,24 @@ def measure() -> str:
             for size in (least, 4096)
         ]
         assert all(row.seconds > 0 for row in rows)
-        reduce = rows[1]
-        assert (reduce.algorithm_gbps, reduce.bus_gbps) == calc_bw_log("all_reduce", 4096, reduce.seconds * 1e3, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        ticks = itertools.count()  # each call of an operation takes a millisecond
+        clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3)
+        patch.setattr("windlass.compat.collective_benchmark.time", clock)
+        rows = list(measure_collectives(CollectiveSettings(sizes=(4096,), warmups=1, trials=3)))
+    gbps = 4096 * 8 / 1e-3 / 1e9  # rate of one message
+    expected = {  # algorithm and bus bandwidth of two ranks
+        "all_reduce": (2 * gbps, gbps),
+        "all_gather": (2 * gbps, gbps),
+        "reduce_scatter": (2 * gbps, gbps),
+        "all_to_all": (gbps, gbps / 2),
+        "broadcast": (gbps, gbps),
+        "pt2pt": (2 * gbps, 2 * gbps),  # there and back in a millisecond
+    }
+    for row in rows:
+        assert row.seconds == pytest.approx(5e-4 if row.operation == "pt2pt" else 1e-3)
+        assert (row.algorithm_gbps, row.bus_gbps) == pytest.approx(expected.pop(row.operation)), row.operation
+    assert not expected
     with pytest.raises(CommunicationError, match="'gossip' is not an operation"):
         list(measure_collectives(CollectiveSettings(["gossip"])))
     printed = io.StringIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ def run_stages(folder: str) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_stage_counts_in_full_and_changes_nothing(ranks: int, tmp_path: Path) -> None:
     run_ranks(run_stages, ranks, str(tmp_path))
+
+
+def run_known_clock() -> None:
+    """Train with a clock that advances by a quarter of a second from one line to the next."""
+    ticks = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("windlass.engine.step_profiler.synchronized_time", lambda device: 0.25 * next(ticks))
+        _, _, lines = train(0, {"enabled": True, "peak_tflops": 1e-6}, 2)
+    # Two linear layers in each of two blocks: a product forward, and two backward but for the first layer's input.
+    products = MICRO_BATCHES * (4 + 2 * 4 - 1)
+    rate = products * 2 * ROWS * WIDTH * HIDDEN / 0.25
+    found = [line for line in lines if line.startswith("step ") and "MFU" in line]
+    expected = f"{rate / 1e3:.2f} KFLOPS, MFU {100 * rate / 1e6:.1f} % of 1.0 MFLOPS (configuration)"
+    assert len(found) == 2 and all(expected in line for line in found), (expected, found)
+
+
+def test_mfu_is_the_work_of_a_step_over_its_time_and_the_peak() -> None:
+    run_ranks(run_known_clock, 1)
 
 
 def run_recomputation() -> None:

@@ -19,7 +19,7 @@ from tests.oracle import Recipe
 from windlass.config import load_config
 from windlass.plan.activation_trace import ActivationTrace
 from windlass.plan.memory_planner import MemoryPlanner
-from windlass.plan.plan_run import RunShape, trace_of
+from windlass.plan.plan_run import RunShape, plan_memory, trace_of
 from windlass.plan.planned_layout import Target, plan_layout
 
 SLOTS = {"param": "parameters", "grad": "gradients", "master": "master weights", "secondary": "secondary shards"}
@@ -171,6 +171,49 @@ def test_states_of_each_rank_and_of_whole_parameters_are_exact() -> None:
         for name, planned, real in by_optimizer:
             assert planned == real, name
             assert ("per-rank states" in real) == (name != "Muon")
+
+
+def out_of_memory(moment: str) -> str:
+    """Return the notes of an out-of-memory error of a training step on this rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 0},
+    }
+    ids = torch.arange(32).reshape(2, 16)
+    engine = windlass.initialize(model=build("llama"), config=config)[0]
+
+    silu, failed = torch.nn.functional.silu, []
+
+    def fail(*args: Any) -> Any:
+        if failed:  # the note traces the model again
+            return silu(args[-1])
+        failed.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
+        # One byte less than the prediction, so that a change is needed.
+        plan = plan_memory(build("llama"), load_config(config), RunShape(2, 16))
+        patch.setattr("windlass.plan.out_of_memory_note.memory_limit", lambda failed: plan.peak("host") - 1)
+        if moment == "forward":
+            patch.setattr(torch.nn.functional, "silu", fail)
+            patch.setattr(torch.nn.SiLU, "forward", fail)
+        loss = engine(input_ids=ids, labels=ids).loss
+        if moment == "backward":
+            loss.register_hook(fail)
+        engine.backward(loss)
+    assert str(caught.value).startswith("CUDA out of memory")
+    engine.destroy()
+    return "\n".join(caught.value.__notes__) + f"\n{plan.peak('host') / 2**20:,.1f}"
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_an_engine_that_runs_out_of_memory_names_prediction_and_change(moment: str) -> None:
+    for text in run_ranks(out_of_memory, 2, moment):
+        *_, predicted = text.splitlines()
+        assert f"windlass: memory of this rank in the {moment}: " in text and "resident now" in text
+        assert f"predicted for this configuration: {predicted} MiB of host memory" in text
+        assert "cheapest change that fits: zero_optimization.stage 1; predicted " in text
 
 
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "gpipe"}])

@@ -73,8 +73,15 @@ def test_a_script_is_tuned_unchanged(tmp_path: Path) -> None:
         zero_optimization={"stage": [0, 2]},
     )
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "train.py").read_text() == SCRIPT
+    given = json.loads((tmp_path / "ds.json").read_text())
+    assert given["zero_optimization"] == {"stage": [0, 2]}, "the user's configuration is not written"
     found = json.loads(done.stdout)
     trials = {trial["name"]: trial for trial in found["trials"]}
+    times = {name: trial["measured"]["step_s"] for name, trial in trials.items() if trial["status"] == "measured"}
+    assert found["best"] == min(times, key=times.__getitem__) and found["step_s"] == times[found["best"]] > 0
+    assert found["throughput"] == pytest.approx(2 * 4 / found["step_s"])  # two ranks of four samples
+    assert found["config"]["zero_optimization"]["stage"] == int(found["best"][1:])
     assert set(trials) == {"z0", "z2"} and {trial["status"] for trial in trials.values()} <= {"measured", "slow"}
     for trial in trials.values():
         assert 0.5 < trial["predicted_bytes"] / trial["measured"]["peak_host"] < 2

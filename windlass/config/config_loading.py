@@ -38,7 +38,7 @@ class ValidationResult:
 
 
 def load_config(source: object) -> Config:
-    """Load a configuration from a dict, a path, or url-safe base64 of JSON.
+    """Load a configuration from a dict, a path, url-safe base64 of JSON, or a `ConfigSource`.
 
     Keys that are known but not supported do not fail here: see `Config.refusals`.
 

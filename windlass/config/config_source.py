@@ -95,7 +95,7 @@ class ConfigSource:
 
 
 def read_source(source: object) -> ConfigSource:
-    """Read `source`: a dict (never modified), a path, or url-safe base64 of a JSON object.
+    """Read `source`: a dict (never modified), a path, url-safe base64 of a JSON object, or a `ConfigSource`.
 
     Raises:
         ConfigError: the file does not exist or cannot be read, it is not JSON even by the relaxed rules (comments,
@@ -108,6 +108,8 @@ def read_source(source: object) -> ConfigSource:
 
 
 def _read_any(source: object) -> ConfigSource:
+    if isinstance(source, ConfigSource):
+        return source
     if isinstance(source, dict):
         if exceeds_depth(source, MAX_JSON_DEPTH):
             raise ConfigError(f"config is nested more than {MAX_JSON_DEPTH} levels deep, or contains itself")

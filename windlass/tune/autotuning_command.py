@@ -13,6 +13,7 @@ from types import FrameType
 from windlass.base.printable_console import PrintableConsole
 from windlass.base.processes import SignalInterrupt
 from windlass.config import Config, load_config
+from windlass.config.config_source import ConfigSource
 from windlass.launch.launch_errors import LaunchError
 from windlass.launch.visible_devices import count_devices
 from windlass.tune.search_space import SearchLimits
@@ -59,7 +60,7 @@ def run_autotuning(mode: str, launcher: Sequence[str], program: Sequence[str], w
     """
     path = find_config(program)
     raw = read_config(path)
-    section = load_config({"autotuning": raw.get("autotuning", {})})
+    section = load_config(ConfigSource({"autotuning": raw.get("autotuning", {})}, path))
     if not section.autotuning.enabled:
         raise LaunchError(f'{_FLAG} {mode}: {path} has no "autotuning": {{"enabled": true}}; add it')
     settings = settings_of(section)

@@ -18,6 +18,7 @@ from windlass.config.batch_sizes import ACCUMULATION, KEYS, MICRO, TRAIN
 from windlass.config.config_loading import validate_config
 from windlass.config.config_overrides import override_keys, value_at_path
 from windlass.config.config_problems import ProblemKind
+from windlass.config.config_source import ConfigSource
 
 STAGE = "zero_optimization.stage"
 STATES_TIER = "zero_optimization.offload_optimizer.device"
@@ -329,11 +330,12 @@ class SearchSpace:
         return self.complete({one.key: value(one) for one in self.dimensions})
 
 
-def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> SearchSpace:
+def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits, source: str = "config") -> SearchSpace:
     """Return the space of a configuration: its keys at "auto" and its lists of choices; the usual keys if it has none.
 
     Args:
         raw: The user's configuration, not modified. A list of values at a searched key states its choices.
+        source: Name of the configuration in errors.
 
     Raises:
         ConfigError: the configuration is invalid, or nothing can be searched.
@@ -344,7 +346,7 @@ def build_space(raw: dict[str, Any], world_size: int, limits: SearchLimits) -> S
     _require_choices(stated)
     if TRAIN in stated and value_at_path(base, TRAIN) not in stated[TRAIN]:
         base = override_keys(base, {TRAIN: stated[TRAIN][0]})
-    config = load_config(base)
+    config = load_config(ConfigSource(base, source))
     autos = {key for key in config.auto_keys if key in (*_SHORT_NAMES, TRAIN)}
     autos |= {MICRO} if autos & set(KEYS) else set()
     for name, tier in (("offload_optimizer", STATES_TIER), ("offload_param", PARAMETERS_TIER)):

@@ -34,6 +34,11 @@ class ProgramCommand:
     config: str | None = None
     argument_of_key: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def config_name(self) -> str:
+        """Name of the configuration in messages: its path, unless it is base64 or the program passes it."""
+        return self.config if self.config is not None and os.path.exists(self.config) else "config"
+
     def for_trial(self, config_path: Path, config: Mapping[str, Any]) -> list[str]:
         """Return the command of a trial.
 

@@ -146,7 +146,7 @@ class TuningRun:
     ranking: Callable[[Callable[[Candidate], dict[str, Any]], int, ForecastResult], StepRanking] = StepRanking
 
     def __post_init__(self) -> None:
-        self.space: SearchSpace = build_space(self.raw, self.world_size, self.settings.limits)
+        self.space: SearchSpace = build_space(self.raw, self.world_size, self.settings.limits, self.command.config_name)
         self.candidates = self.space.candidates()
         name = Path(self.command.program[0]).stem
         self.files = ResultFiles(self.settings.results, self.settings.exps, name, self.world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +54,23 @@ def test_sweep_measures_each_setting_in_every_round(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StorageError, match="is not a directory"):
         sweep(settings, [tmp_path / "missing"], 4096)
+
+
+def test_sweep_alternates_its_order_and_keeps_the_best_of_each_direction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = DiskSetting(4096, 2), DiskSetting(8192, 4)
+    rates = iter([(4.0, 1.0), (9.0, 9.0), (8.0, 5.0), (3.0, 2.0)])
+    order: list[DiskSetting] = []
+
+    def measure(setting: DiskSetting, folders: Sequence[Path], nbytes: int) -> DiskMeasurement:
+        order.append(setting)
+        return DiskMeasurement(setting, *next(rates), "io_uring")
+
+    monkeypatch.setattr("windlass.storage.disk_sweep.measure_setting", measure)
+    found = sweep([first, second], [tmp_path], 1 << 16, loops=2)
+    assert order == [first, second, second, first]
+    assert [(one.read_rate, one.write_rate) for one in found] == [(4.0, 2.0), (9.0, 9.0)]
 
 
 def test_rate_of_processes_counts_from_the_first_start_to_the_last_end() -> None:

@@ -114,11 +114,19 @@ def test_chosen_tiers_are_planned_for_the_limit(llama: nn.Module) -> None:
     assert "predicted for this configuration" in text and "cheapest change that fits: " in text
 
 
-def test_a_model_that_already_checkpoints_is_planned_so(llama: nn.Module) -> None:
-    checkpointed = model_of("LlamaForCausalLM", **SIZES)
+def test_a_model_that_already_checkpoints_is_planned_so() -> None:
+    plain, checkpointed = (model_of("LlamaForCausalLM", **{**SIZES, "num_hidden_layers": 4}) for _ in range(2))
     enable_checkpointing(checkpointed)
-    plain, less = note(failed(llama, config()), 10**9), note(failed(checkpointed, config()), 10**9)
-    assert plain.split("\n")[1] != less.split("\n")[1]
+    raw = config(micro=63)  # activations are most of the memory, and no smaller micro-batch divides it
+    same = {**raw, "activation_checkpointing": {"enabled": True}}
+    more, less = peak(failed(plain, raw), raw), peak(failed(plain, same), same)
+    assert less < 0.8 * more
+    for model, nbytes in ((plain, more), (checkpointed, less)):
+        predicted = note(failed(model, raw), 10**9).split("\n")[1]
+        assert predicted.startswith(f"predicted for this configuration: {nbytes / 2**20:,.1f} MiB of host memory")
+    proposed = "cheapest change that fits: activation_checkpointing.enabled true"
+    assert proposed in note(failed(plain, raw, ranks=1), more - 1)
+    assert proposed not in note(failed(checkpointed, raw, ranks=1), less - 1)
 
 
 def test_only_memory_errors_get_a_note_and_nothing_hides_them(llama: nn.Module) -> None:

@@ -59,6 +59,57 @@ def test_all_to_all_pipeline_and_tree_take_the_time_of_their_formulas() -> None:
     assert hosts.cost(DATA, "all_reduce", 1e11).algorithm != "tree"
 
 
+@pytest.mark.parametrize(
+    ("operation", "inside", "across"),
+    [("all_gather", 1, 1), ("reduce_scatter", 1, 1), ("all_reduce", 2, 2), ("broadcast", 1, 1)],
+)
+@pytest.mark.parametrize(("hosts", "devices"), [(4, 4), (2, 8), (3, 2)])
+def test_hierarchical_collectives_take_the_time_of_their_formula(
+    operation: str, inside: int, across: int, hosts: int, devices: int
+) -> None:
+    """A ring on each host over whole buffers, and rings over hosts, on a card each, over one device's part."""
+    costs = CollectiveCosts(cluster(devices, hosts), MeshShape(dp_shard=hosts * devices))
+    nbytes = 1e8
+    near = (devices - 1) * LATENCY + nbytes * (devices - 1) / devices / RATE
+    far = (hosts - 1) * LATENCY + nbytes / devices * (hosts - 1) / hosts / (RATE / 4)
+    found = costs.cost(DATA, operation, nbytes, "hierarchical").seconds(costs.cluster)
+    assert math.isclose(found, inside * near + across * far, rel_tol=1e-9)
+
+
+def test_a_hierarchical_all_to_all_takes_the_time_of_its_formula() -> None:
+    costs = CollectiveCosts(cluster(4, 3), MeshShape(dp_shard=12))
+    found = costs.cost(DATA, "all_to_all", 1e8, "hierarchical").seconds(costs.cluster)
+    near, far = LATENCY + 1e8 * 3 / 4 / RATE, LATENCY + 1e8 * 2 / 3 / (RATE / 4)
+    assert math.isclose(found, near + far, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("hosts", [3, 5, 7])
+def test_collectives_on_a_ring_of_hosts_take_the_time_of_their_formulas(hosts: int) -> None:
+    place, nbytes = cluster(1, hosts, topology="ring"), 1e8
+    costs = CollectiveCosts(place, MeshShape(dp_shard=hosts))
+    gathered = costs.cost(DATA, "all_gather", nbytes, "ring").seconds(place)
+    share = nbytes * (hosts - 1) / hosts
+    assert math.isclose(gathered, (hosts - 1) * LATENCY + share / (RATE / 4), rel_tol=1e-9)
+    # Each host sends a part to the hosts at each distance, half of them in each direction, so that a link carries the
+    # parts of all distances once.
+    half = (hosts - 1) // 2
+    exchanged = costs.cost(DATA, "all_to_all", nbytes).seconds(place)
+    assert math.isclose(exchanged, LATENCY + nbytes / hosts * half * (half + 1) / 2 / (RATE / 4), rel_tol=1e-9)
+
+
+def test_columns_of_a_torus_have_links_of_their_own_and_those_of_a_ring_share_them() -> None:
+    grid, nbytes = MeshShape(dp_shard=3, tp=3), 1e8
+    torus, ring = cluster(1, 9, topology="torus", shape=(3, 3)), cluster(1, 9, topology="ring")
+    alone = nbytes * 2 / 3 / (RATE / 4)
+    rows, columns = RankPattern(("tp",)), DATA
+    for pattern in (rows, columns):
+        found = CollectiveCosts(torus, grid).cost(pattern, "all_gather", nbytes, "ring").seconds(torus)
+        assert math.isclose(found, 2 * LATENCY + alone, rel_tol=1e-9)
+    # On the ring the hosts 0, 3 and 6 are three links apart, and all three columns go around it.
+    found = CollectiveCosts(ring, grid).cost(columns, "all_gather", nbytes, "ring").seconds(ring)
+    assert math.isclose(found, 2 * LATENCY + 3 * alone, rel_tol=1e-9)
+
+
 def test_an_axis_with_links_of_its_own_takes_their_time_and_shares_no_rate() -> None:
     slow = LinkPart(RATE / 10, 5 * LATENCY, 1.0)
     plain = cluster(8)

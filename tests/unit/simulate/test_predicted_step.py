@@ -22,9 +22,9 @@ from windlass.plan.planned_model import build_on_meta
 from windlass.simulate.cluster import Cluster, Network
 from windlass.simulate.cluster_file import known_cluster
 from windlass.simulate.goodput import expected_goodput
-from windlass.simulate.model_blocks import build_chunks, global_model_flops, rank_sizes
+from windlass.simulate.model_blocks import global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
-from windlass.simulate.parts import DEVICES, HOSTS, LinkPart
+from windlass.simulate.parts import DEVICES, HOSTS, DevicePart, LinkPart
 from windlass.simulate.predict_step import predict_step
 from windlass.simulate.step_tasks import StepTasks
 from windlass.simulate.step_workload import describe_step, shape_of
@@ -124,23 +124,84 @@ def _add_scalars(expected: dict[str, dict[str, int]], grid: MeshShape, pipe: int
         expected["ep"]["all_to_all"] += forwards * MICRO * layers * (grid.ep - 1) * (4 // grid.ep) * 8
 
 
+class PlainLayer:
+    """Operations of a float32 layer of `DENSE` in eager PyTorch, as (FLOPs, bytes, kernels), and their times.
+
+    Written out from the sizes of its tensors, apart from the simulator's own tables.
+    """
+
+    tokens, hidden, width, heads, keys, inner = SAMPLES * LENGTH, 64, 8, 8, 4, 128
+
+    def __init__(self, device: DevicePart) -> None:
+        t, h = self.tokens, self.hidden
+        self.device = device
+        norm = (0, 28 * t * h, 6)
+        residual = (0, 12 * t * h, 1)
+        queries = self.product(t, h, (self.heads + 2 * self.keys) * self.width)
+        rotary = (0, 44 * t * (self.heads + self.keys) * self.width, 10)
+        output = self.product(t, self.heads * self.width, h)
+        flops, nbytes, _ = self.product(t, h, 2 * self.inner)  # gate and up
+        gates = (flops, nbytes, 2)
+        activation = (0, 20 * t * self.inner, 2)
+        down = self.product(t, self.inner, h)
+        self.kept = [norm, queries, rotary, residual, norm, gates, activation, residual]
+        self.dropped = [output, down]  # what selective checkpointing saves: every second product
+
+    @staticmethod
+    def product(m: int, k: int, n: int) -> tuple[float, float, int]:
+        return 2 * m * k * n, 4 * (m * k + k * n + m * n), 1
+
+    def seconds(self, operations: list[tuple[float, float, int]], times: int = 1, share: float = 0.0) -> float:
+        """Return the time of operations whose FLOPs, bytes and kernels are all multiplied."""
+        part, total = self.device, 0.0
+        arithmetic = part.flops["fp32"] * (share or part.matmul_efficiency)
+        for flops, nbytes, kernels in operations:
+            memory = part.memory_rate * part.memory_efficiency
+            total += times * max(flops / arithmetic, nbytes / memory, kernels * part.launch_seconds)
+        return total
+
+    def attention(self, *, back: bool) -> float:
+        # Two products over the half of the scores that a causal mask leaves; a backward has four and computes one
+        # again.
+        flops = 2 * 2 * self.tokens * LENGTH * self.heads * self.width / 2 * (2.5 if back else 1)
+        nbytes = 4 * self.tokens * self.heads * self.width * (8 if back else 4)
+        return self.seconds([(flops, nbytes, 3 if back else 1)], share=self.device.attention_efficiency)
+
+    def ends(self, vocabulary: int) -> float:
+        """Return the time of embedding, head and loss, forward and backward."""
+        t, h = self.tokens, self.hidden
+        embedding = self.seconds([(0, 8 * t * h, 1)], 2) + self.seconds([(0, 4 * vocabulary * h, 1)])
+        last = self.seconds([(0, 28 * t * h, 6), self.product(t, h, vocabulary)], 3)
+        return embedding + last + self.seconds([(0, 16 * t * vocabulary, 3)], 2)
+
+
+@pytest.mark.parametrize("bound", ["launches", "memory", "arithmetic", "all"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_one_device_takes_the_sum_of_its_operations(checkpointing: str) -> None:
+def test_one_device_takes_the_sum_of_its_operations(checkpointing: str, bound: str) -> None:
     infinite = LinkPart(math.inf, 0.0, 1.0)
     host = replace(HOSTS["dgx-h100"], devices=1, nics=1, device_link=infinite, nic=infinite)
-    lonely = Cluster(DEVICES["h100"], host, 1, Network(switch_latency=0.0))
-    settings = config(3, KEYS)
-    found = predict_step(DENSE, settings, lonely, length=LENGTH, checkpointing=checkpointing)
-    work = describe_step(DENSE, settings, 1, LENGTH, checkpointing=checkpointing)
-    total = 0.0
-    chunks, _ = build_chunks(work, lonely.device, 0)
-    for block in chunks[0].blocks:
-        segments = [*block.forward, *block.backward, *block.again]
-        total += MICRO * sum(op.seconds(lonely.device) for segment in segments for op in segment.operations)
-    rate = lonely.device.memory_rate * lonely.device.memory_efficiency
-    total += DENSE.numel * (4 + (4 + 2 * 8 + 2 * 4)) / rate  # the norm reads gradients; the update touches all
-    copied = work.volumes.parameter_bytes + work.volumes.gradient_bytes  # gradients, into the reduction's buffer
-    total += MICRO * DENSE.numel * copied / rate
+    part = DEVICES["h100"]
+    if bound in ("memory", "arithmetic"):
+        part = replace(part, launch_seconds=0.0)
+        part = replace(part, flops={"fp32": math.inf}) if bound == "memory" else replace(part, memory_rate=math.inf)
+    if bound == "all":  # each kind of operation has another bound
+        part = replace(part, flops={"fp32": 2e11}, memory_rate=2e10, launch_seconds=2e-6)
+    lonely = Cluster(part, host, 1, Network(switch_latency=0.0))
+    found = predict_step(DENSE, config(3, KEYS), lonely, length=LENGTH, checkpointing=checkpointing)
+    layer = PlainLayer(part)
+    forward = layer.seconds(layer.kept + layer.dropped)
+    again = {"none": 0.0, "full": forward + layer.attention(back=False), "selective": layer.seconds(layer.kept)}
+    numel = (
+        2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    )  # matrices of queries, outputs, keys, values and MLP; norms
+    layers = 3 * forward + layer.attention(back=False) + layer.attention(back=True) + again[checkpointing]
+    layers += layer.seconds([(0, 8 * numel, 1)])  # gradients, into the flat buffer of the layer
+    total = MICRO * (4 * layers + layer.ends(256))
+    rate = part.memory_rate * part.memory_efficiency
+    whole = 4 * numel + 2 * 256 * 64 + 64
+    assert whole == DENSE.numel
+    total += whole * (4 + (4 + 2 * 8 + 2 * 4)) / rate  # the norm reads gradients; the update touches all
+    total += MICRO * whole * 8 / rate  # gradients, into the reduction's buffer
     assert math.isclose(found.seconds, total, rel_tol=1e-9)
     assert math.isclose(found.compute_seconds, total, rel_tol=1e-9)
     assert sum(found.waits.values()) == pytest.approx(0.0, abs=1e-12)

@@ -295,6 +295,11 @@ def test_no_cluster_at_the_address_names_the_option() -> None:
         RayTrials("auto", 1, load=lambda: ray)
 
 
+def test_a_wrong_configuration_is_named_by_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"/ds\.json cannot be used: 1 problem"):
+        tuning(tmp_path, "", raw={**RAW, "zero_optimisation": {"stage": 1}})
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     run = tuning(tmp_path, "measured(0.1, host=80 * micro * 2**20)", memory=60 << 20)
     with pytest.raises(
