@@ -117,26 +117,30 @@ def peak() -> int:
 
 @native
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
-def test_the_peak_is_the_file_and_little_more(directory: Path) -> None:
-    """No weight is unpacked whole: the linear layers take 27 MB in float32."""
-    file = directory / "model.safetensors"
+def test_the_peak_is_the_file_and_little_more(directory: Path, tmp_path: Path) -> None:
+    """No weight is unpacked whole: the linear layers take 27 MB in float32.
 
-    def run() -> None:
-        model = load_packed_model(directory)
+    A forked process copies pages of the interpreter, as many as for a small model.
+    """
+    small: Any = build("llama", hidden_size=64, intermediate_size=128, vocab_size=32)
+    small.save_pretrained(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+
+    def run(folder: Path) -> None:
+        model = load_packed_model(folder)
         with torch.no_grad():
             for _ in range(3):
                 model(IDS)
 
-    def serve() -> None:
-        with LLM(
-            directory, skip_tokenizer_init=True, kv_cache_tokens=64, max_sequences=1, max_tokens_per_step=16
-        ) as llm:
+    def serve(folder: Path) -> None:
+        with LLM(folder, skip_tokenizer_init=True, kv_cache_tokens=64, max_sequences=1, max_tokens_per_step=16) as llm:
             llm.generate([IDS[0].tolist()], SamplingParams(temperature=0, max_tokens=4))
 
-    run()  # modules that are imported are in the process before the fork
-    serve()
     for work in (run, serve):
-        assert peak_of(work) < 1.1 * file.stat().st_size + OVERHEAD
+        work(directory)  # modules that are imported are in the process before the fork
+        least = peak_of(lambda work=work: work(tmp_path / "packed"))
+        most = peak_of(lambda work=work: work(directory))
+        assert most - least < 1.1 * (directory / "model.safetensors").stat().st_size + OVERHEAD
 
 
 @native
@@ -151,7 +155,7 @@ def test_the_backward_reads_the_bytes_again(directory: Path) -> None:
         layer(x).square().sum().backward()
         wide(twin).square().sum().backward()
         torch.testing.assert_close(x.grad, twin.grad, rtol=1e-4, atol=1e-4)
-        assert resident(file) < 1 << 16
+        assert resident(file) <= 1 << 16  # the kernel maps 16 pages at a fault
 
 
 def test_written_pages_stay(tmp_path: Path) -> None:
