@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tests.causal_models import build
 from tests.tiny_causal_configs import make_tiny_model
 from windlass.base.errors import ConfigError
-from windlass.compress import budget_choice
+from windlass.compress import budget_choice, format_speed
 from windlass.compress.budget_choice import TokenTimes, choose_for_budget
 from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
 from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLimitError, choose_formats, total
@@ -203,10 +204,22 @@ def test_a_speed_is_met_by_measured_times(wide: Any, monkeypatch: pytest.MonkeyP
         choose(wide, "speed=50", times=times)
 
 
-def test_the_time_of_a_product_is_measured() -> None:
-    from windlass.compress.format_speed import measure_product
+@pytest.mark.parametrize(("name", "quantizes"), [("int4_g32", True), ("int8", True), ("int8_g32", False)])
+def test_the_time_of_a_product_is_measured(name: str, quantizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is the time of one product in the fastest round, each product with another copy of the weight."""
+    clock, multiplied = [0.0], []
+    plain = format_speed.packed_linear
 
-    assert 0 < measure_product(32, 64, "int4_g32") < 1
+    def product(x: torch.Tensor, panels: Any) -> torch.Tensor:
+        multiplied.append(panels)
+        clock[0] += 0.25 if 12 < len(multiplied) <= 24 else 0.5  # the second round is the fastest
+        return plain(x, panels)
+
+    monkeypatch.setattr(format_speed, "packed_linear", product)
+    monkeypatch.setattr(format_speed, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert format_speed.measure_product(32, 64, name) == 0.25
+    assert len({id(panels) for panels in multiplied}) == 12
+    assert all(panels.quantize_inputs == quantizes and panels.out_features == 32 for panels in multiplied)
 
 
 def test_paths_of_the_directory(tmp_path: Path, wide: Any) -> None:

@@ -20,6 +20,7 @@ from windlass.compress.calibration_text import bits_per_byte, read_calibration_t
 from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
+from windlass.inference.llm import LLM
 from windlass.kernels.packed_linear import PackedLinear
 
 LINES = [
@@ -302,6 +303,21 @@ def test_a_loss_that_is_missed_on_held_out_text_leads_to_a_more_careful_choice(
     message = failed(capsys, model, tmp_path / "no", "--budget", "loss=10%", *text)
     assert "loss=10% is missed on held-out text: reached +1.0500 bits per byte (2 choices were tried)" in message
     assert not (tmp_path / "no").exists()
+
+
+# groups of 128 do not divide 64 features, so that the entry is windlass's own
+@pytest.mark.parametrize("group", ["32", "128"])
+def test_int8_inputs_that_were_asked_for_are_served(group: str, model: Path, tmp_path: Path) -> None:
+    options = ["--weights", "int8", "--group", group, "--no-measure"]
+    text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32]
+    served = {"skip_tokenizer_init": True, "max_sequences": 2, "max_tokens_per_step": 32}
+    for name, asked in (("float", []), ("int8", ["--activations", "int8", *text])):
+        run(model, tmp_path / name, *options, *asked)
+        layers = [one for one in load_packed_model(tmp_path / name).modules() if isinstance(one, PackedLinear)]
+        assert layers and {one.rounds_inputs for one in layers} == {name == "int8"}
+        with LLM(tmp_path / name, **served) as llm:
+            groups = [one for one in llm.engine.runner._packed.groups if one.panels.format.name == f"int8_g{group}"]
+        assert groups and {one.panels.quantize_inputs for one in groups} == {name == "int8"}
 
 
 def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from windlass.compress.rounded_model import load_rounded_model
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import get_weight_format
 
 IDS = torch.arange(20).view(2, 10)
@@ -123,6 +124,61 @@ def test_packed_directories_are_served(name: str, head: bool, tmp_path: Path) ->
     assert_greedy(rounded(model, lambda layer: name if head or layer != "lm_head" else None), outputs)
     with pytest.raises(windlass.WindlassError, match=f"'int8', but the model is packed as '{name}' already"):
         LLM(tmp_path / "packed", weights="int8", **options)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g32", "int2_g64"])
+def test_inputs_are_rounded_by_default_as_the_reference_does(name: str, tmp_path: Path) -> None:
+    """A code that rounds to its neighbour changes little; inputs that are not rounded change more."""
+    model = saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
+    prompts = make_prompts(6, VOCABULARY, 30)
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, max_tokens_per_step=64, max_sequences=8) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True))
+    wide = rounded(model, body(name))
+    floats = answer_error(wide, outputs)
+    for layer, module in wide.named_modules():
+        if isinstance(module, torch.nn.Linear) and layer != "lm_head":
+            module.register_forward_pre_hook(lambda layer, inputs: (quantize_groups(inputs[0]), *inputs[1:]))
+    assert answer_error(wide, outputs) < 0.2 * floats
+
+
+@torch.no_grad()
+def answer_error(model: Any, outputs: list[Any]) -> float:
+    """Return the mean difference of the answers' log-probabilities from those of a model."""
+    errors = []
+    for output in outputs:
+        answer, start = output.outputs[0], len(output.prompt_token_ids)
+        tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
+        wanted = model(tokens[:, :-1], use_cache=False).logits[0, start - 1 :].log_softmax(-1)
+        found = [one[token].logprob for one, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        errors.append(torch.tensor(found) - wanted.gather(1, tokens[0, start:, None])[:, 0])
+    return float(torch.cat(errors).abs().mean())
+
+
+@pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "awq"])
+def test_a_layer_without_a_scale_for_its_weights_stays_wide(method: Any, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    large, near = model.model.layers[0].mlp.up_proj, model.model.layers[1].self_attn.k_proj
+    with torch.no_grad():
+        large.weight[3, 5], near.weight[2, 7] = 3e6, 4e5  # the largest weights of int4 are below 491,280
+    model.save_pretrained(tmp_path / "wide")
+    batches = [IDS.clone(), IDS.flip(1)] if method in ("gptq", "awq") else []
+    options = RoundingOptions(method)
+    report, _ = compress_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", options, batches=batches)
+    name = "model.layers.0.mlp.up_proj"
+    assert report.kept[name] == "int4_g32 has no scale for its largest weight, 3e+06"
+    assert len(report.layers) == 13 and name not in report.layers
+    found = load_packed_model(tmp_path / "packed")
+    kept = found.get_submodule(name)
+    assert type(kept) is torch.nn.Linear and kept.weight[3, 5] == 3e6
+    assert isinstance(found.model.layers[1].self_attn.k_proj, PackedLinear) and found(IDS).logits.isfinite().all()
+    with torch.no_grad():
+        large.weight[3, 5] = torch.nan
+    model.save_pretrained(tmp_path / "wide")
+    with pytest.raises(
+        (ModelError, WeightFormatError), match=r"layer 'model\.layers\.0\.mlp\.up_proj' of .*not finite"
+    ):
+        write_packed_directory(tmp_path / "wide", tmp_path / "again", "int4_g32")
 
 
 def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path) -> None:

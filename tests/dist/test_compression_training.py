@@ -115,7 +115,7 @@ def train(stage: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "transport"), [(0, 2, "gloo"), (1, 1, "gloo"), (2, 2, "shm"), (3, 2, "shm")]
+    ("stage", "ranks", "transport"), [(0, 2, "gloo"), (1, 2, "gloo"), (2, 2, "shm"), (3, 2, "shm")]
 )
 def test_every_stage_trains_the_same_compressed_model(stage: int, ranks: int, transport: str, tmp_path: Path) -> None:
     losses, state = plain()
@@ -209,16 +209,30 @@ LANGUAGE: dict[str, Any] = {
 }
 
 
-def language_model() -> nn.Module:
-    return init_compression(build("llama", tied=False), {**LANGUAGE, "train_batch_size": ROWS})
+SNIP = {"method": "snip_momentum", "schedule_offset": 0, "schedule_offset_end": 2, "block_pattern": "2x1"}
+FOLLOWED: dict[str, Any] = {
+    **LANGUAGE,
+    "compression_training": {"sparse_pruning": technique(SNIP, {"dense_ratio": 0.5}, "up_proj|down_proj")},
+    "quantize_training": {
+        "quantize_bits": {"start_bits": 6, "target_bits": 4},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    },
+}
+
+
+def language_model(config: dict[str, Any]) -> nn.Module:
+    return init_compression(build("llama", tied=False), {**config, "train_batch_size": ROWS})
 
 
 def ids(step: int) -> Tensor:
     return torch.randint(30, (ROWS, 9), generator=torch.Generator().manual_seed(step))
 
 
-def plain_language() -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = language_model(), []
+def plain_language(config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    model, losses = language_model(config), []
+    prepare_quantize_training(
+        model, QuantizeTraining.model_validate(config.get("quantize_training", {"enabled": False})), Eigenvalue()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, weight_decay=0.0)
     for step in range(3):
         compression_clock(model).step = step
@@ -226,19 +240,21 @@ def plain_language() -> tuple[list[float], dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        end_compression_step(model)
         losses.append(float(loss.detach()))
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train_in_parts(axis: str, zero: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def train_in_parts(axis: str, zero: dict[str, Any], followed: bool) -> tuple[list[float], dict[str, Tensor]]:
+    chosen = FOLLOWED if followed else LANGUAGE
     batch_sizes = {"train_micro_batch_size_per_gpu": ROWS // (2 if axis == "pp" else 1)}
     batch_sizes |= {"gradient_accumulation_steps": 2} if axis == "pp" else {}
     if axis == "dp":
         batch_sizes["train_micro_batch_size_per_gpu"] = ROWS // dist.get_world_size()
-    config = {**LANGUAGE, **batch_sizes, "zero_optimization": zero}
+    config = {**chosen, **batch_sizes, "zero_optimization": zero}
     if axis != "dp":
         config["parallel"] = {axis: 2}
-    engine = windlass.initialize(model=language_model(), config=config)[0]
+    engine = windlass.initialize(model=language_model(chosen), config=config)[0]
     losses = []
     for step in range(3):
         rows = ids(step)
@@ -257,20 +273,31 @@ def train_in_parts(axis: str, zero: dict[str, Any]) -> tuple[list[float], dict[s
 OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
+# followed: masks by gradients (snip_momentum) and bits by steps (MoQ), in place of the other techniques
 @pytest.mark.parametrize(
-    ("axis", "zero", "transport"),
+    ("axis", "zero", "transport", "followed"),
     [
-        ("tp", {"stage": 0}, "shm"),
-        ("tp", {"stage": 2}, "gloo"),
-        ("pp", {"stage": 1}, "gloo"),
-        ("dp", OFFLOADED, "shm"),
+        ("tp", {"stage": 0}, "shm", False),
+        ("tp", {"stage": 2}, "gloo", False),
+        ("pp", {"stage": 1}, "gloo", False),
+        ("dp", OFFLOADED, "shm", False),
+        ("tp", {"stage": 1}, "gloo", True),
+        pytest.param("pp", {"stage": 0}, "shm", True, marks=pytest.mark.slow),
+        pytest.param("dp", OFFLOADED, "gloo", True, marks=pytest.mark.slow),
     ],
 )
-def test_layers_and_matrices_in_parts_are_compressed_as_wholes(axis: str, zero: dict[str, Any], transport: str) -> None:
-    losses, state = plain_language()
-    found, parts = run_ranks(train_in_parts, 2, axis, zero, transport=transport)[0]
+def test_layers_and_matrices_in_parts_are_compressed_as_wholes(
+    axis: str, zero: dict[str, Any], transport: str, followed: bool
+) -> None:
+    losses, state = plain_language(FOLLOWED if followed else LANGUAGE)
+    found, parts = run_ranks(train_in_parts, 2, axis, zero, followed, transport=transport)[0]
     assert found == pytest.approx(losses, rel=1e-4)
-    assert parts.keys() == state.keys() and sum("scores" in name for name in state) == 12
+    assert parts.keys() == state.keys()
+    if followed:
+        masks = [value for name, value in state.items() if name.endswith("sparse_pruning_mask")]
+        assert len(masks) == 8 and all(0.45 < float(mask.float().mean()) < 0.55 for mask in masks)
+    else:
+        assert sum("scores" in name for name in state) == 12
     for name, value in state.items():
         torch.testing.assert_close(parts[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)
 
@@ -389,6 +416,64 @@ def test_masks_and_bits_follow_the_whole_batch(stage: int, ranks: int, transport
         torch.testing.assert_close(results[0][1][name].to(value.dtype), value, rtol=1e-3, atol=1e-5)
     for name, value in results[1][2].items():
         assert torch.equal(value, results[0][2][name]), "the same on all ranks"
+
+
+class Convolved(nn.Module):
+    """Two convolutions, of which the first loses channels and the second blocks of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 2, padding=1), nn.Conv2d(8, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(torch.tanh(self.first(x.view(-1, 3, 2, 2)))) - 1).square().mean()
+
+
+CHANNELS: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+    "train_batch_size": ROWS,
+    "compression_training": {
+        "channel_pruning": technique({"method": "topk", "schedule_offset": 1}, {"dense_ratio": 0.5}, "first"),
+        "sparse_pruning": technique(SNIP, {"dense_ratio": 0.5}, "second"),
+    },
+}
+
+
+def convolved_model() -> nn.Module:
+    torch.manual_seed(0)
+    return init_compression(Convolved(), CHANNELS)
+
+
+def train_channels(zero: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    engine = windlass.initialize(model=convolved_model(), config={**CHANNELS, "zero_optimization": zero})[0]
+    losses = [step_of(engine, step) for step in range(STEPS)]
+    state = engine.full_state_dict()
+    engine.destroy()
+    return losses, state if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize(
+    ("zero", "transport"),
+    [(OFFLOADED, "shm"), pytest.param({"stage": 1}, "gloo", marks=pytest.mark.slow)],
+    ids=["offload", "stage1"],
+)
+def test_channels_are_pruned_as_in_one_process(zero: dict[str, Any], transport: str) -> None:
+    model, losses = convolved_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        compression_clock(model).step = step
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_compression_step(model)
+        losses.append(float(loss.detach()))
+    found, state = run_ranks(train_channels, 2, zero, transport=transport)[0]
+    assert found == pytest.approx(losses, rel=2e-5)
+    assert float(state["second.sparse_pruning_mask"].float().mean()) == 0.5
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name].to(value.dtype), value, rtol=1e-4, atol=1e-5)
 
 
 def momentum_after_a_bad_batch(section: dict[str, Any]) -> list[Tensor]:

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.causal_models import VOCABULARY, build
+from tests.compress.test_packed_directory import body, rounded
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from tests.inference.peft_adapters import ATTENTION, assert_adapters, reference, write_adapter, write_three
 from windlass.base.errors import ConfigError, ModelError, RequestError
+from windlass.compress.packed_directory import write_packed_directory
 from windlass.inference.llm import LLM
 from windlass.inference.lora_request import LoRARequest
 from windlass.inference.sampling_params import SamplingParams
@@ -119,6 +121,20 @@ def test_a_loaded_model_with_packed_weights_takes_adapters(settings: dict[str, A
         found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
     if settings.get("deterministic"):
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_adapters_are_served_over_a_directory_of_four_bits(deterministic: bool, tmp_path: Path) -> None:
+    model = served("llama")
+    model.save_pretrained(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    directories = write_three(model, "llama", tmp_path)
+    prompts = make_prompts(8, VOCABULARY, 20)
+    wanted = [[None, *directories][number % 4] for number in range(8)]
+    options = {"max_tokens_per_step": 16, "max_sequences": 8, "deterministic": deterministic, "activations": "float"}
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, lora=directories, **options) as llm:
+        outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
+    assert_adapters(rounded(model, body("int4_g32")), outputs, directories)
 
 
 def test_training_goes_on_between_steps_of_a_served_module(tmp_path: Path) -> None:

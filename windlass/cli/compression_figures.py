@@ -111,7 +111,6 @@ def measure_figures(
     path: Path,
     nbytes: int,
     held_out: Any,
-    activations: str,
     *,
     measure: bool,
     trust_remote_code: bool,
@@ -126,35 +125,31 @@ def measure_figures(
     if not measure:
         return ModelFigures(nbytes, bits, speed)
     if held_out is not None and bits is None:
-        bits = measure_bits(path, held_out, activations, trust_remote_code=trust_remote_code)
+        bits = measure_bits(path, held_out, trust_remote_code=trust_remote_code)
     if speed is None:
-        speed = measure_speed(path, activations=activations, trust_remote_code=trust_remote_code)
+        speed = measure_speed(path, trust_remote_code=trust_remote_code)
     return ModelFigures(nbytes, bits, speed)
 
 
-def measure_bits(path: Path, held_out: Any, activations: str, *, trust_remote_code: bool = False) -> float:
+def measure_bits(path: Path, held_out: Any, *, trust_remote_code: bool = False) -> float:
     """Return the bits per byte of held-out text, with the inputs that the inference engine would use."""
     from windlass.compress.calibration_text import bits_per_byte
     from windlass.inference.model_loading import load_model
 
     model = load_model(path, trust_remote_code=trust_remote_code)
-    _round_inputs_as_served(model, activations)
+    _round_inputs_as_served(model)
     bits = bits_per_byte(model, held_out)
     del model
     gc.collect()
     return bits
 
 
-def measure_speed(
-    path: Path, *, activations: str = "auto", weights: str | None = None, trust_remote_code: bool = False
-) -> float:
+def measure_speed(path: Path, *, weights: str | None = None, trust_remote_code: bool = False) -> float:
     """Return the tokens a second that the inference engine generates for one request."""
     from windlass.inference.llm import LLM
     from windlass.inference.sampling_params import SamplingParams
 
-    options: dict[str, Any] = {
-        "max_sequences": 1, "skip_tokenizer_init": True, "activations": activations, "weights": weights
-    }  # fmt: skip
+    options: dict[str, Any] = {"max_sequences": 1, "skip_tokenizer_init": True, "weights": weights}
     with LLM(path, device="cpu", trust_remote_code=trust_remote_code, **options) as llm:
         prompt = [list(range(3, 11))]
         tokens = max(min(_TIMED_TOKENS, llm.max_model_len - len(prompt[0])), 1)
@@ -166,7 +161,7 @@ def measure_speed(
     return tokens / seconds
 
 
-def _round_inputs_as_served(model: Any, activations: str) -> None:
+def _round_inputs_as_served(model: Any) -> None:
     """Round the inputs of packed layers to int8 where the inference engine does so."""
     from windlass.kernels.coded_formats import CodedWeightFormat
     from windlass.kernels.packed_linear import PackedLinear
@@ -176,8 +171,7 @@ def _round_inputs_as_served(model: Any, activations: str) -> None:
         if isinstance(module, PackedLinear):
             form = module.format
             narrow = isinstance(form, CodedWeightFormat) and form.bits < 8
-            rounds = activations == "int8" or activations == "auto" and module.rounds_inputs
-            if narrow or rounds and form.name.startswith("int8"):
+            if narrow or module.rounds_inputs:
                 module.register_forward_pre_hook(lambda layer, inputs: (quantize_groups(inputs[0]), *inputs[1:]))
 
 

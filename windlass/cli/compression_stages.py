@@ -199,7 +199,7 @@ class CompressionRun:
             self._print_choice(choice)
             return self._round(source, text, choice, settings.out), choice
         before = self._bits_before = measure_bits(
-            settings.source, text.held_out, "auto", trust_remote_code=settings.trust_remote_code
+            settings.source, text.held_out, trust_remote_code=settings.trust_remote_code
         )
         allowed = limits.loss * before if limits.is_relative else limits.loss
 
@@ -208,7 +208,7 @@ class CompressionRun:
             return self._round(source, text, choice, path)
 
         def measure(path: Path) -> float:
-            found = measure_bits(path, text.held_out, "auto", trust_remote_code=settings.trust_remote_code) - before
+            found = measure_bits(path, text.held_out, trust_remote_code=settings.trust_remote_code) - before
             verdict = "within" if found <= allowed else "more than"
             print_escaped(f"  loss on held-out text: {found:+.4f} bits per byte, {verdict} the allowed {allowed:+.4f}")
             return found
@@ -341,13 +341,11 @@ class CompressionRun:
             settings.source,
             tensor_bytes(self._directory),
             held_out,
-            "auto",
             speed=self._speed,
             bits=self._bits_before,
             **measured,
         )
-        activations = "int8" if settings.activations == "int8" else "auto"
-        after = measure_figures(settings.out, bytes_after, held_out, activations, **measured)
+        after = measure_figures(settings.out, bytes_after, held_out, **measured)
         got = budget_lines(settings.limits, before, after) if settings.limits is not None else []
         self._notes += got
         lines = figure_lines(before, after)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass.base.errors import ConfigError
 from windlass.compress.checkpoint_names import CheckpointNames
@@ -23,6 +23,7 @@ from windlass.compress.format_choice import FormatLimits, FormatOption, UnmetLim
 from windlass.compress.format_speed import measure_product
 from windlass.compress.layer_sensitivity import InputGroup, SensitivityMeter, mean_nats, sample_tokens
 from windlass.compress.model_directory import ModelDirectory
+from windlass.kernels.coded_formats import SAFE_MAGNITUDE
 from windlass.kernels.weight_format import get_weight_format
 
 BUDGET_FORMATS = ("int8", "int4_g32", "int4_g64", "int4_g128", "int3_g64", "int3_g128")
@@ -124,7 +125,11 @@ def choose_for_budget(
     meter = SensitivityMeter(model, rows, head=head)
     meter.limit_time(len(formats), seconds)
     names = CheckpointNames(model, directory.places).source_of
-    groups = [group for group in meter.groups if all(f"{name}.weight" in names for name in group.names)]
+    groups = [
+        group
+        for group in meter.groups
+        if all(f"{name}.weight" in names and _has_scales(model.get_submodule(name)) for name in group.names)
+    ]
     meter.groups = groups
     files = [tuple(names[f"{name}.weight"].removesuffix(".weight") for name in group.names) for group in groups]
     wide = [sum(_file_bytes(directory, name) for name in one) for one in files]
@@ -166,6 +171,11 @@ def choose_for_budget(
         None if uniform is None else (uniform[0], uniform[1] * bits_per_nat),
         meter.tokens,
     )
+
+
+def _has_scales(layer: nn.Module) -> bool:
+    """Return True if every format has scales for the weights of a layer."""
+    return float(layer.get_parameter("weight").detach().abs().max()) <= SAFE_MAGNITUDE
 
 
 def _bytes(shape: Sequence[int], itemsize: int) -> int:

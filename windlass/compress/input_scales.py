@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.compress.integer_grid import plain_grid
+from windlass.kernels.coded_formats import SAFE_MAGNITUDE
 from windlass.kernels.weight_format import WeightFormat
 
 _AWQ_STEPS = 20
@@ -40,7 +41,8 @@ def activation_aware_scales(
     https://arxiv.org/abs/2306.00978).
 
     `s = mean|x| ** a`, with the one of 20 values of `a` in [0, 1) that gives the least output error of the rounded
-    layers, see [Note: layer error]. In large matrices only evenly spaced rows are compared.
+    layers, see [Note: layer error]. In large matrices only evenly spaced rows are compared. Scales that make a weight
+    larger than every format stores are left out.
 
     Args:
         mean: mean magnitude of each input feature.
@@ -60,6 +62,9 @@ def activation_aware_scales(
         error = 0.0
         for part, form in zip(parts, forms, strict=True):
             scaled = part * scales
+            if float(scaled.abs().max()) > SAFE_MAGNITUDE:
+                error = float("inf")
+                break
             grid = plain_grid(form, scaled)
             error += output_error(grid.values(grid.codes(scaled)) / scales - part, narrow)
         if step == 0:

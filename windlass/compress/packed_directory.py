@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, WeightFormatError
 from windlass.comm.rank_group import RankGroup
 from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers, shared_parameters
 from windlass.compress.partial_directory import WrittenTensors, check_target, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
+from windlass.kernels.coded_formats import SAFE_MAGNITUDE
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
 FILE_BYTES = 5 * 10**9
@@ -71,11 +73,13 @@ def write_packed_directory(
     file_bytes: int = FILE_BYTES,
     trust_remote_code: bool = False,
     group: RankGroup | None = None,
+    rounds_inputs: bool = False,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
     all. After an interruption, a call with the same arguments continues at the first incomplete layer.
 
     Memory: the largest tensor, its packed form, and what rounding takes. Tokenizer and other small files are copied.
+    A layer whose format has no scale for its largest weight stays unquantized, and `PackedReport.kept` has the reason.
 
     Args:
         formats: format of all linear layers, or a function from a layer's name in the files to its format, or None to
@@ -87,10 +91,11 @@ def write_packed_directory(
         overwrite: replace an existing directory.
         file_bytes: bytes of a file with more than one tensor, at most.
         group: ranks that make the same call; `produce` is called on each, and the first one writes.
+        rounds_inputs: the configuration asks for int8 inputs of all layers of 8-bit integers, not of `int8` alone.
 
     Raises:
         ModelError: the source is not a model, is packed already, or the target exists or contains the source.
-        WeightFormatError: a weight does not fit its format.
+        WeightFormatError: a weight is not finite, or does not fit its format for another reason than its magnitude.
     """
     directory, to = source if isinstance(source, ModelDirectory) else ModelDirectory(source), Path(target)
     directory.check_wide()
@@ -98,6 +103,13 @@ def write_packed_directory(
     check_target(to, [directory.path], overwrite=overwrite)
     model = build_empty(directory, trust_remote_code=trust_remote_code)
     layers, kept, renamed = _choose(directory, model, formats, head)
+    too_large = _find_too_large(directory, layers) if group is None or not group.index else None
+    too_large = too_large if group is None else group.broadcast_object(too_large)
+    assert too_large is not None
+    kept |= too_large
+    layers = {layer: name for layer, name in layers.items() if layer not in too_large}
+    if not layers:
+        raise ModelError(f"{directory.path} has no linear layer to be packed: {kept or 'there is none'}")
     forms = _file_forms(directory, layers)
     is_packed = any(name not in WIDE_FORMATS.values() for name in layers.values())
     if directory.has_linear_layers and not is_packed:
@@ -124,7 +136,14 @@ def write_packed_directory(
         config = dict(directory.config)
         if is_packed:
             ignored = sorted({*kept, *(renamed[name] for name in kept if name in renamed)})
-            entry = describe_formats(layers, features, ignored, renamed, of_conv1d=directory.has_linear_layers)
+            entry = describe_formats(
+                layers,
+                features,
+                ignored,
+                renamed,
+                of_conv1d=directory.has_linear_layers,
+                rounds_inputs=rounds_inputs,
+            )
             config["quantization_config"] = entry
         partial.finish(config, companion_files(directory.path))
     if group is not None:
@@ -158,9 +177,28 @@ def _choose(
         else:
             get_weight_format(chosen)
             layers[name] = chosen
-    if not layers:
-        raise ModelError(f"{directory.path} has no linear layer to be packed: {kept or 'there is none'}")
     return layers, kept, renamed
+
+
+def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason for each layer with a weight so large that the layer's format has no scale for it.
+
+    All weights are read once, because the files are laid out before the first layer is packed.
+    """
+    found = {}
+    for layer, name in layers.items():
+        if name in WIDE_FORMATS.values() or not math.prod(directory.places[f"{layer}.weight"].shape):
+            continue
+        weight = directory.read(f"{layer}.weight")
+        low, high = (float(one) for one in weight.aminmax())
+        largest = max(-low, high)
+        if math.isfinite(low + high) and largest > SAFE_MAGNITUDE:  # other weights are refused when they are packed
+            try:
+                get_weight_format(name).pack(weight)
+            except WeightFormatError:
+                found[layer] = f"{name} has no scale for its largest weight, {largest:.4g}"
+        del weight
+    return found
 
 
 def _file_forms(directory: ModelDirectory, layers: dict[str, str]) -> dict[str, dict[str, PackedTensorForm]]:
@@ -209,7 +247,10 @@ def pack_source(directory: ModelDirectory, source: str, layers: Mapping[str, str
     layer = source.removesuffix(".weight")
     if layer not in layers or source == layer:
         return {source: directory.read(source)}
-    found = pack(layer, directory.read(source), get_weight_format(layers[layer]))
+    try:
+        found = pack(layer, directory.read(source), get_weight_format(layers[layer]))
+    except WeightFormatError as error:
+        raise WeightFormatError(f"layer {layer!r} of {directory.path}: {error}") from error
     return name_tensors(layer, found)
 
 

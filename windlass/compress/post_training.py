@@ -25,6 +25,7 @@ from windlass.compress.packed_directory import PackedReport, name_tensors, pack_
 from windlass.compress.partial_directory import WrittenTensors
 from windlass.compress.rotation import RotatedDirectory
 from windlass.compress.sparse_pruning import SPARSITY_METHODS, parse_pattern, sparsify
+from windlass.kernels.coded_formats import SAFE_MAGNITUDE
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
 Method = Literal["rtn", "gptq", "awq", "hqq"]
@@ -44,7 +45,8 @@ class RoundingOptions:
     Attributes:
         method: rtn (nearest, with the searched clip), hqq (half-quadratic, without text), awq (input scales, then
             nearest), gptq (input scales, then each error compensated by later columns).
-        smooth: fold scales that take outliers out of the inputs, for int8 activations.
+        smooth: fold scales that take outliers out of the inputs, for int8 activations, which the configuration of the
+            directory then asks for where weights are 8-bit integers.
         rotate: rotate the hidden states by a Hadamard matrix, folded into the weights.
         sparsity: weights that are removed before rounding: a share of each row, or n:m; None: none.
         sparsity_method: magnitude, wanda or sparsegpt.
@@ -303,7 +305,8 @@ def _fold_if_preserved(
     group: RankGroup | None = None,
 ) -> bool:
     """Fold scales into weights, and undo this if it changes the block's output for its first batch, e.g. since a norm
-    adds 1 to its weight, or if no rank's first batch reaches the layers. Return True if the scales stay folded.
+    adds 1 to its weight, if no rank's first batch reaches the layers, or if a weight becomes larger than every format
+    stores. Return True if the scales stay folded.
     """
     modules = [producer, *consumers]
     saved = [{name: p.detach().clone() for name, p in module.named_parameters(recurse=False)} for module in modules]
@@ -317,7 +320,8 @@ def _fold_if_preserved(
     found = torch.stack([change, change.new_tensor(float(any(elements)))])
     if group is not None:
         group.all_reduce(found, dist.ReduceOp.MAX)
-    if bool(found[0] <= _PRESERVED) and bool(found[1]):
+    largest = max(float(module.get_parameter("weight").abs().max()) for module in modules)
+    if bool(found[0] <= _PRESERVED) and bool(found[1]) and largest <= SAFE_MAGNITUDE:
         return True
     for module, values in zip(modules, saved, strict=True):
         for name, value in values.items():
@@ -393,6 +397,7 @@ def compress_directory(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         group=group,
+        rounds_inputs=chosen.smooth,
     )
     logger.debug("%d layers rounded by %s", len(producer.results), chosen.method)
     return report, producer.results

@@ -15,6 +15,8 @@ from windlass.kernels.weight_format import get_weight_format, list_weight_format
 _KEY = "quantization_config"
 _OWN = "windlass"  # method of formats that compressed-tensors does not describe
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+# vLLM multiplies int8 inputs only with the strategy `token`; windlass's scales are those of 128 features of a token
+_INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 def describe_formats(
@@ -24,6 +26,7 @@ def describe_formats(
     renamed: Mapping[str, str] | None = None,
     *,
     of_conv1d: bool = False,
+    rounds_inputs: bool = False,
 ) -> dict[str, Any]:
     """Return the entry for layers packed in formats.
 
@@ -34,15 +37,18 @@ def describe_formats(
         features: input features of each packed layer.
         ignored: linear layers that are not packed.
         of_conv1d: some layers are transformers' `Conv1D`, which other readers do not recognize as linear layers.
+        rounds_inputs: inputs of all layers of 8-bit integers are rounded to int8, as those of `int8` always are.
         renamed: names in the model of layers that have other names in the files; other readers use the former.
     """
     names: dict[str, list[str]] = {}
     for layer, name in layers.items():
         names.setdefault(name, []).append(layer)
-    groups = {name: _scheme(name) for name in names}
+    groups = {name: _scheme(name, rounds_inputs) for name in names}
     divides = all(features[layer] % (_group_of(name) or features[layer]) == 0 for layer, name in layers.items())
     if of_conv1d or not divides or any(scheme is None for scheme in groups.values()):
-        own = {"quant_method": _OWN, "formats": names, "ignore": ignored}
+        own: dict[str, Any] = {"quant_method": _OWN, "formats": names, "ignore": ignored}
+        if rounds_inputs and any(name.startswith("int8") for name in names):
+            own["input_activations"] = dict(_INT8_INPUTS)
         return {**own, LINEAR_ENTRY: True} if of_conv1d else own
     kinds = {str(scheme["format"]) for scheme in groups.values() if scheme is not None}
     schemes = {
@@ -143,7 +149,8 @@ def rounds_inputs(entry: Mapping[str, Any]) -> bool:
         entry: `quantization_config`.
     """
     groups = entry.get("config_groups")
-    found = [one.get("input_activations") for one in groups.values()] if isinstance(groups, Mapping) else []
+    parts = [entry, *groups.values()] if isinstance(groups, Mapping) else [entry]
+    found = [one.get("input_activations") for one in parts]
     return any(isinstance(one, Mapping) and one.get("num_bits") == 8 and one.get("type") == "int" for one in found)
 
 
@@ -152,20 +159,21 @@ def _group_of(name: str) -> int | None:
     return form.group if isinstance(form, CodedWeightFormat) else None
 
 
-def _scheme(name: str) -> dict[str, Any] | None:
+def _scheme(name: str, rounds_inputs: bool) -> dict[str, Any] | None:
     """Return the config group of compressed-tensors for a format, without targets; None if there is none for the
     format."""
     form = get_weight_format(name)
     weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}
-    inputs = None
+    inputs: dict[str, Any] | None = None
     if isinstance(form, (IntegerWeightFormat, TernaryWeightFormat)):
         kind = _PACKED
         weights |= {"num_bits": form.bits, "symmetric": not form.has_zeros}
         weights |= {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
+        inputs = dict(_INT8_INPUTS) if rounds_inputs and form.bits == 8 else None
     elif name == "int8":
         kind = _INTEGERS
         weights |= {"num_bits": 8, "strategy": "channel"}
-        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        inputs = dict(_INT8_INPUTS)
     elif name == "fp8":
         kind = _FLOATS
         weights |= {"num_bits": 8, "type": "float", "strategy": "channel"}

@@ -29,6 +29,7 @@ from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, chec
 
 GROUPS = (32, 64, 128)  # features that can share a scale
 SCALE_DTYPE = torch.float16  # as GPTQ, AWQ and GGUF have it, so that their weights are read exactly
+SAFE_MAGNITUDE = 2.0**14  # weights up to here have a scale in every format: 1 bit stores twice a mean in float16
 _TWN_THRESHOLD = 0.7  # threshold relative to the mean magnitude: Li et al., Ternary Weight Networks (2016)
 
 

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError, ModelError, WeightFormatError
+from windlass.kernels.coded_formats import CodedWeightFormat, GroupCodes
 from windlass.kernels.inference_path import get_inference_path, list_inference_paths
 from windlass.kernels.packed_gemm import PackedPanels, pack_panels, pack_weight, packed_linear
 from windlass.kernels.reference.quantized_input import quantize_groups
-from windlass.kernels.weight_format import CastWeightFormat, get_weight_format
+from windlass.kernels.weight_format import CastWeightFormat, PackedWeight, get_weight_format
 
 PATHS = list_inference_paths()
 NATIVE = PATHS[:-1]
@@ -52,6 +53,34 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form
 def test_product_equals_float64_within_rounding(
     rows: int, outputs: int, features: int, has_bias: bool, threads: int, path: str, format: str, dtype: torch.dtype
 ) -> None:
+    assert_product_is_exact((rows, outputs, features), has_bias, threads, path, format, dtype)
+
+
+# one row, several, and more than a tile; outputs and features that no panel, group or vector divides
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([(1, 1, 1), (1, 33, 131), (3, 70, 64), (9, 17, 257), (40, 45, 129)], id="small"),
+        pytest.param([(1, 130, 1100), (257, 300, 513), (70, 515, 640)], id="large", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_kernel_equals_float64_within_rounding(path: str, format: str, sizes: list[tuple[int, int, int]]) -> None:
+    for number, size in enumerate(sizes):
+        for dtype in DTYPES:
+            assert_product_is_exact(size, number % 2 == 1, 1 + number % 2, path, format, dtype)
+
+
+def assert_product_is_exact(
+    size: tuple[int, int, int], has_bias: bool, threads: int, path: str, format: str, dtype: torch.dtype
+) -> None:
+    """Compare a product to float64, within the rounding of its dtype.
+
+    Args:
+        size: rows, outputs and features.
+    """
+    rows, outputs, features = size
     weight, x = random(outputs, features), random(rows, features, seed=1).to(dtype)
     bias = random(outputs, seed=2) if has_bias else None
     torch.set_num_threads(threads)
@@ -65,6 +94,38 @@ def test_product_equals_float64_within_rounding(
     # the reference rounds weights and bias to bf16 too, and adds them in another order
     limit = 1e-6 if dtype == torch.float32 else 2**-8 if path != "reference" else 2**-6
     assert float((actual.double() - expected).abs().max()) <= limit * scale
+
+
+@pytest.mark.parametrize("name", ["int8", *CODED])
+@pytest.mark.parametrize("path", PATHS)
+def test_products_of_whole_numbers_are_exact(path: str, name: str) -> None:
+    """int8 inputs are accumulated as integers: no sum of a group is rounded or saturates."""
+    for rows, outputs, features in ((1, 37, 300), (3, 16, 128), (17, 45, 131), (40, 5, 400)):
+        packed = whole_weight(name, outputs, features)
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randint(-127, 128, (rows, features), generator=generator)
+        x[:, ::128] = 127  # each group of 128 features has the scale 1
+        x[0] = 127  # the largest sums
+        weight = get_weight_format(name).unpack(packed)
+        assert torch.equal(weight, weight.round())
+        found = packed_linear(x.float(), pack_panels(packed, name, quantize_inputs=True, path=path))
+        assert torch.equal(found.to(torch.int64), x @ weight.to(torch.int64).T), (rows, outputs, features)
+
+
+def whole_weight(name: str, outputs: int, features: int) -> PackedWeight:
+    """Return a packed weight of whole numbers, of all codes of a format. The first row has the largest ones."""
+    form, generator = get_weight_format(name), torch.Generator().manual_seed(features)
+    if not isinstance(form, CodedWeightFormat):
+        codes = torch.randint(-127, 128, (outputs, features), generator=generator, dtype=torch.int8)
+        codes[0] = 127
+        return {"weight": codes, "weight_scale": torch.ones(outputs, 1)}
+    low, high = {"ternary": (0, 2), "ternary_g64": (1, 3)}.get(name, (0, 2**form.bits - 1))
+    codes = torch.randint(low, high + 1, (outputs, features), generator=generator, dtype=torch.uint8)
+    codes[0], codes[-1] = high, low
+    shape = outputs, form.count_groups(features)
+    scale = torch.full(shape, 2.0 if form.bits == 1 else 1.0, dtype=torch.float16)  # the zero of 1 bit is 1/2
+    zero = torch.randint(0, high + 1, shape, generator=generator, dtype=torch.uint8) if form.has_zeros else None
+    return form.pack_codes(GroupCodes(codes, scale, zero))
 
 
 @given(
