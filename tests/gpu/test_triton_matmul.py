@@ -69,6 +69,8 @@ def test_products_are_those_of_the_unpacked_weight(name: str, sizes: tuple[int, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["int8", "fp8", "int8_g128_zp", "int4_g32_zp", "int3_g64", "ternary", "binary_g128"])
 def test_many_rows(name: str, dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies the bits of bfloat16 as integers")
     multiply(name, MANY, dtype, with_bias=True)
 
 

@@ -200,6 +200,8 @@ def multiply(input: torch.Tensor, matrix: CodedMatrix, bias: torch.Tensor | None
         BLOCK_N=tiles.outputs,
         BLOCK_K=tiles.features,
         num_warps=8 if tiles.rows * tiles.outputs > 64 * 64 else 4,
+        # codes of 3 bits are loaded once for each feature, and three stages of them exceed 99 KB of shared memory
+        num_stages=2 if tiles.rows > 64 and matrix.coding == "words" and 32 % matrix.bits else 3,
     )
     if tiles.parts == 1:
         return out[0]
