@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch.nn import functional as F
@@ -24,7 +25,8 @@ from windlass.kernels.bit_packing import (
     unpack_trits,
     unpack_words,
 )
-from windlass.kernels.packed_matmul import BLOCK_NUMEL, Product, packed_matmul
+from windlass.kernels.device_matmul import CodedMatrix, find_device_product, has_kernel
+from windlass.kernels.packed_matmul import BLOCK_NUMEL, Product, multiply_alone, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm, PackedWeight, check_finite, check_matrix
 
 GROUPS = (32, 64, 128)  # features that can share a scale
@@ -61,6 +63,7 @@ class CodedWeightFormat:
     bits: int
     zero: float
     has_zeros = False
+    _coding: Literal["words", "trits"] = "words"
 
     def __init__(self, name: str, group: int | None) -> None:
         if group is not None and group not in GROUPS:
@@ -132,8 +135,17 @@ class CodedWeightFormat:
     def linear(
         self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
     ) -> torch.Tensor:
+        if product is None and has_kernel(input):
+            product = find_device_product(input, self._device_matrix(packed))
+        alone = multiply_alone(input, bias, product, len(packed["weight_packed"]))
+        if alone is not None:
+            return alone  # without zero points unpacked for a backward
         unpack_rows = partial(self._rows, columns=input.shape[-1])
         return packed_matmul(input, bias, unpack_rows, self._row_tensors(packed), product)
+
+    def _device_matrix(self, packed: PackedWeight) -> CodedMatrix:
+        codes, scale, zeros = packed["weight_packed"], packed["weight_scale"], packed.get("weight_zero_point")
+        return CodedMatrix(self._coding, codes, scale, self.bits, self.group, self.zero, zeros)
 
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Return the packed matrix whose rows are those of all parts, one after the other."""
@@ -246,6 +258,7 @@ class TritWeightFormat(CodedWeightFormat):
     """
 
     bits, zero = 2, 1.0  # native code holds two bits
+    _coding = "trits"
 
     def __init__(self) -> None:
         super().__init__("ternary", None)
@@ -311,7 +324,10 @@ class Float8WeightFormat:
     def linear(
         self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
     ) -> torch.Tensor:
-        return packed_matmul(input, bias, _float8_rows, [packed["weight"], packed["weight_scale"]], product)
+        codes, scale = packed["weight"], packed["weight_scale"]
+        if product is None and has_kernel(input):
+            product = find_device_product(input, CodedMatrix("fp8", codes, scale))
+        return packed_matmul(input, bias, _float8_rows, [codes, scale], product)
 
 
 def make_coded_formats() -> Iterator[CodedWeightFormat]:

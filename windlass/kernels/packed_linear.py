@@ -172,7 +172,8 @@ class PackedLinear(PackedMatrix):
     """Drop-in for `nn.Linear` with a packed, frozen weight; see [Note: packed parameters].
 
     float32 and bfloat16 inputs on the CPU are multiplied by native kernels, which never unpack the weight: see [Note:
-    kept panels]. The backward unpacks a block of rows at a time.
+    kept panels]. On CUDA devices a Triton kernel multiplies (`device_matmul`). The backward unpacks a block of rows at
+    a time.
 
     The gradient flows to the input and to `bias`, which is an ordinary parameter. Under autocast the input is cast as
     `nn.Linear` casts it.

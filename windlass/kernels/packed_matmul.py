@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
 from windlass.base.native_products import native_product
@@ -51,6 +52,19 @@ def packed_matmul(
     """
     result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, product, len(packed), *packed, *shared)
     return result
+
+
+def multiply_alone(
+    input: torch.Tensor, bias: torch.Tensor | None, product: Product | None, out_features: int
+) -> torch.Tensor | None:
+    """Return the product alone if there is one and no gradient is asked for, else None: `packed_matmul` is needed."""
+    given = [input] if bias is None else [input, bias]
+    if product is None or torch.is_grad_enabled() and any(one.requires_grad for one in given):
+        return None
+    if any(unpack_dual(one).tangent is not None for one in given):
+        return None  # `packed_matmul` refuses forward-mode derivatives
+    with native_product(2 * input.numel() * out_features):
+        return product(input, bias)
 
 
 class _PackedMatmul(torch.autograd.Function):

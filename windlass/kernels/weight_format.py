@@ -13,6 +13,7 @@ import torch
 
 from windlass.base.errors import WeightFormatError
 from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, make_coded_formats
+from windlass.kernels.device_matmul import CodedMatrix, find_device_product, has_kernel
 from windlass.kernels.grouped_formats import GroupedWeightFormat
 from windlass.kernels.packed_matmul import Product, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm as PackedTensorForm
@@ -120,7 +121,10 @@ class Int8WeightFormat:
     def linear(
         self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, product: Product | None = None
     ) -> torch.Tensor:
-        return packed_matmul(input, bias, _scaled_rows, [packed["weight"], packed["weight_scale"]], product)
+        codes, scale = packed["weight"], packed["weight_scale"]
+        if product is None and has_kernel(input):
+            product = find_device_product(input, CodedMatrix("int8", codes, scale))
+        return packed_matmul(input, bias, _scaled_rows, [codes, scale], product)
 
 
 def _cast_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""Choice of the product of a packed matrix on an accelerator, and the matrix as kernels read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from windlass.kernels.device_attention import has_triton
+
+_MOST_WIDE_ROWS = 64  # rows of float32, which the kernel multiplies without tensor cores
+_LEAST_CAPABILITY = (8, 0)  # the first processors that multiply bfloat16
+
+
+@dataclass(frozen=True)
+class CodedMatrix:
+    """Packed matrix whose weights are `(code - zero) * scale`.
+
+    Attributes:
+        codes: `[out_features, ...]`, a row of codes after the other: int32 words (`words`), int8, float8 e4m3, or bytes
+            of five digits of base 3 (`trits`).
+        scale: `[out_features, groups]`.
+        bits: number of bits of a code in words.
+        group: features with one scale, 32, 64 or 128; None: a row.
+        zero: code of the value 0.
+        zeros: words `[..., groups]` with the code of the value 0 of each group, packed along the outputs; or None.
+    """
+
+    coding: Literal["words", "int8", "fp8", "trits"]
+    codes: torch.Tensor
+    scale: torch.Tensor
+    bits: int = 8
+    group: int | None = None
+    zero: float = 0.0
+    zeros: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [self.codes, self.scale, *([] if self.zeros is None else [self.zeros])]
+
+
+class DeviceProduct:
+    """Product by the Triton kernel; a `windlass.kernels.packed_matmul.Product`."""
+
+    def __init__(self, matrix: CodedMatrix) -> None:
+        self._matrix = matrix
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from windlass.kernels import triton_matmul
+
+        with torch.no_grad(), torch.cuda.device_of(input):
+            flat = input.reshape(-1, input.shape[-1])
+            return triton_matmul.multiply(flat, self._matrix, bias).view(*input.shape[:-1], len(self._matrix.codes))
+
+    def end_backward(self) -> None:
+        """Free nothing: the product holds only the packed weight."""
+
+
+def has_kernel(input: torch.Tensor) -> bool:
+    """Return True if the Triton kernel takes an input; where it does not, rows are unpacked and multiplied by torch.
+
+    It takes bfloat16 and float16, and up to 64 rows of float32, on CUDA devices that multiply bfloat16. Compiled code
+    unpacks, which the compiler sees through.
+    """
+    if torch.compiler.is_compiling() or type(input) not in (torch.Tensor, nn.Parameter) or input.numel() == 0:
+        return False
+    if input.dtype == torch.float32:
+        if input.numel() // input.shape[-1] > _MOST_WIDE_ROWS:
+            return False
+    elif input.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return runs_kernels(input.device)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return True if the Triton kernel runs on a device."""
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def find_device_product(input: torch.Tensor, matrix: CodedMatrix) -> DeviceProduct | None:
+    """Return the product of an input that the kernel takes, or None if it does not take the matrix."""
+    apart = any(one.device != input.device or not one.is_contiguous() for one in matrix.tensors)
+    return None if apart or len(matrix.codes) == 0 else DeviceProduct(matrix)
