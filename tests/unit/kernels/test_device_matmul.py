@@ -87,7 +87,7 @@ def test_other_inputs_are_multiplied_by_unpacked_rows(calls: list[CodedMatrix]) 
     assert len(calls) == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch's own rules
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own rules use it
 def test_forward_mode_derivatives_are_refused(calls: list[CodedMatrix]) -> None:
     packed, ones = pack_random("int4_g32", 5, 70), torch.ones(1, 70)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode"):
