@@ -59,7 +59,7 @@ class Trial:
     """Measurements of a contender at a number of rows.
 
     Attributes:
-        seconds: of a product, one for each turn.
+        seconds: Time of a product in each turn.
         roof: the least seconds of its bytes and FLOPs.
         error: norm of the difference from the product in float64, relative to that product.
     """
