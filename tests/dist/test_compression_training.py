@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,29 @@ def prepared() -> nn.Module:
     return init_compression(Model(), CONFIG)
 
 
-def plain() -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = prepared(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+def train_plainly(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: Callable[[int], Tensor] = batch,
+    after_step: Callable[[int], object] = lambda step: None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train a prepared model in this process; return the losses and the final values."""
+    losses = []
+    compression_clock(model).step = 0
     for step in range(STEPS):
-        compression_clock(model).step = step
-        loss = model(batch(step))
+        loss = model(rows(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        end_compression_step(model)
+        after_step(step)
         losses.append(float(loss.detach()))
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def plain() -> tuple[list[float], dict[str, Tensor]]:
+    model = prepared()
+    return train_plainly(model, torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0))
 
 
 def step_of(engine: Any, number: int) -> float:
@@ -377,19 +390,11 @@ def following_model() -> nn.Module:
 
 
 def plain_following() -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = following_model(), []
+    model = following_model()
     section = QuantizeTraining.model_validate(FOLLOWING["quantize_training"])
     prepare_quantize_training(model, section, Eigenvalue())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        loss = model(batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_compression_step(model)
-        bit_planner(model).end_step(model, step + 1)
-        losses.append(float(loss.detach()))
-    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    optimizer, planner = torch.optim.SGD(model.parameters(), lr=0.1), bit_planner(model)
+    return train_plainly(model, optimizer, after_step=lambda step: planner.end_step(model, step + 1))
 
 
 def train_following(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -459,20 +464,12 @@ def train_channels(zero: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]
     ids=["offload", "stage1"],
 )
 def test_channels_are_pruned_as_in_one_process(zero: dict[str, Any], transport: str) -> None:
-    model, losses = convolved_model(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        compression_clock(model).step = step
-        loss = model(batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_compression_step(model)
-        losses.append(float(loss.detach()))
+    model = convolved_model()
+    losses, values = train_plainly(model, torch.optim.SGD(model.parameters(), lr=0.1))
     found, state = run_ranks(train_channels, 2, zero, transport=transport)[0]
     assert found == pytest.approx(losses, rel=2e-5)
     assert float(state["second.sparse_pruning_mask"].float().mean()) == 0.5
-    for name, value in model.state_dict().items():
+    for name, value in values.items():
         torch.testing.assert_close(state[name].to(value.dtype), value, rtol=1e-4, atol=1e-5)
 
 
@@ -621,19 +618,12 @@ def train_unusual(stage: int) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize(("stage", "transport"), [(1, "gloo"), (3, "shm")])
 def test_shared_repeated_frozen_and_recomputed_layers_train_as_in_plain_torch(stage: int, transport: str) -> None:
     torch.manual_seed(2)
-    model, losses = init_compression(Unusual(), unusual_config()), []
+    model = init_compression(Unusual(), unusual_config())
     assert model.head.weight is model.table.weight
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.02, eps=1e-4, weight_decay=0.0)
-    compression_clock(model).step = 0
-    for step in range(STEPS):
-        loss = model(unusual_rows(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end_compression_step(model)
-        losses.append(float(loss.detach()))
+    losses, values = train_plainly(model, optimizer, unusual_rows)
     found, state = run_ranks(train_unusual, 2, stage, transport=transport)[0]
     assert found == pytest.approx(losses, rel=1e-4)
-    for name, value in model.state_dict().items():
+    for name, value in values.items():
         torch.testing.assert_close(state[name].to(value.dtype), value, rtol=1e-3, atol=1e-4)

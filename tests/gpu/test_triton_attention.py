@@ -5,23 +5,16 @@ On a GPU, or anywhere by Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu.triton_device import DEVICE, NEEDS_TRITON
 from tests.paged_attention_cases import PATTERNS, fill_cache, make_queries, name_pattern, options_of
 from windlass.kernels.paged_attention import CACHE_DTYPES, make_kv_cache, paged_attention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA GPU, or TRITON_INTERPRET=1"
-    ),
-]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_TRITON
 BATCHES = [([5, 40, 100], [1, 1, 1]), ([5, 40, 100], [5, 1, 30]), ([130], [1]), ([130, 60], [33, 0]), ([200], [70])]
 
 

@@ -5,24 +5,17 @@ On a GPU, or anywhere by Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu.triton_device import DEVICE, INTERPRETED, NEEDS_TRITON
 from tests.packed_matmul_cases import FORMATS, exact_product, pack_random, random_inputs
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import get_weight_format
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA GPU, or TRITON_INTERPRET=1"
-    ),
-]
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_TRITON
 SIZES = [(1, 65, 300), (3, 70, 128), (17, 5, 31), (2, 1, 1)]  # rows, outputs, features
 MANY = (130, 70, 200)
 
