@@ -17,7 +17,7 @@ from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers, shared_parameters
 from windlass.compress.partial_directory import WrittenTensors, check_target, open_partial_directory
 from windlass.compress.quantization_config import describe_formats
-from windlass.kernels.coded_formats import SAFE_MAGNITUDE
+from windlass.kernels.coded_formats import SAFE_MAGNITUDE, SCALE_DTYPE
 from windlass.kernels.weight_format import PackedTensorForm, PackedWeight, WeightFormat, get_weight_format
 
 FILE_BYTES = 5 * 10**9
@@ -103,9 +103,9 @@ def write_packed_directory(
     check_target(to, [directory.path], overwrite=overwrite)
     model = build_empty(directory, trust_remote_code=trust_remote_code)
     layers, kept, renamed = _choose(directory, model, formats, head)
-    too_large = _find_too_large(directory, layers) if group is None or not group.index else None
-    too_large = too_large if group is None else group.broadcast_object(too_large)
-    assert too_large is not None
+    too_large = _find_too_large(directory, layers) if group is None or not group.index else {}
+    if group is not None:
+        too_large = group.broadcast_object(too_large)
     kept |= too_large
     layers = {layer: name for layer, name in layers.items() if layer not in too_large}
     if not layers:
@@ -183,11 +183,14 @@ def _choose(
 def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dict[str, str]:
     """Return the reason for each layer with a weight so large that the layer's format has no scale for it.
 
-    All weights are read once, because the files are laid out before the first layer is packed.
+    The weights of formats with 16-bit scales are read once, because the files are laid out before the first layer is
+    packed.
     """
     found = {}
     for layer, name in layers.items():
-        if name in WIDE_FORMATS.values() or not math.prod(directory.places[f"{layer}.weight"].shape):
+        shape = directory.places[f"{layer}.weight"].shape
+        scale = get_weight_format(name).file_form(*shape).get("weight_scale")
+        if scale is None or scale.dtype != SCALE_DTYPE or not math.prod(shape):
             continue
         weight = directory.read(f"{layer}.weight")
         low, high = (float(one) for one in weight.aminmax())
