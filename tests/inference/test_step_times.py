@@ -1,4 +1,4 @@
-"""Law: times of steps with parts of prompts correct the predicted times; those of decodes do not."""
+"""Laws of times: steps with parts of prompts correct the predicted ones, and the wait for a first token is bounded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.causal_models import build
+from windlass.base.errors import EngineOverloadedError
 from windlass.inference.engine_options import EngineOptions, SpeculativeOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.paged_runner import PagedModelRunner
@@ -62,3 +63,48 @@ def test_only_steps_with_prompts_correct_the_predictions(
         engine.step()
     assert engine.stats().steps <= 8 and bool(engine.stats().draft_tokens) == bool(drafts)
     assert engine.cost.scale == pytest.approx(scale)
+
+
+def make_bounded_engine(**options: int) -> tuple[TimedRunner, LLMEngine]:
+    """Return an engine that refuses requests that would wait for more than 0.2 seconds, of 0.001 seconds a token."""
+    model = build("llama", max_position_embeddings=96).eval()
+    runner = TimedRunner(model, block_size=16, num_blocks=lambda _: 64)
+    bounded = EngineOptions(
+        max_tokens_per_step=32, max_model_len=96, max_wait_seconds=0.2, enforce_max_wait=True, **options
+    )
+    return runner, LLMEngine(runner, bounded, max_model_len=96, cost=replace(COST), clock=lambda: runner.now)
+
+
+def test_a_request_that_would_wait_too_long_is_refused() -> None:
+    runner, engine = make_bounded_engine(max_sequences=16)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    accepted = 0
+    with pytest.raises(EngineOverloadedError, match=r"longer than 0\.2 seconds .* try again in 1 seconds") as raised:
+        for number in range(20):
+            engine.add_request(str(number), [1 + (number + place) % 40 for place in range(64)], params)
+            accepted += 1
+    assert raised.value.retry_after == 1
+    assert 2 <= accepted <= 4  # each takes 0.064 seconds
+    answered: dict[str, float] = {}
+    while engine.has_requests():
+        for output in engine.step():
+            assert output.metrics.first_token_time is not None
+            answered[output.request_id] = output.metrics.first_token_time
+    assert len(answered) == accepted and max(answered.values()) <= 0.2 + 0.064
+    engine.add_request("later", [1, 2, 3], params)  # the others have ended
+
+
+def test_a_request_that_waits_too_long_for_its_place_is_refused() -> None:
+    runner, engine = make_bounded_engine(max_sequences=1)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request("first", [1, 2, 3], params.replace(max_tokens=90))
+    engine.step()
+    runner.decodes = 10.0  # an answer takes 0.9 seconds
+    engine.add_request("second", [1, 2, 3], params)
+    outputs = []
+    while engine.has_requests():
+        outputs += engine.step()
+    late, whole = outputs
+    assert late.request_id == "second" and late.retry_after == 1 and late.is_request_error
+    assert "waited for 0.2 seconds" in str(late.error) and not late.outputs[0].token_ids
+    assert len(whole.outputs[0].token_ids) == 90 and whole.error is None

@@ -281,11 +281,28 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
         assert answer.json()["error"]["type"] == "rate_limit_error"
 
     async def embed(prompts: list[list[int]]) -> list[list[float]]:
-        raise EngineOverloadedError("the queue is full")
+        raise EngineOverloadedError("the queue is full", retry_after=3)
 
     engine.embed = embed  # type: ignore[method-assign]
-    assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 429
+    answer = client.post("/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
     assert 'vllm:admission_rejections_total{engine="0",model_name="m"} 3.0' in client.get("/metrics").text
+
+
+def test_a_request_that_waited_too_long_is_429_with_retry_after() -> None:
+    engine = FakeEngine()
+    original = engine._state
+
+    def refuse(*arguments: Any) -> Any:
+        state = original(*arguments)
+        state.finished, state.error, state.is_request_error, state.retry_after = True, "it waited", True, 30
+        return state
+
+    engine._state = refuse  # type: ignore[method-assign]
+    client = client_of(engine)
+    for stream in (False, True):
+        answer = client.post(TEXT, json={"prompt": "a", "stream": stream})
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "30"
 
 
 def test_more_prompts_than_the_queue_holds_are_400() -> None:

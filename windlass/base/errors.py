@@ -46,7 +46,11 @@ class RequestError(WindlassError, ValueError):
 
 
 class EngineOverloadedError(RequestError):
-    """Request that was not accepted because the queue is full; it may be sent again later."""
+    """Request that was not accepted because too many others wait; it may be sent again after `retry_after` seconds."""
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class GatherError(ModelError, RuntimeError):

@@ -54,8 +54,12 @@ def serve(
         float | None, typer.Option(help="Largest predicted gap in ms between two tokens of a running answer.")
     ] = None,
     max_wait_seconds: Annotated[
-        float, typer.Option(help="A request that waits longer for its first token goes before all others.")
+        float, typer.Option(help="A request that would else wait longer for its first token goes before all others.")
     ] = 30.0,
+    enforce_max_wait: Annotated[
+        bool,
+        typer.Option("--enforce-max-wait", help="Refuse requests (429) that would exceed --max-wait-seconds."),
+    ] = False,
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share keys and values of equal prefixes.")
     ] = True,
@@ -149,6 +153,7 @@ def serve(
         "policy": policy,
         "max_gap_ms": max_gap_ms,
         "max_wait_seconds": max_wait_seconds,
+        "enforce_max_wait": enforce_max_wait,
         "prefix_caching": prefix_caching,
         "swap_bytes": swap_bytes,
         "swap_directory": None if swap_directory is None else str(swap_directory),

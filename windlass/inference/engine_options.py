@@ -77,7 +77,9 @@ class EngineOptions:
         prefix_caching: share the keys and values of equal prefixes.
         policy: see `SchedulerLimits`.
         max_gap_ms: limit of the predicted time between two tokens of a running answer; prompts are computed within it.
-        max_wait_seconds: a request that waits longer for its first token goes before all others.
+        max_wait_seconds: a request that would else wait longer for its first token goes before all others.
+        enforce_max_wait: refuse a request with which, by the predicted times, one would wait longer than
+            `max_wait_seconds`, and one that has waited so long and has not begun.
         max_queued: waiting requests, beyond which new ones are refused, and likewise embeddings; None: no limit.
         swap_bytes: host memory for the blocks of preempted sequences; blocks that do not fit are computed again.
         swap_directory: directory for the blocks that do not fit into `swap_bytes`.
@@ -99,8 +101,8 @@ class EngineOptions:
         weights_buffer_bytes: memory through which weights are read; None: three times the largest product, or, if more,
             a quarter of the weights, but at most the largest product and 64 MiB.
         check_at_load: compare some greedy tokens with those of the plain model, and measure the time of steps. False:
-            the time is measured only if `max_gap_ms`, `swap_bytes` or `swap_directory` needs it, and service levels of
-            requests bound no step without it.
+            the time is measured only if `max_gap_ms`, `enforce_max_wait`, `swap_bytes` or `swap_directory` needs it,
+            and service levels of requests bound no step without it.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
         pp: ranks along the pipeline axis, each of which holds some layers.
@@ -119,6 +121,7 @@ class EngineOptions:
     policy: Policy = "splitfuse"
     max_gap_ms: float | None = None
     max_wait_seconds: float = 30.0
+    enforce_max_wait: bool = False
     max_queued: int | None = None
     swap_bytes: int = 0
     swap_directory: str | Path | None = None
@@ -195,7 +198,9 @@ class EngineOptions:
     @property
     def measures_steps(self) -> bool:
         """True if the time of steps is measured at load, because it is checked then or an option needs it."""
-        return self.check_at_load or self.max_gap_ms is not None or self.swap_bytes > 0 or bool(self.swap_directory)
+        if self.check_at_load or self.max_gap_ms is not None or self.enforce_max_wait:
+            return True
+        return self.swap_bytes > 0 or bool(self.swap_directory)
 
     @property
     def streams_weights(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from windlass.base.errors import ModelError, RequestError
+from windlass.base.errors import EngineOverloadedError, ModelError, RequestError
 from windlass.inference.block_manager import BlockKey, hash_block
 from windlass.inference.detokenizer import Detokenizer
 from windlass.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
@@ -29,6 +29,7 @@ class GenerationSequence:
         num_registered: blocks that are in the prefix cache.
         drafts: proposed tokens after the last one.
         saved: content of its blocks while it is preempted.
+        fair_start: as in `SequenceSnapshot`.
     """
 
     sequence_id: int
@@ -48,6 +49,7 @@ class GenerationSequence:
     has_sampled: bool = False
     in_flight: int = 0
     last_step: int = 0
+    fair_start: float = 0.0
 
     @property
     def generated(self) -> list[int]:
@@ -84,6 +86,7 @@ class GenerationSequence:
             request.level,
             now_candidates,
             self.has_sampled,
+            self.fair_start,
         )
 
 
@@ -136,6 +139,7 @@ class GenerationRequest:
             self.lora_name,
             None if self.error is None else str(self.error),
             isinstance(self.error, RequestError),
+            self.error.retry_after if isinstance(self.error, EngineOverloadedError) else None,
         )
 
 

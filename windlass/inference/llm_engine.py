@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -139,7 +140,7 @@ class LLMEngine:
 
         Raises:
             RequestError: the request cannot be served. Others go on.
-            EngineOverloadedError: the queue is full.
+            EngineOverloadedError: the queue is full, or the request could not begin in time (`enforce_max_wait`).
         """
         if self._closed:
             raise RequestError("the engine is closed, and its KV cache is freed; build another one")
@@ -179,6 +180,12 @@ class LLMEngine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         sequence = self._factory.make_sequence(request, constraint=constraint, bad_words=bad_words)
+        if self.options.enforce_max_wait and (late := self._planner.predict_lateness(sequence, self._clock())) > 0:
+            raise EngineOverloadedError(
+                f"with this request, one would wait longer than {self.options.max_wait_seconds:g} seconds for its "
+                f"first token; try again in {math.ceil(late)} seconds",
+                retry_after=math.ceil(late),
+            )
         request.sequences.append(sequence)
         self._requests[request_id] = request
         self._table.queue(sequence)
@@ -392,6 +399,8 @@ class LLMEngine:
         if not (self._table.running or self._table.waiting):
             return False
         began = self._clock()
+        if self.options.enforce_max_wait:
+            self._refuse_late(began)
         plan = self._planner.plan(began, has_started=bool(self._started))
         if plan is None:
             return False
@@ -401,6 +410,18 @@ class LLMEngine:
         elif self._looks_ahead and self._draws_later(plan):
             self._run_later(self._started[-1])
         return True
+
+    def _refuse_late(self, now: float) -> None:
+        """End requests that have waited for `max_wait_seconds` and have not begun."""
+        longest = self.options.max_wait_seconds
+        for sequence in list(self._table.waiting.values()):
+            metrics = sequence.request.metrics
+            if metrics.scheduled_time is None and now - metrics.arrival_time > longest:
+                error = EngineOverloadedError(
+                    f"the request waited for {longest:g} seconds and could not begin; try again later",
+                    retry_after=math.ceil(longest),
+                )
+                self._answers.end(sequence.request, "error", error)
 
     def _note_start(self, step: _StartedStep) -> None:
         for sequence, _ in step.plan.chosen:

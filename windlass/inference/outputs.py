@@ -86,6 +86,7 @@ class RequestOutput:
         outputs: the answers, `n` of them once the request has finished.
         error: message of the error that ended the request.
         is_request_error: the error is due to the request's own parameters, not to the model.
+        retry_after: seconds after which a request that was refused by load may be sent again; None: it was not.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class RequestOutput:
     lora_name: str | None = None
     error: str | None = None
     is_request_error: bool = False
+    retry_after: int | None = None
 
     @property
     def num_cached_tokens(self) -> int:

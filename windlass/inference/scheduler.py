@@ -6,12 +6,26 @@ sequences that lack one token (decode) get it first, and the rest of the step's 
 Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine (prefill-first) and of
 Orca (Yu et al. 2022) are settings of the same function.
 
+[Note: fair shares] A step has tokens for few prompts. It computes prompts one after the other, in the order in which
+they would end if all prompts always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and
+Henderson 2003, fair sojourn protocol). Each ends about when it would have with equal shares, most of them much earlier:
+a short prompt passes a long one, and a long one waits for short ones in proportion to its own length only. The order
+needs a virtual clock, which counts the work that a prompt with an equal share has been given: it advances by the work
+of a step for prompts (`StepCost.prompt_work`) divided by the number of prompts (`StepPlan.fair_progress`). The caller
+adds this up, and gives each prompt `fair_start`, the clock at its arrival plus the work done for it since then.
+
+[Note: bound on waiting] A request's deadline is `max_wait_seconds` after the time that its prompt takes. Requests whose
+deadline would be missed if they did not run now, by the predicted times, are pressing, and go by deadline before all
+others. If all deadlines can be met, they are: no order is better at that than by deadline (Liu and Layland 1973). A
+server that has to keep the bound under any load refuses requests by `lateness`.
+
 `schedule` is a pure function of snapshots, so that its properties can be tested without a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +37,8 @@ POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 _MIN_CHUNK = 64  # tokens of a prompt in one step, below which more steps cost more than sharing gains
 _LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
 _LEAST_PART = 1 / 8  # smallest share of a step's time that prompts get
+_WAIT_SHARE = 0.9  # part of the longest wait after which predictions may have been wrong by the rest
+_PRESSING_PART = 7 / 8  # part of a step's prompt tokens that pressing prompts get
 _LEVEL_SHARE = 0.8  # limit of a step's predicted time, relative to the declared time between two tokens
 
 
@@ -57,6 +73,7 @@ class SequenceSnapshot:
         level: service level, if one is declared.
         num_candidates: running sequences that it will become (`n` answers share a prompt).
         has_answered: its first token was generated.
+        fair_start: the virtual clock at its arrival, plus the work done since then; see [Note: fair shares].
         shared: number of the `num_blocks` of a waiting sequence that each running one frees if it is preempted; they
             have to be taken from the free ones then.
     """
@@ -73,6 +90,7 @@ class SequenceSnapshot:
     level: ServiceLevel | None = None
     num_candidates: int = 1
     has_answered: bool = False
+    fair_start: float = 0.0
     shared: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -98,7 +116,8 @@ class SchedulerLimits:
         block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
         max_gap_seconds: limit of the predicted time of a step; prompts get tokens within it. None: only the number of
             tokens is limited, unless a running answer has a service level.
-        max_wait_seconds: a request that waits longer for its first token goes before all others.
+        max_wait_seconds: a request that would else wait longer for its first token goes before all others; see
+            [Note: bound on waiting].
     """
 
     policy: Policy = "splitfuse"
@@ -118,11 +137,13 @@ class StepPlan:
         num_tokens: tokens of each sequence that runs in the step, in the order of the batch.
         admitted: waiting sequences that start; each gets blocks for all its known tokens.
         preempted: running sequences that lose their blocks.
+        fair_progress: advance of the virtual clock; see [Note: fair shares].
     """
 
     num_tokens: dict[int, int] = field(default_factory=dict)
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    fair_progress: float = 0.0
 
 
 def schedule(
@@ -164,7 +185,22 @@ def schedule(
         planner.run_decodes()
         planner.admit(lambda _: True)
         planner.share_among_prompts()
+    planner.count_progress()
     return planner.plan
+
+
+def lateness(
+    running: Sequence[SequenceSnapshot],
+    waiting: Sequence[SequenceSnapshot],
+    limits: SchedulerLimits,
+    cost: StepCost,
+    now: float,
+) -> float:
+    """Return by how many seconds the latest first token misses nine tenths of its wait if all requests go by deadline.
+
+    Negative values are time to spare. The arguments are those of `schedule`.
+    """
+    return _Planner(running, waiting, 0, limits, cost, now, 0, None).lateness
 
 
 class _Planner:
@@ -184,6 +220,7 @@ class _Planner:
         self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
         self._running = sorted(running, key=seniority)
         self._token_seconds = self._predict_token_seconds()
+        self._pressing, self.lateness = self._find_pressing([*running, *waiting])
         self._waiting = sorted(waiting, key=self._urgency)
         self._admitted: set[int] = set()
         self._used_tokens = 0
@@ -234,7 +271,7 @@ class _Planner:
             if places < sequence.num_candidates and (self._running or self._elsewhere):
                 break
             if self._lacks_blocks(needed) or not fits(sequence):
-                if self._is_overdue(sequence):
+                if self._is_pressing(sequence):
                     break  # smaller requests must not pass it any longer
                 continue
             self._free -= needed
@@ -245,7 +282,7 @@ class _Planner:
 
     def _find_juniors(self, sequence: SequenceSnapshot, needed: int, places: int) -> list[SequenceSnapshot]:
         """Return the last running sequences that are preempted so that a waiting one of higher priority can run: as few
-        as possible, and none if all together would free too little. An overdue one precedes all others, so it stays.
+        as possible, and none if all together would free too little. A pressing one precedes all others, so it stays.
         """
         left, juniors, freed = list(self._running), list[SequenceSnapshot](), 0
         while self._lacks_blocks(needed, len(juniors), freed) or (
@@ -256,7 +293,7 @@ class _Planner:
                 junior is None
                 or junior.priority <= sequence.priority
                 or junior.sequence_id in self._admitted
-                or self._is_overdue(junior)
+                or self._is_pressing(junior)
             ):
                 # sequences that other steps compute may free the rest: the caller plans again among all of them
                 return juniors if self._share is not None and self._elsewhere else []
@@ -286,56 +323,68 @@ class _Planner:
         """Share the remaining tokens of the step among prompts by max-min fairness.
 
         A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
-        `_MIN_CHUNK`, only the first prompts get tokens: overdue prompts by arrival, then the others by priority; of
-        equal priority, by deadline if any prompt has a service level, else by the least work left. Time is shared in
-        the same order.
+        `_MIN_CHUNK`, only the first prompts get tokens: by priority; of equal priority, by deadline if any prompt has a
+        service level, else in the order of [Note: fair shares]. Time is shared in the same order. Pressing prompts go
+        first, by deadline, and leave an eighth to the others, so that short ones need not wait for all of them.
         """
         prompts = self._prompts()
         gap = self._gap()
         left = self._prompt_budget(gap)
+        pressing = sorted((prompt for prompt in prompts if self._is_pressing(prompt)), key=self._urgency)
+        others = [prompt for prompt in prompts if not self._is_pressing(prompt)]
+        has_levels = any(prompt.level is not None for prompt in others)
+        others.sort(key=self._urgency if has_levels else self._fair_order)
+        part = _PRESSING_PART if pressing and others else 1.0
+        begin = self._cost.step_seconds(self._used_tokens, self._cached_tokens) if self._used_tokens else 0.0
+        # decodes alone may take the whole gap, on a slow machine or with many of them, and would starve prompts
+        seconds = None if gap is None else max(gap - begin, gap * _LEAST_PART)
+        reserved = left - math.ceil(left * part)
+        left = self._share_in_order(pressing, left - reserved, None if seconds is None else begin + seconds * part)
+        self._share_in_order(others, left + reserved, None if seconds is None else begin + seconds)
+
+    def _share_in_order(self, prompts: Sequence[SequenceSnapshot], left: int, end: float | None) -> int:
+        """Share `left` tokens of a step of at most `end` seconds among sorted prompts; return how many are left."""
         if left <= 0 or not prompts:
-            return
-        if any(sequence.level is not None for sequence in prompts):
-            prompts.sort(key=self._urgency)
-        else:
-            prompts.sort(key=self._least_work_first)
+            return left
         sharing = prompts[: max(left // _MIN_CHUNK, 1)]
         shares = _max_min_shares([sequence.remaining for sequence in sharing], left)
         left -= sum(shares)
         for place, prompt in enumerate(prompts):
             granted = shares[place] if place < len(shares) else min(prompt.remaining, left)
             left -= granted if place >= len(shares) else 0
-            granted = self._within(gap, prompt, granted, is_first=place == 0)
+            granted = self._within(end, prompt, granted)
             if not granted:
                 continue
             self._pairs += granted * (prompt.num_computed + granted / 2)
             self._run(prompt, granted)
+        return left
 
-    def _least_work_first(self, prompt: SequenceSnapshot) -> tuple[int, int, int, float, float]:
-        """Return a sort key: overdue prompts by arrival, so that later ones pass none forever; then by priority; then
-        by the predicted seconds of the rest of a prompt, including attention to the tokens before."""
-        urgency = self._urgency(prompt)
-        if self._is_overdue(prompt):
-            return urgency
-        left = prompt.remaining
-        work = self._cost.step_seconds(left, 0, left * (prompt.num_computed + left / 2))
-        return *urgency[:3], work, prompt.arrival
+    def _fair_order(self, prompt: SequenceSnapshot) -> tuple[int, int, int, float, float]:
+        """Return a sort key: by priority, then by the virtual time of their end."""
+        work = self._cost.prompt_work(prompt.remaining, prompt.num_computed)
+        return 1, prompt.priority, 0, prompt.fair_start + work, prompt.arrival
 
-    def _within(self, gap: float | None, prompt: SequenceSnapshot, most: int, *, is_first: bool) -> int:
-        """Return how many tokens of a prompt, at most `most`, fit into a step of `gap` seconds.
+    def count_progress(self) -> None:
+        """Count the advance of the virtual clock by the step."""
+        prompts = self._prompts()
+        waiting = len(self._waiting) - len(self._admitted)
+        work = sum(
+            self._cost.prompt_work(count, prompt.num_computed)
+            for prompt in prompts
+            if (count := self.plan.num_tokens.get(prompt.sequence_id, 0))
+        )
+        self.plan.fair_progress = work / max(len(prompts) + waiting, 1)
 
-        The first prompt gets at least one token. Otherwise decodes on a slow machine would starve it.
-        """
-        if gap is None:
+    def _within(self, end: float | None, prompt: SequenceSnapshot, most: int) -> int:
+        """Return how many tokens of a prompt, at most `most`, fit into a step of `end` seconds; the first prompt of a
+        step gets at least one."""
+        if end is None:
             return most
-        low, high = min(int(is_first), most), most
-        if is_first:
-            decodes = self._cost.step_seconds(self._used_tokens, self._cached_tokens) if self._used_tokens else 0.0
-            gap = max(gap, decodes + gap * _LEAST_PART)
+        low, high = min(int(not self._pairs), most), most
         while low < high:  # the predicted time grows with the tokens
             middle = (low + high + 1) // 2
             pairs = self._pairs + middle * (prompt.num_computed + middle / 2)
-            if self._cost.step_seconds(self._used_tokens + middle, self._cached_tokens, pairs) <= gap:
+            if self._cost.step_seconds(self._used_tokens + middle, self._cached_tokens, pairs) <= end:
                 low = middle
             else:
                 high = middle - 1
@@ -388,25 +437,54 @@ class _Planner:
         return max(total - sequence.num_blocks, 0) + sequence.copies_block
 
     def _predict_token_seconds(self) -> float:
-        """Return the time per prompt token if steps with these decodes take the whole `_gap`; 0 without a limit."""
+        """Return the time per prompt token of steps with these decodes that take the whole `_gap`, or as many tokens as
+        a step may have."""
         gap = self._gap()
-        if gap is None:
-            return 0.0
         decodes = [sequence for sequence in self._running if sequence.is_decode]
-        within = self._cost.tokens_within(gap, sum(sequence.num_computed for sequence in decodes)) - len(decodes)
+        cached = sum(sequence.num_computed for sequence in decodes)
+        if gap is None:
+            tokens = max(self._limits.max_tokens_per_step - len(decodes), 1)
+            return self._cost.step_seconds(len(decodes) + tokens, cached) / tokens
+        within = self._cost.tokens_within(gap, cached) - len(decodes)
         return gap / max(within, self._least_progress(gap))
 
     def _prompt_seconds(self, tokens: int) -> float:
         return max(self._cost.prefill_seconds(tokens), tokens * self._token_seconds)
 
-    def _is_overdue(self, sequence: SequenceSnapshot) -> bool:
-        return not sequence.has_answered and self._now - sequence.arrival > self._limits.max_wait_seconds
+    def _find_pressing(self, sequences: Iterable[SequenceSnapshot]) -> tuple[set[int], float]:
+        """Return the numbers of sequences that must run now, and by how much the latest one misses its deadline."""
+        margin = (1 - _WAIT_SHARE) * self._limits.max_wait_seconds
+        unanswered = [sequence for sequence in sequences if not sequence.has_answered]
+        by_deadline = sorted((self._deadline(sequence), place) for place, sequence in enumerate(unanswered))
+        seconds = [self._rest_seconds(unanswered[place]) for _, place in by_deadline]
+        end, latest = self._now, float("-inf")
+        for (deadline, _), rest in zip(by_deadline, seconds, strict=True):
+            end += rest
+            latest = max(latest, end - (deadline - margin))
+        pressing, start = set(), float("inf")  # latest time to begin with a sequence and those after it
+        for (deadline, place), rest in zip(reversed(by_deadline), reversed(seconds), strict=True):
+            start = min(start, deadline - margin) - rest
+            if start < self._now:
+                pressing.add(unanswered[place].sequence_id)
+        return pressing, latest
+
+    def _rest_seconds(self, sequence: SequenceSnapshot) -> float:
+        """Return the predicted time of the rest of a prompt beside the present decodes."""
+        work = self._cost.prompt_work(sequence.remaining, sequence.num_computed)
+        return work * self._token_seconds / _PRESSING_PART
+
+    def _deadline(self, sequence: SequenceSnapshot) -> float:
+        own = self._prompt_seconds(sequence.num_known) / _PRESSING_PART
+        return sequence.arrival + self._limits.max_wait_seconds + own
+
+    def _is_pressing(self, sequence: SequenceSnapshot) -> bool:
+        return sequence.sequence_id in self._pressing
 
     def _urgency(self, sequence: SequenceSnapshot) -> tuple[int, int, int, float, float]:
-        """Return a sort key: overdue requests by arrival; then by priority; then those that can still meet their
+        """Return a sort key: pressing requests by deadline; then by priority; then those that can still meet their
         service level, by deadline; then the others by arrival."""
-        if self._is_overdue(sequence):
-            return 0, 0, 0, sequence.arrival, 0.0
+        if self._is_pressing(sequence):
+            return 0, 0, 0, self._deadline(sequence), sequence.arrival
         level = sequence.level
         wait = self._limits.max_wait_seconds if level is None else level.first_token_seconds
         deadline = sequence.arrival + wait

@@ -28,6 +28,7 @@ class SequenceTable:
         blocks: blocks of the KV cache.
         admits: False if the last plan left all waiting sequences waiting, and since then no sequence has been queued
             or has left its place or its blocks.
+        fair_clock: virtual clock of the scheduler, see [Note: fair shares] there.
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost, stats: EngineStats) -> None:
@@ -39,9 +40,11 @@ class SequenceTable:
         self.running: dict[int, GenerationSequence] = {}
         self.waiting: dict[int, GenerationSequence] = {}
         self.admits = True
+        self.fair_clock = 0.0
 
     def queue(self, sequence: GenerationSequence) -> None:
         """Add a new sequence to the waiting ones."""
+        sequence.fair_start = self.fair_clock
         self.waiting[sequence.sequence_id] = sequence
         self.admits = True
 

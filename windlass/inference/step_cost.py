@@ -60,6 +60,11 @@ class StepCost:
         """Return the predicted time of a step that computes only `tokens` tokens of one prompt."""
         return self.step_seconds(tokens, 0, tokens * tokens / 2) if tokens else 0.0
 
+    def prompt_work(self, tokens: int, computed: int) -> float:
+        """Return the time to compute `tokens` tokens of a prompt after `computed` others, relative to a token alone."""
+        pairs = tokens * (computed + tokens / 2)
+        return tokens + (pairs * self.pair_seconds / self.token_seconds if self.token_seconds > 0 else 0.0)
+
     def _product_seconds(self, tokens: int) -> float:
         points = self.points
         if not points:

@@ -9,7 +9,7 @@ import torch
 
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationSequence
-from windlass.inference.scheduler import Policy, SchedulerLimits, StepPlan, schedule
+from windlass.inference.scheduler import Policy, SchedulerLimits, StepPlan, lateness, schedule
 from windlass.inference.sequence_table import SequenceTable, count_candidates
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
@@ -104,6 +104,10 @@ class StepPlanner:
             elif not plan.preempted and not plan.admitted and not has_started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
             return None
+        self._table.fair_clock += plan.fair_progress
+        for sequence, count in chosen:
+            if not sequence.has_sampled:
+                sequence.fair_start += self.cost.prompt_work(count, sequence.num_computed)
         if copies:
             self._runner.copy_blocks(copies)
         batch, rows = self._make_batch(chosen)
@@ -139,6 +143,13 @@ class StepPlanner:
             self._table.grow(sequence, total, [])
         decodes = [(sequence, 1) for sequence in going]
         return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes), False)
+
+    def predict_lateness(self, sequence: GenerationSequence, now: float) -> float:
+        """Return by how many seconds a first token would miss the bound on waiting if `sequence` were queued too."""
+        running, _ = self._table.snapshot_running(list(self._table.running.values()), counts_freed=False)
+        queued = [*self._table.waiting.values(), sequence]
+        waiting = [self._table.snapshot_waiting(one, {}) for one in queued]
+        return lateness(running, waiting, self.limits, self.cost, now)
 
     def correct_cost(self, seconds: float, predicted: float) -> None:
         """Correct later predictions by the time of a step with parts of prompts, e.g. while others use the cores."""

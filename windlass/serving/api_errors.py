@@ -78,7 +78,7 @@ def api_error_of(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineOverloadedError):
-        return ApiError(429, str(error), code="queue_full", retry_after=1)
+        return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), parameter=error.parameter)
     return ApiError(

@@ -98,6 +98,8 @@ class Generation:
             try:
                 async for index, output in states:
                     self.outputs[index] = output
+                    if output.error is not None and output.retry_after is not None:
+                        raise EngineOverloadedError(output.error, retry_after=output.retry_after)
                     if output.error is not None and output.is_request_error:
                         raise RequestError(output.error)
                     if output.error is not None:
