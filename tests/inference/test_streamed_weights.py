@@ -13,9 +13,11 @@ import windlass
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import answer_arrivals, assert_greedy, make_prompts
 from windlass.base.errors import ConfigError, ModelError, StorageError
+from windlass.inference import engine_factory
 from windlass.inference.llm import LLM
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.step_cost import StepCost
 from windlass.inference.streamed_modules import StreamedModules
 from windlass.inference.weight_stream import WeightStream
 from windlass.storage.extent_allocator import page_up
@@ -192,6 +194,20 @@ def test_more_sequences_share_the_time_of_reading() -> None:
     assert options(weights_tier="disk", max_sequences=4).max_sequences == 4
     assert options(weights_tier="disk", max_tokens_per_step=32).max_sequences == 32
     assert options().max_sequences == options(weights_tier="host").max_sequences == 64
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "given", "expected"), [(0.05, {}, 25), (1.0, {}, 16), (0.05, {"max_sequences": 64}, 64)]
+)
+def test_the_batch_computes_while_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_seconds: float, given: dict[str, int], expected: int
+) -> None:
+    cost = StepCost(weight_seconds=1.0, token_seconds=token_seconds)
+    monkeypatch.setattr(engine_factory, "measure_step_cost", lambda *_, **__: cost)
+    build("llama").save_pretrained(tmp_path)
+    options = {"kv_cache_tokens": 320, "max_model_len": 32, **given}
+    with LLM(tmp_path, weights_tier="disk", skip_tokenizer_init=True, **options) as llm:
+        assert llm.engine.options.max_sequences == expected
 
 
 class CountedSource:

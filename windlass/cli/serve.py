@@ -46,7 +46,7 @@ def serve(
     max_tokens_per_step: Annotated[int, typer.Option(help="Tokens of one forward.")] = 512,
     max_sequences: Annotated[
         int | None,
-        typer.Option(help="Sequences that run at the same time. [64; 256 with --weights-tier disk]"),
+        typer.Option(help="Sequences that run at the same time. [64; with --weights-tier disk by measured times]"),
     ] = None,
     max_queued: Annotated[int, typer.Option(help="Waiting requests, beyond which new ones get 429.")] = 1024,
     policy: Annotated[str, typer.Option(help="Scheduling: splitfuse, prefill-first or orca.")] = "splitfuse",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,9 @@ from windlass.inference.step_batch import ModelRunner
 from windlass.inference.step_cost import StepCost
 from windlass.inference.streamed_loading import load_streamed_model
 from windlass.inference.streamed_modules import StreamedModules
+
+_BATCH_MARGIN = 1.25  # sequences beyond those that are computed while weights are read: times vary
+_LEAST_BATCH = 16  # sequences that run together in any case
 
 
 def make_engine(
@@ -190,7 +195,7 @@ def _assemble(
             runner, find_device(module), tokens, longest, is_sharded=ranks is not None, streamed=streamed
         )
         if streamed is not None:
-            _log_batch_advice(cost, options, streamed)
+            options = _fit_batch(cost, options, streamed)
     if ranks is not None:
         if not ranks.is_leader:
             return RankWorker(runner, ranks, options, tokenizer=tokenizer, max_model_len=longest)
@@ -213,8 +218,9 @@ def _assemble(
         raise
 
 
-def _log_batch_advice(cost: StepCost, options: EngineOptions, streamed: StreamedModules) -> None:
-    """Log how many tokens a step may have before computing takes longer than reading the weights."""
+def _fit_batch(cost: StepCost, options: EngineOptions, streamed: StreamedModules) -> EngineOptions:
+    """Choose how many sequences run together if that is asked for, so that computing them takes as long as reading the
+    weights; log how many that are."""
     hidden = max(1, int(cost.weight_seconds / cost.token_seconds))
     logger.info(
         "a step reads %.2f GB of weights in %.2f s, and computes %d tokens in that time",
@@ -232,6 +238,11 @@ def _log_batch_advice(cost: StepCost, options: EngineOptions, streamed: Streamed
         )
     if hidden > options.max_tokens_per_step:
         logger.info("max_tokens_per_step is %d; up to %d tokens take no more time", options.max_tokens_per_step, hidden)
+    fitting = max(math.ceil(hidden * _BATCH_MARGIN), _LEAST_BATCH)
+    if options.fit_batch and fitting < options.max_sequences:
+        logger.info("%d sequences run at the same time, which compute as long as a step reads weights", fitting)
+        return replace(options, max_sequences=fitting)
+    return options
 
 
 def _load_adapters(module: nn.Module, options: EngineOptions) -> LoraAdapters:

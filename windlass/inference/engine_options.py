@@ -27,7 +27,7 @@ _KV_DTYPES: dict[str, torch.dtype | None] = {
 }
 
 _STREAMED_SEQUENCES = 256
-"""Default of `max_sequences` where every forward reads all weights from a disk: more sequences share that time."""
+"""Largest default of `max_sequences` where every forward reads all weights from a disk, which sequences share."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class EngineOptions:
     Attributes:
         max_tokens_per_step: tokens of a forward.
         max_sequences: sequences that run at the same time.
+        fit_batch: lower `max_sequences` to those whose step computes as long as it reads weights, by measured times:
+            more would wait for each other and gain nothing. Default where weights are on a disk and `max_sequences` is
+            not given.
         max_model_len: tokens of a sequence, prompt and answer; None: what the model's configuration and the KV cache
             allow.
         kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
@@ -112,6 +115,7 @@ class EngineOptions:
 
     max_tokens_per_step: int = 512
     max_sequences: int = 64
+    fit_batch: bool = False
     max_model_len: int | None = None
     kv_cache_tokens: int | None = None
     host_engines: int = 1
@@ -221,6 +225,7 @@ class EngineOptions:
             raise ConfigError(f"an inference engine has no option {unknown!r}; it has {', '.join(sorted(known))}")
         if values.get("weights_tier") == "disk" and "max_sequences" not in values:
             values["max_sequences"] = min(_STREAMED_SEQUENCES, values.get("max_tokens_per_step", _STREAMED_SEQUENCES))
+            values.setdefault("fit_batch", True)
         speculative = values.get("speculative")
         if isinstance(speculative, Mapping):
             try:
