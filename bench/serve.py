@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -414,6 +415,13 @@ def _measure_servers(folder: Path, tools: Path | None, files: Sequence[Path]) ->
     return found
 
 
+def _measure_libraries() -> int:
+    """Return the resident bytes of a process that has imported torch and a model class of transformers."""
+    code = "import torch; from transformers import LlamaForCausalLM; print(open('/proc/self/statm').read().split()[1])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return int(printed) * resource.getpagesize()
+
+
 def _measure_server(
     command: list[str], model: str, load: list[tuple[list[int], int]], clients: int, folder: Path
 ) -> dict[str, float]:
@@ -430,7 +438,8 @@ def _measure_server(
             found["resident_mb"] = server.resident()["VmRSS"] / 1e6
             weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             cache = after["windlass:kv_blocks"] * _KV_BYTES
-            found["other_memory_mb"] = max(0.0, server.resident()["RssAnon"] - weights - cache) / 1e6
+            found["other_memory_mb"] = (server.resident()["VmRSS"] - weights - cache) / 1e6
+            found["libraries_mb"] = _measure_libraries() / 1e6
             if clients == max(_MIXED_CLIENTS):
                 readings: list[tuple[dict[str, float], float]] = []
 

@@ -10,9 +10,9 @@ Orca (Yu et al. 2022) are settings of the same function.
 they would end if all prompts always had equal shares (Parekh and Gallager 1993, weighted fair queueing; Friedman and
 Henderson 2003, fair sojourn protocol). Each ends about when it would have with equal shares, most of them much earlier:
 a short prompt passes a long one, and a long one waits for short ones in proportion to its own length only. The order
-needs a virtual clock, which counts the work that a prompt with an equal share has been given: it advances by the work
-of a step for prompts (`StepCost.prompt_work`) divided by the number of prompts (`StepPlan.fair_progress`). The caller
-adds this up, and gives each prompt `fair_start`, the clock at its arrival plus the work done for it since then.
+needs a virtual clock, which counts the work that a prompt with an equal share has been given: the caller advances it by
+the work of a step for prompts (`StepCost.prompt_work`), divided by the number of prompts, and gives each prompt
+`fair_start`, the clock at its arrival plus the work done for it since then.
 
 [Note: bound on waiting] A request's deadline is `max_wait_seconds` after the time that its prompt takes. Requests whose
 deadline would be missed if they did not run now, by the predicted times, are pressing, and go by deadline before all
@@ -137,13 +137,11 @@ class StepPlan:
         num_tokens: tokens of each sequence that runs in the step, in the order of the batch.
         admitted: waiting sequences that start; each gets blocks for all its known tokens.
         preempted: running sequences that lose their blocks.
-        fair_progress: advance of the virtual clock; see [Note: fair shares].
     """
 
     num_tokens: dict[int, int] = field(default_factory=dict)
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
-    fair_progress: float = 0.0
 
 
 def schedule(
@@ -185,7 +183,6 @@ def schedule(
         planner.run_decodes()
         planner.admit(lambda _: True)
         planner.share_among_prompts()
-    planner.count_progress()
     return planner.plan
 
 
@@ -363,17 +360,6 @@ class _Planner:
         """Return a sort key: by priority, then by the virtual time of their end."""
         work = self._cost.prompt_work(prompt.remaining, prompt.num_computed)
         return 1, prompt.priority, 0, prompt.fair_start + work, prompt.arrival
-
-    def count_progress(self) -> None:
-        """Count the advance of the virtual clock by the step."""
-        prompts = self._prompts()
-        waiting = len(self._waiting) - len(self._admitted)
-        work = sum(
-            self._cost.prompt_work(count, prompt.num_computed)
-            for prompt in prompts
-            if (count := self.plan.num_tokens.get(prompt.sequence_id, 0))
-        )
-        self.plan.fair_progress = work / max(len(prompts) + waiting, 1)
 
     def _within(self, end: float | None, prompt: SequenceSnapshot, most: int) -> int:
         """Return how many tokens of a prompt, at most `most`, fit into a step of `end` seconds; the first prompt of a

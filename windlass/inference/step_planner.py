@@ -104,10 +104,7 @@ class StepPlanner:
             elif not plan.preempted and not plan.admitted and not has_started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
             return None
-        self._table.fair_clock += plan.fair_progress
-        for sequence, count in chosen:
-            if not sequence.has_sampled:
-                sequence.fair_start += self.cost.prompt_work(count, sequence.num_computed)
+        self._count_prompt_work(chosen)
         if copies:
             self._runner.copy_blocks(copies)
         batch, rows = self._make_batch(chosen)
@@ -143,6 +140,18 @@ class StepPlanner:
             self._table.grow(sequence, total, [])
         decodes = [(sequence, 1) for sequence in going]
         return PlannedStep(self._make_next_batch(going, totals, ids), decodes, [], self._predict(decodes), False)
+
+    def _count_prompt_work(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> None:
+        """Advance the virtual clock by which the scheduler shares steps among prompts."""
+        work = 0.0
+        for sequence, count in chosen:
+            if not sequence.has_sampled:
+                part = self.cost.prompt_work(count, sequence.num_computed)
+                sequence.fair_start += part
+                work += part
+        if work:
+            prompts = sum(not sequence.has_sampled for sequence in self._table.running.values())
+            self._table.fair_clock += work / (prompts + len(self._table.waiting))
 
     def predict_lateness(self, sequence: GenerationSequence, now: float) -> float:
         """Return by how many seconds a first token would miss the bound on waiting if `sequence` were queued too."""

@@ -166,7 +166,6 @@ class Simulation:
         plan = schedule(
             list(self.running.values()), list(self.waiting.values()), free, self.limits, self.cost, self.now
         )
-        self._clock += plan.fair_progress
         for number in plan.preempted:
             old = self.running.pop(number)
             self.waiting[number] = replace(old, num_computed=0, num_blocks=0, num_freed=0)
@@ -178,12 +177,14 @@ class Simulation:
         cached = sum(s.num_computed for s, _ in states if s.is_decode)
         pairs = sum(tokens * (s.num_computed + tokens / 2) for s, tokens in states if not s.is_decode)
         self.now += self.cost.step_seconds(sum(plan.num_tokens.values()), cached, pairs)
+        prompts = sum(not s.has_answered for s in self.running.values()) + len(self.waiting)
         for number, tokens in plan.num_tokens.items():
             s = self.running[number]
             computed = s.num_computed + tokens
             held = max(blocks(computed), s.num_blocks)
-            start = s.fair_start + self.cost.prompt_work(tokens, s.num_computed)
-            s = replace(s, num_computed=computed, num_blocks=held, num_freed=held, fair_start=start)
+            work = 0.0 if s.has_answered else self.cost.prompt_work(tokens, s.num_computed)
+            self._clock += work / max(prompts, 1)
+            s = replace(s, num_computed=computed, num_blocks=held, num_freed=held, fair_start=s.fair_start + work)
             if computed == s.num_known:
                 self.first.setdefault(number, self.now)
                 if number in self._last:
