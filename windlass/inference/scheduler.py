@@ -114,8 +114,8 @@ class SchedulerLimits:
         max_tokens_per_step: tokens of a forward. Whole prompts of the other two policies may exceed it.
         max_sequences: sequences that run at the same time.
         block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
-        max_gap_seconds: limit of the predicted time of a step; prompts get tokens within it. None: only the number of
-            tokens is limited, unless a running answer has a service level.
+        max_gap_seconds: limit of the predicted time of a step: no more prompts are computed than can then decode within
+            it. None: only the number of tokens is limited, unless a running answer has a service level.
         max_wait_seconds: a request that would else wait longer for its first token goes before all others; see
             [Note: bound on waiting].
     """
@@ -331,6 +331,7 @@ class _Planner:
         others = [prompt for prompt in prompts if not self._is_pressing(prompt)]
         has_levels = any(prompt.level is not None for prompt in others)
         others.sort(key=self._urgency if has_levels else self._fair_order)
+        others = others[: self._find_room(gap, pressing, others)]
         part = _PRESSING_PART if pressing and others else 1.0
         begin = self._cost.step_seconds(self._used_tokens, self._cached_tokens) if self._used_tokens else 0.0
         # decodes alone may take the whole gap, on a slow machine or with many of them, and would starve prompts
@@ -338,6 +339,22 @@ class _Planner:
         reserved = left - math.ceil(left * part)
         left = self._share_in_order(pressing, left - reserved, None if seconds is None else begin + seconds * part)
         self._share_in_order(others, left + reserved, None if seconds is None else begin + seconds)
+
+    def _find_room(
+        self, gap: float | None, pressing: Sequence[SequenceSnapshot], others: Sequence[SequenceSnapshot]
+    ) -> int:
+        """Return how many of the other prompts may become answers, so that the decodes leave a part of `gap` for
+        prompts. A gap that a single decode exceeds cannot be kept, and limits nothing."""
+        if gap is None or self._cost.step_seconds(1, 0) > gap * (1 - _LEAST_PART):
+            return len(others)
+        decodes = sum(1 for other in self._running if other.is_decode and other.sequence_id not in self._admitted)
+        answers = self._elsewhere + decodes + sum(prompt.num_candidates for prompt in pressing)
+        cached = self._cached_tokens + sum(prompt.num_known for prompt in pressing)
+        for place, prompt in enumerate(others):
+            answers, cached = answers + prompt.num_candidates, cached + prompt.num_known
+            if self._cost.step_seconds(answers, cached) > gap * (1 - _LEAST_PART):
+                return place if answers > prompt.num_candidates else 1
+        return len(others)
 
     def _share_in_order(self, prompts: Sequence[SequenceSnapshot], left: int, end: float | None) -> int:
         """Share `left` tokens of a step of at most `end` seconds among sorted prompts; return how many are left."""

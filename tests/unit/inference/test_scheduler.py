@@ -307,6 +307,22 @@ def test_steps_with_decodes_keep_the_gap(cost: StepCost, answers: list[int], pro
     assert len(simulation.gaps) > least_steps
 
 
+@pytest.mark.parametrize("level", [None, ServiceLevel(9.0, 16.0)])
+def test_no_more_answers_run_than_keep_the_gap(level: ServiceLevel | None) -> None:
+    gap = 0.05 if level is None else None  # the level's rate allows the same
+    simulation = Simulation(SchedulerLimits("splitfuse", 512, 256, BLOCK, 4000, gap), LINEAR)
+    for number in range(100):
+        simulation.add(number, 30, 40, level=level)
+    simulation.run()
+    assert len(simulation.done) == 100
+    assert sorted(simulation.gaps)[int(0.99 * len(simulation.gaps))] <= 0.0501
+    slow = Simulation(SchedulerLimits("splitfuse", 512, 256, BLOCK, 4000, 0.005), LINEAR)
+    for number in range(10):
+        slow.add(number, 30, 40)
+    slow.step()
+    assert len(slow.running) == 10  # a gap below the time of one decode limits nothing
+
+
 def test_the_end_of_a_long_prompt_does_not_pass_a_short_one() -> None:
     cost = StepCost(0.0, 0.010, 0.001, 0.0, pair_seconds=1e-6)
     running = [SequenceSnapshot(0, 0.0, 10_000, 9900, blocks(10_000), blocks(10_000))]
