@@ -148,7 +148,7 @@ class ServerProcess:
 
 
 def run_server_process(text: str) -> int:
-    """Run in the process of `ServerProcess`. Return its exit code, 1 for an expected error."""
+    """Run in the process of `ServerProcess`. Return its exit code."""
     from windlass.base.errors import WindlassError
     from windlass.serving.engine_server import serve_engine
     from windlass.serving.replicas.replica_server import serve_replicas
@@ -164,7 +164,7 @@ def run_server_process(text: str) -> int:
         return serve_engine(source, settings, listener, lambda: None)
     except WindlassError as error:
         print(f"windlass: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

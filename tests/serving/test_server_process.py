@@ -85,10 +85,15 @@ def test_a_bug_at_the_start_of_a_replica_shows_its_traceback(tmp_path: Path) -> 
         assert "\nwindlass: ZeroDivisionError: a bug at load; its traceback is above\n" in server.log()
 
 
-def test_a_replica_that_dies_at_start_ends_the_server(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, model="dies", replicas=2) as server:
-        assert server.process.wait(WAIT_SECONDS) == 1
-        assert "ended at its start with exit code 9" in server.log()
+@pytest.mark.parametrize(
+    ("exits", "code", "words"), [(9, 9, "with exit code 9"), (0, 1, "with exit code 0"), (-9, 137, "by SIGKILL")]
+)
+def test_a_replica_that_dies_at_start_ends_the_server_with_its_exit_code(
+    tmp_path: Path, exits: int, code: int, words: str
+) -> None:
+    with ServerProcess(tmp_path, model="dies", replicas=2, exits=exits) as server:
+        assert server.process.wait(WAIT_SECONDS) == code
+        assert f"ended at its start {words}" in server.log()
 
 
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
