@@ -151,6 +151,22 @@ def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_p
         assert metrics.count("\nvllm:generation_tokens_total{") == 2
 
 
+def test_a_single_replica_that_dies_is_started_again(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"  # the request runs until it exists
+    with ServerProcess(tmp_path, has_router=True, step_seconds=0.01, gate=str(gate)) as server:
+        server.wait_until_ready()
+        stream = server.open("POST", TEXT, {"prompt": "a", "max_tokens": 60, "stream": True})
+        stream.readline()
+        (child,) = _children(server.process.pid)
+        os.kill(child, signal.SIGKILL)
+        rest = stream.read().decode()
+        assert "replica_ended" in rest and rest.endswith("data: [DONE]\n\n")
+        gate.touch()
+        wait_until(lambda: server.request("POST", TEXT, {"prompt": "a", "max_tokens": 3})[0] == 200)
+        assert "replica 0 ended by SIGKILL; its requests failed" in server.log()
+        assert child not in _children(server.process.pid)
+
+
 def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, replicas=2, max_model_len=4096) as server:
         server.wait_until_ready()
