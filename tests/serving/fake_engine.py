@@ -237,5 +237,8 @@ def make_fake_engine(model: str, **options: Any) -> FakeEngine:
     if model == "bug":
         raise ZeroDivisionError("a bug at load")
     if model == "dies":
-        os._exit(9)
+        code = options["exits"]
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
     return FakeEngine(**options)

@@ -82,9 +82,17 @@ def server_on_thread(engine: FakeEngine, **settings: Any) -> Iterator[str]:
 
 
 class ServerProcess:
-    """Server of a fake engine in a process of its own."""
+    """Server of a fake engine in a process of its own, with a router before several replicas, or before one.
 
-    def __init__(self, tmp_path: Path, *, model: str = "fake", replicas: int = 1, **options: Any) -> None:
+    Args:
+        model: kind of engine; see `make_fake_engine`.
+        has_router: a single engine is a replica in another process too.
+        options: options of the engine, and settings of the server.
+    """
+
+    def __init__(
+        self, tmp_path: Path, *, model: str = "fake", replicas: int = 1, has_router: bool = False, **options: Any
+    ) -> None:
         self.port = free_port()
         self._responses: list[HTTPResponse] = []
         self.log_path = tmp_path / "server.log"
@@ -92,7 +100,12 @@ class ServerProcess:
             "import sys; from tests.serving.harness import run_server_process; "
             "sys.exit(run_server_process(sys.argv[1]))"
         )
-        task = {"model": model, "replicas": replicas, "options": options, "port": self.port}
+        task = {
+            "model": model,
+            "replicas": replicas if has_router or replicas > 1 else None,
+            "options": options,
+            "port": self.port,
+        }
         root = Path(__file__).parents[2]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -148,7 +161,7 @@ class ServerProcess:
 
 
 def run_server_process(text: str) -> int:
-    """Run in the process of `ServerProcess`. Return its exit code, 1 for an expected error."""
+    """Run in the process of `ServerProcess`. Return its exit code."""
     from windlass.base.errors import WindlassError
     from windlass.serving.engine_server import serve_engine
     from windlass.serving.replicas.replica_server import serve_replicas
@@ -159,12 +172,12 @@ def run_server_process(text: str) -> int:
     source = EngineSource(task["model"], task["options"], FACTORY)
     try:
         listener = bind_socket("127.0.0.1", task["port"])
-        if task["replicas"] > 1:
+        if task["replicas"] is not None:
             return serve_replicas(source, settings, task["replicas"], listener, lambda: None)
         return serve_engine(source, settings, listener, lambda: None)
     except WindlassError as error:
         print(f"windlass: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

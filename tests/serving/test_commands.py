@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 from rich.console import Console
 
 from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
+from tests.serving.tiny_model import make_byte_tokenizer
+from windlass.base.errors import ModelError
 from windlass.cli.chat import Conversation, _accept_any_bytes, _read_line, talk
 from windlass.cli.main import main
 from windlass.cli.serve import _read_template
+from windlass.inference.model_loading import load_tokenizer_of
 from windlass.inference.sampling_params import SamplingParams
 
 
@@ -69,6 +73,25 @@ def test_options_are_checked_before_the_model_is_loaded(
 def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("serve", str(tmp_path)) == 1
     assert "is not a model: it has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])  # transformers loads the last two with an empty vocabulary
+def test_a_model_without_a_tokenizer(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert call("serve", str(tmp_path), "--port", "0") == 1
+    error = capsys.readouterr().err
+    assert f"windlass: cannot load the tokenizer of {tmp_path}: the directory has none of its files (tokenizer" in error
+    assert "copy the tokenizer's files of the original model there, or give their directory as tokenizer" in error
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    with pytest.raises(ModelError, match="its vocabulary is empty; copy the tokenizer's files"):
+        load_tokenizer_of(tmp_path)
+
+
+def test_a_tokenizer_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    assert len(load_tokenizer_of(tmp_path)) == 258
+    with pytest.raises(ModelError, match=r"nowhere is not a directory; give one with tokenizer\.json"):
+        load_tokenizer_of(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("content", [b"", b"# only a comment\n", b"\xff\n", b"x" * 2**21])

@@ -85,10 +85,15 @@ def test_a_bug_at_the_start_of_a_replica_shows_its_traceback(tmp_path: Path) -> 
         assert "\nwindlass: ZeroDivisionError: a bug at load; its traceback is above\n" in server.log()
 
 
-def test_a_replica_that_dies_at_start_ends_the_server(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, model="dies", replicas=2) as server:
-        assert server.process.wait(WAIT_SECONDS) == 1
-        assert "ended at its start with exit code 9" in server.log()
+@pytest.mark.parametrize(
+    ("exits", "code", "words"), [(9, 9, "with exit code 9"), (0, 1, "with exit code 0"), (-9, 137, "by SIGKILL")]
+)
+def test_a_replica_that_dies_at_start_ends_the_server_with_its_exit_code(
+    tmp_path: Path, exits: int, code: int, words: str
+) -> None:
+    with ServerProcess(tmp_path, model="dies", replicas=2, exits=exits) as server:
+        assert server.process.wait(WAIT_SECONDS) == code
+        assert f"ended at its start {words}" in server.log()
 
 
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -144,6 +149,22 @@ def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_p
         )
         assert metrics.count("# TYPE vllm:generation_tokens_total counter") == 1
         assert metrics.count("\nvllm:generation_tokens_total{") == 2
+
+
+def test_a_single_replica_that_dies_is_started_again(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"  # the request runs until it exists
+    with ServerProcess(tmp_path, has_router=True, step_seconds=0.01, gate=str(gate)) as server:
+        server.wait_until_ready()
+        stream = server.open("POST", TEXT, {"prompt": "a", "max_tokens": 60, "stream": True})
+        stream.readline()
+        (child,) = _children(server.process.pid)
+        os.kill(child, signal.SIGKILL)
+        rest = stream.read().decode()
+        assert "replica_ended" in rest and rest.endswith("data: [DONE]\n\n")
+        gate.touch()
+        wait_until(lambda: server.request("POST", TEXT, {"prompt": "a", "max_tokens": 3})[0] == 200)
+        assert "replica 0 ended by SIGKILL; its requests failed" in server.log()
+        assert child not in _children(server.process.pid)
 
 
 def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path) -> None:

@@ -6,7 +6,13 @@ from windlass.base.text import escape_unprintable
 
 
 class WindlassError(Exception):
-    """Base of every error raised on purpose. The command line prints its text without a traceback."""
+    """Base of every error raised on purpose. The command line prints its text without a traceback.
+
+    Attributes:
+        exit_code: exit code of a command that ends with this error.
+    """
+
+    exit_code = 1
 
     def __str__(self) -> str:
         """Return the message with unprintable characters escaped, since it quotes names, keys and output of other
@@ -62,11 +68,7 @@ class CheckpointError(WindlassError, RuntimeError):
 
 
 class RunStoppedError(WindlassError, RuntimeError):
-    """Command that a signal stopped before it had its result.
-
-    Attributes:
-        exit_code: exit code of the command: 128 plus the number of the signal.
-    """
+    """Command that a signal stopped before it had its result. Its exit code is 128 plus the number of the signal."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import windlass
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
-from windlass.base.errors import RunStoppedError
+from windlass.base.errors import WindlassError
 from windlass.base.processes import SignalInterrupt, exit_on_interrupted_import, forbid_world_writable_files
 from windlass.base.text import print_escaped
 from windlass.cli.expected_errors import describe_expected_error
@@ -165,7 +165,8 @@ def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
-    Exit with code 1 on an expected error, and with 128 plus the number of a signal after that signal: 130 on Ctrl-C.
+    Exit with the code of an expected error, which is 1 for most, and with 128 plus the number of a signal after that
+    signal: 130 on Ctrl-C.
     """
     forbid_world_writable_files()
     try:
@@ -178,4 +179,4 @@ def main(arguments: list[str] | None = None) -> None:
         if message is None or os.environ.get("WINDLASS_DEBUG", "0") not in ("", "0"):
             raise
         print_escaped(f"windlass: {message}", to_stderr=True)
-        sys.exit(error.exit_code if isinstance(error, RunStoppedError) else 1)
+        sys.exit(error.exit_code if isinstance(error, WindlassError) else 1)

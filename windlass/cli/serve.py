@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import ipaddress
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +32,15 @@ def serve(
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may send requests; repeatable. [none]")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, max=256, help="Number of processes with a copy of the model.")] = 1,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=256,
+            help="Processes with a copy of the model, which are started again if they end. [the model is in this "
+            "process; 1 with --tp, --pp or --ep]",
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks over which matrices are sharded.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Ranks over which layers are distributed.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks over which experts are distributed.")] = 1,
@@ -120,6 +129,7 @@ def serve(
     """Serve MODEL over HTTP. SIGTERM and Ctrl-C end it after the running requests; a second one ends it at once."""
     from windlass.cli.training.run_folder import export_directory_of
     from windlass.serving.engine_loading import EngineSource
+    from windlass.serving.engine_ranks import needs_ranks
     from windlass.serving.engine_server import serve_engine
     from windlass.serving.http_server import bind_socket
     from windlass.serving.replicas.replica_server import serve_replicas
@@ -146,7 +156,7 @@ def serve(
         "ep": ep,
         "kv_dtype": kv_dtype,
         "kv_cache_tokens": kv_cache_tokens,
-        "host_engines": replicas,
+        "host_engines": replicas or 1,
         "max_model_len": max_model_len,
         "max_tokens_per_step": max_tokens_per_step,
         "max_queued": max_queued,
@@ -171,7 +181,10 @@ def serve(
     }
     if max_sequences is not None:
         options["max_sequences"] = max_sequences
-    if replicas == 1:
+    source = EngineSource(directory, options)
+    if replicas is None and needs_ranks(source, os.environ):
+        replicas = 1  # a model without one of its ranks cannot be used, and only another process can start all again
+    if replicas is None:
         check_engine_options(directory, options)  # replicas check them themselves: the router needs no torch
     listener = bind_socket(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -183,8 +196,7 @@ def serve(
         name = settings.model_names[0]
         print(f"windlass: serving {name} on {address} (OpenAI clients: {address}/v1)", file=sys.stderr, flush=True)
 
-    source = EngineSource(directory, options)
-    if replicas > 1:
+    if replicas is not None:
         code = serve_replicas(source, settings, replicas, listener, report_ready)
     else:
         code = serve_engine(source, settings, listener, report_ready)

@@ -27,6 +27,7 @@ from windlass.inference.model_loading import (
     find_eos_ids,
     find_max_length,
     find_scaled_length,
+    load_config,
     load_model,
     load_tokenizer_of,
 )
@@ -128,6 +129,13 @@ def _build(
     owned: bool | None,
 ) -> LLMEngine | RankWorker:
     owns = not isinstance(model, nn.Module) if owned is None else owned
+    # before the weights, which may take minutes
+    if not isinstance(model, nn.Module):
+        load_config(model, trust_remote_code=trust_remote_code)
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = load_tokenizer_of(tokenizer, trust_remote_code=trust_remote_code)
+    elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):
+        tokenizer = load_tokenizer_of(model, trust_remote_code=trust_remote_code)
     streamed = None
     if isinstance(model, nn.Module):
         module = model
@@ -143,10 +151,6 @@ def _build(
             trust_remote_code=trust_remote_code,
             pipeline=None if ranks is None else ranks.pipeline,
         )
-    if isinstance(tokenizer, (str, Path)):
-        tokenizer = load_tokenizer_of(tokenizer, trust_remote_code=trust_remote_code)
-    elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):
-        tokenizer = load_tokenizer_of(model, trust_remote_code=trust_remote_code)
     window = find_max_length(module)
     if window is None:
         window = options.max_model_len or DEFAULT_LENGTH

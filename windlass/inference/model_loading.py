@@ -29,6 +29,10 @@ _DTYPES = {
     "half": torch.float16,
 }
 
+_TOKENIZER_FILES = "tokenizer.json and tokenizer_config.json, tokenizer.model, or vocab.json and merges.txt"
+
+_VOCABULARY_PREFIXES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken", "tiktoken")
+
 DEFAULT_LENGTH = 4096
 """Tokens of a sequence where neither the model nor an option states a maximum."""
 
@@ -78,11 +82,6 @@ def load_model(
     """
     transformers = import_transformers("directories of models")
     config = load_config(path, trust_remote_code=trust_remote_code)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
-            "only a decoder"
-        )
     wanted = parse_dtype(dtype)
     if is_packed_directory(path):
         if pipeline is not None:
@@ -102,21 +101,35 @@ def load_model(
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of a model.
+    """Load the configuration of a causal language model.
 
     Raises:
-        ModelError: the model has no configuration.
+        ModelError: there is no configuration, or it is that of an encoder-decoder.
     """
-    return _load(import_transformers("directories of models").AutoConfig, path, trust_remote_code)
+    directory = Path(path)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise ModelError(f"{path} is not a model: it has no config.json; give a directory that save_pretrained wrote")
+    config = _load(import_transformers("directories of models").AutoConfig, path, trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
+            "only a decoder"
+        )
+    return config
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model's directory.
+    """Load the tokenizer of a model's directory, or of one that has only a tokenizer.
 
     Raises:
         ModelError: the directory has no tokenizer, or its files are damaged, so that it cannot be used.
     """
-    tokenizer = _load(import_transformers("directories of models").AutoTokenizer, path, trust_remote_code)
+    tokenizer = _load(
+        import_transformers("directories of models").AutoTokenizer, path, trust_remote_code, what="tokenizer"
+    )
+    # without their files, tokenizers of several models, as GPT-2 and Qwen, load with special tokens alone
+    if len(tokenizer) - len(getattr(tokenizer, "added_tokens_decoder", ())) <= 1:
+        raise ModelError(_describe_missing_tokenizer(path, "its vocabulary is empty"))
     try:
         tokenizer.decode(tokenizer("a").input_ids)
     except Exception as error:  # code of transformers with values that it does not check
@@ -167,12 +180,11 @@ def find_scaled_length(model: Any) -> int | None:
     return max(lengths, default=None)
 
 
-def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: Any) -> Any:
+def _load(source: Any, path: str | Path, trust_remote_code: bool, *, what: str = "model", **arguments: Any) -> Any:
     directory = Path(path)
-    if directory.is_dir() and not (directory / "config.json").is_file():
-        raise ModelError(f"{path} is not a model: it has no config.json; give a directory that save_pretrained wrote")
     if not directory.is_dir() and (directory.is_absolute() or str(path).startswith(".")):
-        raise ModelError(f"{path} is not a directory; give one with config.json and safetensors files")
+        files = "config.json and safetensors files" if what == "model" else _TOKENIZER_FILES
+        raise ModelError(f"{path} is not a directory; give one with {files}")
     try:
         return source.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
     except WindlassError:
@@ -180,7 +192,19 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: A
     except Exception as error:  # safetensors, tokenizers and the hub raise their own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(path)) from error
-        reason = str(error).strip().split("\n")[0]
-        name = getattr(source, "__name__", "")  # a source of some layers has none
-        what = "tokenizer" if name == "AutoTokenizer" else "model"
-        raise ModelError(f"cannot load the {what} of {path}: {reason}") from error
+        text = str(error).strip() or type(error).__name__
+        if what == "tokenizer":
+            reason = one_line(" ".join(text.split()), 400)
+            raise ModelError(_describe_missing_tokenizer(path, reason)) from error
+        raise ModelError(f"cannot load the {what} of {path}: {text.splitlines()[0]}") from error
+
+
+def _describe_missing_tokenizer(path: str | Path, reason: str) -> str:
+    directory = Path(path)
+    if directory.is_dir() and not any(file.name.startswith(_VOCABULARY_PREFIXES) for file in directory.iterdir()):
+        reason = f"the directory has none of its files ({_TOKENIZER_FILES})"
+    return (
+        f"cannot load the tokenizer of {path}: {reason}; copy the tokenizer's files of the original model there, or "
+        "give their directory as tokenizer (--tokenizer of `windlass serve`); LLM(..., skip_tokenizer_init=True) takes "
+        "token ids without one"
+    )

@@ -9,7 +9,6 @@ import selectors
 import sys
 from collections.abc import Mapping
 
-from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.launch.launch_plan import LaunchPlan
 from windlass.launch.program import Program
@@ -20,13 +19,13 @@ from windlass.launch.rank_processes import ERR, RankProcesses
 from windlass.launch.rendezvous_store import LOOPBACK, RendezvousStore
 from windlass.launch.supervisor import RankEvents
 from windlass.serving.engine_loading import EngineSource
-from windlass.serving.process_exit import describe_exit
+from windlass.serving.process_exit import WorkerExitError, describe_exit
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0
 
 
-class EngineRankError(WindlassError, RuntimeError):
+class EngineRankError(WorkerExitError):
     """Raised if the process of another rank of the served model has ended. Its output gives the reason."""
 
 
@@ -66,6 +65,11 @@ class EngineRanks:
         _take_environment(own.env)
         self._processes = RankProcesses(others, self._events, self._selector, capture=True)
         self._polling = asyncio.ensure_future(self._poll())
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the first rank that has ended, negative for a signal; 0 while all of them run."""
+        return next(iter(self._events.status_of_rank.values()), 0)
 
     @property
     def failure(self) -> str | None:

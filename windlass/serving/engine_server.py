@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from windlass.base.errors import CommunicationError, WindlassError
@@ -23,6 +24,7 @@ from windlass.serving.server_settings import ServerSettings
 
 _HEALTH_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
+_GIVE_UP_SECONDS = 1.0
 # Python's default of 5 ms lets the engine's thread wait that long whenever the event loop has the interpreter lock.
 _SWITCH_SECONDS = 0.0005
 
@@ -56,7 +58,11 @@ class EngineBackend:
         if needs_ranks(self._source, os.environ):
             self._ranks = EngineRanks(self._source)
             self._ranks.start()
-            self._context.attach(await self._load_beside(self._ranks))
+            try:
+                self._context.attach(await self._load_beside(self._ranks))
+            except BaseException:
+                self._ranks.kill()  # they may wait for this rank, and the error is to be shown at once
+                raise
         else:
             self._context.attach(await self._source.load())
         self._on_ready()
@@ -70,7 +76,7 @@ class EngineBackend:
         if ended.done() and not loading.done():
             await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # it may fail with the other rank's error
             ranks.give_up()
-            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)
+            await asyncio.wait({loading}, timeout=_GIVE_UP_SECONDS)
         ended.cancel()
         error = loading.exception() if loading.done() else None
         # a lost connection only follows from the other rank's end; a `PeerError` has that rank's message
@@ -79,11 +85,14 @@ class EngineBackend:
             return loading.result()
         if error is not None and not await self._has_ended(ranks):
             raise error
+        failure = EngineRankError(
+            f"{ranks.failure} while the model was loaded; its own output says why", ranks.exit_code
+        )
         if not loading.done():
             # the loading thread waits for the lost rank until a collective times out, and torch waits for the thread
-            atexit.register(_leave_at_once)
+            atexit.register(partial(_leave_at_once, failure.exit_code))
         loading.cancel()
-        raise EngineRankError(f"{ranks.failure} while the model was loaded; its own output says why") from error
+        raise failure from error
 
     async def _has_ended(self, ranks: EngineRanks) -> bool:
         """Return True if another rank ends within a few seconds, so that an error of this rank follows from that."""
@@ -125,11 +134,11 @@ class EngineBackend:
             self._ranks.kill()
 
 
-def _leave_at_once() -> None:
-    """End the process with exit code 1, without the rest of its cleanup."""
+def _leave_at_once(code: int) -> None:
+    """End the process without the rest of its cleanup."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def serve_engine(

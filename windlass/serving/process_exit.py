@@ -1,8 +1,24 @@
-"""Description of the end of a process."""
+"""End of a process: its description, and the error of a server that needs the process."""
 
 from __future__ import annotations
 
 import signal
+
+from windlass.base.errors import WindlassError
+
+
+class WorkerExitError(WindlassError, RuntimeError):
+    """Process of a served model that has ended before its model could be served.
+
+    Args:
+        message: cause, or the place that names it.
+        code: exit code of the process; negative codes are signals. The server ends with the same one, or 128 plus the
+            number of the signal, as a shell does, or 1 if it was 0.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 - code if code < 0 else code or 1
 
 
 def describe_exit(code: int) -> str:

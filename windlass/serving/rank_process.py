@@ -17,7 +17,7 @@ def main(text: str) -> int:
         EngineSource.from_json(text).run_rank()
     except WindlassError as error:
         print(f"windlass: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     return 0
 
 

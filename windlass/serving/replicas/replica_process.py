@@ -62,6 +62,7 @@ def main() -> int:
         return serve_engine(task.source, settings, listener, lambda: report(ready=True))
     except (WindlassError, OSError) as error:
         report(error=str(error)[:_MAX_ERROR_CHARACTERS])
+        return error.exit_code if isinstance(error, WindlassError) else 1
     except Exception as error:
         traceback.print_exc()
         text = str(error)[:_MAX_ERROR_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Server of several replicas of an engine."""
+"""Server of an engine's replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve_replicas(
     """
 
     async def run() -> int:
-        shared = create_shared_weights()
+        shared = create_shared_weights() if count > 1 else None
         environments = [
             {**environment, **shared_weights_environment(shared)}
             for environment in replica_environments(source, count, count_devices())

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.base.shared_weights_file import shared_descriptors
 from windlass.base.text import escape_unprintable
 from windlass.launch.source_path import source_pythonpath
-from windlass.serving.process_exit import describe_exit
+from windlass.serving.process_exit import WorkerExitError, describe_exit
 from windlass.serving.replicas.prefix_index import ReplicaLoad
 from windlass.serving.replicas.replica_process import ReplicaTask
 
@@ -59,7 +58,7 @@ class RestartPolicy:
         return min(_LONGEST_PAUSE, 0.5 * 2.0**short) if short else 0.0
 
 
-class ReplicaStartError(WindlassError, RuntimeError):
+class ReplicaStartError(WorkerExitError):
     """Replica whose process ended before it could serve. The message has the error of the process."""
 
 
@@ -127,14 +126,14 @@ class ReplicaSupervisor:
                 pass
             await process.wait()
             await self._forwarding
-            raise ReplicaStartError(f"the answer of replica {self.index} cannot be read: {error}") from error
+            raise ReplicaStartError(f"the answer of replica {self.index} cannot be read: {error}", 1) from error
         if answer.get("ready"):
             self.is_ready = True
             return
         reason = answer.get("error")
         code = await process.wait()
         await self._forwarding
-        raise ReplicaStartError(reason or f"replica {self.index} ended at its start {describe_exit(code)}")
+        raise ReplicaStartError(reason or f"replica {self.index} ended at its start {describe_exit(code)}", code)
 
     async def _watch(self) -> None:
         assert self._process is not None
