@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from safetensors.torch import load_file
 
 from tests.causal_models import build
 from windlass.base.errors import ModelError
-from windlass.cli import compression_choice, compression_stages
-from windlass.cli.compression_figures import choose_method, figure_lines, format_name
+from windlass.cli import compression_choice, compression_figures, compression_stages
+from windlass.cli.checkpoints import format_size
+from windlass.cli.compression_figures import ModelFigures, choose_method, figure_lines, format_name
 from windlass.cli.main import main
+from windlass.cli.model_run import RunFigures, run_model
 from windlass.compress import partial_directory
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
@@ -39,6 +43,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "wide"
 
 
+@pytest.fixture(autouse=True)
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measure the runs of a model in this process, by a clock that advances by 64 ms at each reading."""
+    measured: list[str] = []
+
+    def measure_run(path: Path, **options: Any) -> RunFigures:
+        measured.append(path.name)
+        return run_model(path, clock=itertools.count(step=0.064).__next__, **options)
+
+    for module in (compression_choice, compression_figures):
+        monkeypatch.setattr(module, "measure_run", measure_run)
+    return measured
+
+
 def failed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["compress", *map(str, arguments)])
@@ -46,7 +64,9 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().err
 
 
-def test_a_model_is_compressed_and_measured(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_compressed_and_measured(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], runs: list[str]
+) -> None:
     text = model.parent / "text.txt"
     with pytest.raises(SystemExit) as ended:
         main(["compress", str(model), str(tmp_path / "out"), "--group", "32", "--data", str(text), "--sequences", "8"])
@@ -62,7 +82,15 @@ def test_a_model_is_compressed_and_measured(model: Path, tmp_path: Path, capsys:
     line = next(line for line in out.splitlines() if "held-out bits per byte" in line)
     wide = bits_per_byte(load(model), found.held_out)
     assert float(line.split()[-4]) == pytest.approx(wide, abs=1e-3)
-    assert "tokens/s, one request" in out and "all tensors" in out
+    rows = {line[2:28].strip(): line[28:].split() for line in out.splitlines() if line.startswith("  ")}
+    tokens = 64 - 8  # as many as the model has positions after the prompt
+    assert rows["tokens/s, one request"] == [f"{tokens / 0.064:.1f}"] * 2 + ["1.00x"] and "all tensors" in rows
+    assert rows["ms a token"] == [f"{64 / tokens:.3g}"] * 2 + ["1.00x", "less"] and runs == ["wide", "out"]
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    for name, column in (("before", 0), ("after", 2)):
+        one = report[name]
+        assert one["ms_per_token"] == pytest.approx(64 / tokens) and one["memory"] > one["idle_memory"] > 1 << 20
+        assert " ".join(rows["peak memory, one request"][column : column + 2]) == format_size(one["memory"])
     assert torch.isfinite(load_packed_model(tmp_path / "out")(torch.arange(8)[None]).logits).all()
     message = failed(capsys, model, tmp_path / "out")
     assert f"{tmp_path / 'out'} exists; choose another directory" in message
@@ -78,8 +106,6 @@ def load(path: Path) -> torch.nn.Module:
 def test_an_interruption_is_continued(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from windlass.cli import compression_figures
-
     monkeypatch.setattr(compression_figures.StageProgress, "__call__", interrupt)
     arguments = ["compress", str(model), str(tmp_path / "out"), "--no-measure", "--weights", "int4_g32_zp"]
     with pytest.raises(SystemExit) as ended:
@@ -190,15 +216,17 @@ def test_names_of_formats_and_methods() -> None:
 
 
 def test_the_table() -> None:
-    from windlass.cli.compression_figures import ModelFigures
-
-    lines = figure_lines(ModelFigures(8_000_000, 1.25, 10.0), ModelFigures(2_000_000, 1.3, 25.0))
-    assert [line.split() for line in lines] == [
+    runs = RunFigures(0.1, 90_000_000, 50_000_000), RunFigures(0.04, 60_000_000, 50_000_000)
+    lines = figure_lines(ModelFigures.of(8_000_000, 1.25, runs[0]), ModelFigures.of(2_000_000, 1.3, runs[1]))
+    assert [re.split("  +", line.strip()) for line in lines] == [
         ["before", "after"],
-        ["all", "tensors", "8.0", "MB", "2.0", "MB", "4.00x", "smaller"],
-        ["held-out", "bits", "per", "byte", "1.2500", "1.3000", "+4.00", "%"],
-        ["tokens/s,", "one", "request", "10.0", "25.0", "2.50x"],
+        ["all tensors", "8.0 MB", "2.0 MB", "4.00x smaller"],
+        ["peak memory, one request", "90.0 MB", "60.0 MB", "4.00x less beside the process's 50.0 MB"],
+        ["held-out bits per byte", "1.2500", "1.3000", "+4.00 %"],
+        ["tokens/s, one request", "10.0", "25.0", "2.50x"],
+        ["ms a token", "100", "40", "2.50x less"],
     ]
+    assert len(figure_lines(ModelFigures(8), ModelFigures(2))) == 2, "what was not measured has no row"
 
 
 def run(*arguments: object) -> None:

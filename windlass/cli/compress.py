@@ -82,7 +82,7 @@ def compress(
         bool, typer.Option("--rotate", help="Rotate the hidden states (QuaRot), Llama's families.")
     ] = False,
     head: Annotated[bool, typer.Option("--head", help="Pack the output head too.")] = False,
-    measure: Annotated[bool, typer.Option(help="Measure loss and speed before and after.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure loss, memory and speed before and after.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Round to 2 bits and fewer without training.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     trust_remote_code: Annotated[

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from windlass.base.errors import ConfigError
-from windlass.cli.compression_figures import ModelFigures, StageProgress, measure_speed
+from windlass.cli.compression_figures import ModelFigures, StageProgress
 from windlass.cli.compression_settings import CompressionSettings
+from windlass.cli.model_run import RunFigures, measure_run
 from windlass.compress.budget_choice import (
     ANCHOR_FORMAT,
     BUDGET_FORMATS,
@@ -63,9 +64,9 @@ class FormatChooser:
         work.kept(self.folder)
 
     @property
-    def speed(self) -> float | None:
-        """Tokens/s of the source model; None if the budget limits neither speed nor latency."""
-        return self._speeds()["before"]
+    def run_before(self) -> RunFigures | None:
+        """Run of the source model; None if the budget limits neither speed nor latency."""
+        return self._runs().get("before")
 
     def choose(self, attempt: int = 0, share: float = 1.0) -> BudgetChoice:
         """Return the formats for `share` of the loss that the budget allows, from the workspace if it has this attempt.
@@ -100,7 +101,7 @@ class FormatChooser:
             unpruned = load_wide_model(whole, trust_remote_code=settings.trust_remote_code)
             bits_whole = bits_per_nat * mean_nats(unpruned, rows)
             del unpruned
-        relative = _relative_to(budget, bits_whole, bits, self.speed, times)
+        relative = _relative_to(budget, bits_whole, bits, self.run_before, times)
         if relative.loss is not None:
             relative = replace(relative, loss=relative.loss * share)
         measured = "losses_of_rotated" if settings.rotate else "losses"
@@ -123,24 +124,24 @@ class FormatChooser:
         gc.collect()
         return asdict(choice)
 
-    def _speeds(self) -> dict[str, float | None]:
-        """Return measured tokens/s of the source model, of the model to round, and of the latter in `ANCHOR_FORMAT`."""
+    def _runs(self) -> dict[str, RunFigures]:
+        """Return runs of the source model, of the model to round, and of the latter in `ANCHOR_FORMAT`; none if the
+        budget limits neither speed nor latency."""
         budget = self._settings.limits
         if budget is None or budget.speed is None and budget.latency is None:
-            return {"before": None, "own": None, "anchor": None}
-        found: dict[str, float | None] = self._work.value("speeds", self._measure_speeds)
-        return found
+            return {}
+        found = self._work.value("runs", lambda: {name: asdict(one) for name, one in self._measure_runs().items()})
+        return {name: RunFigures(**one) for name, one in found.items()}
 
-    def _measure_speeds(self) -> dict[str, float]:
-        speed = partial(measure_speed, trust_remote_code=self._settings.trust_remote_code)
-        before = speed(self._settings.source)
-        own = before if self._source == self._settings.source else speed(self._source)
-        return {"before": before, "own": own, "anchor": speed(self._source, weights=ANCHOR_FORMAT)}
+    def _measure_runs(self) -> dict[str, RunFigures]:
+        run = partial(measure_run, trust_remote_code=self._settings.trust_remote_code)
+        before = run(self._settings.source)
+        own = before if self._source == self._settings.source else run(self._source)
+        return {"before": before, "own": own, "anchor": run(self._source, weights=ANCHOR_FORMAT)}
 
     def _times(self) -> TokenTimes | None:
-        speeds = self._speeds()
-        own, anchor = speeds["own"], speeds["anchor"]
-        return None if own is None or anchor is None else TokenTimes(1 / own, 1 / anchor)
+        runs = self._runs()
+        return TokenTimes(runs["own"].seconds, runs["anchor"].seconds) if runs else None
 
 
 def round_within_loss(
@@ -223,8 +224,8 @@ def budget_lines(budget: CompressionBudget, before: ModelFigures, after: ModelFi
         )
     if budget.speed is not None and before.speed is not None and after.speed is not None:
         lines.append(f"speed: asked {budget.speed:g}, got {after.speed / before.speed:.2f} times the tokens/s")
-    if budget.latency is not None and after.speed is not None:
-        lines.append(f"latency: asked {1e3 * budget.latency:g} ms a token, got {1e3 / after.speed:.3g} ms")
+    if budget.latency is not None and after.ms_per_token is not None:
+        lines.append(f"latency: asked {1e3 * budget.latency:g} ms a token, got {after.ms_per_token:.3g} ms")
     return lines
 
 
@@ -232,7 +233,7 @@ def _relative_to(
     budget: CompressionBudget,
     bits_whole: float | None,
     bits: float,
-    speed: float | None,
+    before: RunFigures | None,
     times: TokenTimes | None,
 ) -> CompressionBudget:
     """Convert a budget relative to the unpruned model to one relative to the pruned model. The size limit does not
@@ -247,6 +248,6 @@ def _relative_to(
                 f"({100 * (bits / bits_whole - 1):.3g} %) already; prune less"
             )
     wanted = budget.speed
-    if wanted is not None and speed is not None and times is not None:
-        wanted *= speed * times.wide
+    if wanted is not None and before is not None and times is not None:
+        wanted *= times.wide / before.seconds
     return CompressionBudget(budget.size, loss, is_relative, wanted, budget.latency)

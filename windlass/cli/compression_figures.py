@@ -1,4 +1,4 @@
-"""Size, loss and speed of a model before and after its compression, and the progress of a run."""
+"""Size, memory, loss and speed of a model before and after its compression, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from windlass.base.errors import ConfigError
 from windlass.base.text import plural, print_escaped
 from windlass.cli.checkpoints import format_size
+from windlass.cli.model_run import RunFigures, measure_run
 
 _DEFAULT_GROUP = 128
-_TIMED_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,24 @@ class ModelFigures:
         nbytes: bytes of its tensors.
         bits: bits per byte of held-out text; None: there is no text.
         speed: generated tokens a second of one request; None: not measured.
+        ms_per_token: milliseconds of one generated token.
+        memory, idle_memory: peak resident bytes of a process that loads the model and generates these tokens, and of
+            the same process before it loads the model; None: not measured.
     """
 
     nbytes: int
     bits: float | None = None
     speed: float | None = None
+    ms_per_token: float | None = None
+    memory: int | None = None
+    idle_memory: int | None = None
+
+    @classmethod
+    def of(cls, nbytes: int, bits: float | None, run: RunFigures | None) -> ModelFigures:
+        """Combine the figures of a model with those of its run."""
+        if run is None:
+            return cls(nbytes, bits)
+        return cls(nbytes, bits, 1 / run.seconds, 1e3 * run.seconds, run.memory, run.idle_memory)
 
 
 def format_name(weights: str, group: int | None) -> str:
@@ -82,6 +95,10 @@ def figure_lines(before: ModelFigures, after: ModelFigures) -> list[str]:
     rows = [("", "before", "after", "")]
     ratio = f"{before.nbytes / max(after.nbytes, 1):.2f}x smaller"
     rows.append(("all tensors", format_size(before.nbytes), format_size(after.nbytes), ratio))
+    if before.memory is not None and after.memory is not None:
+        own = [one.memory - (one.idle_memory or 0) for one in (before, after) if one.memory is not None]
+        rest = f"{own[0] / max(own[1], 1):.2f}x less beside the process's {format_size(after.idle_memory or 0)}"
+        rows.append(("peak memory, one request", format_size(before.memory), format_size(after.memory), rest))
     if before.bits is not None and after.bits is not None:
         change = f"{100 * (after.bits / before.bits - 1):+.2f} %"
         rows.append(("held-out bits per byte", f"{before.bits:.4f}", f"{after.bits:.4f}", change))
@@ -89,7 +106,10 @@ def figure_lines(before: ModelFigures, after: ModelFigures) -> list[str]:
         rows.append(
             ("tokens/s, one request", f"{before.speed:.1f}", f"{after.speed:.1f}", f"{after.speed / before.speed:.2f}x")
         )
-    return [f"  {name:24}{one:>12}{two:>12}   {three}".rstrip() for name, one, two, three in rows]
+    if before.ms_per_token is not None and after.ms_per_token is not None:
+        ratio = f"{before.ms_per_token / after.ms_per_token:.2f}x less"
+        rows.append(("ms a token", f"{before.ms_per_token:.3g}", f"{after.ms_per_token:.3g}", ratio))
+    return [f"  {name:26}{one:>12}{two:>12}   {three}".rstrip() for name, one, two, three in rows]
 
 
 def warn_of_uneven_groups(directory: Any, layers: Sequence[str] | dict[str, str], name: str) -> None:
@@ -114,21 +134,19 @@ def measure_figures(
     *,
     measure: bool,
     trust_remote_code: bool,
-    speed: float | None = None,
+    run: RunFigures | None = None,
     bits: float | None = None,
 ) -> ModelFigures:
     """Measure a model's directory.
 
     Args:
-        speed, bits: known already.
+        run, bits: known already.
     """
-    if not measure:
-        return ModelFigures(nbytes, bits, speed)
-    if held_out is not None and bits is None:
+    if measure and held_out is not None and bits is None:
         bits = measure_bits(path, held_out, trust_remote_code=trust_remote_code)
-    if speed is None:
-        speed = measure_speed(path, trust_remote_code=trust_remote_code)
-    return ModelFigures(nbytes, bits, speed)
+    if measure and run is None:
+        run = measure_run(path, trust_remote_code=trust_remote_code)
+    return ModelFigures.of(nbytes, bits, run)
 
 
 def measure_bits(path: Path, held_out: Any, *, trust_remote_code: bool = False) -> float:
@@ -142,23 +160,6 @@ def measure_bits(path: Path, held_out: Any, *, trust_remote_code: bool = False) 
     del model
     gc.collect()
     return bits
-
-
-def measure_speed(path: Path, *, weights: str | None = None, trust_remote_code: bool = False) -> float:
-    """Return the tokens a second that the inference engine generates for one request."""
-    from windlass.inference.llm import LLM
-    from windlass.inference.sampling_params import SamplingParams
-
-    options: dict[str, Any] = {"max_sequences": 1, "skip_tokenizer_init": True, "weights": weights}
-    with LLM(path, device="cpu", trust_remote_code=trust_remote_code, **options) as llm:
-        prompt = [list(range(3, 11))]
-        tokens = max(min(_TIMED_TOKENS, llm.max_model_len - len(prompt[0])), 1)
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        llm.generate(prompt, params)
-        start = time.perf_counter()
-        llm.generate(prompt, params)
-        seconds = time.perf_counter() - start
-    return tokens / seconds
 
 
 def _round_inputs_as_served(model: Any) -> None:

@@ -28,6 +28,7 @@ from windlass.cli.compression_figures import (
 )
 from windlass.cli.compression_report import CompressionReport, choice_lines, prune_lines
 from windlass.cli.compression_settings import WIDE, CompressionSettings
+from windlass.cli.model_run import RunFigures
 from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
@@ -54,7 +55,7 @@ class CompressionRun:
         self.progress = StageProgress()
         self.is_complete = False  # the output directory is complete; measurements may still follow
         self._bits_before: float | None = None  # bits per byte of the source model on held-out text
-        self._speed: float | None = None  # tokens/s of the source model
+        self._run_before: RunFigures | None = None  # run of the source model
         self._pruned: list[str] = []
         self._notes: list[str] = []
 
@@ -193,7 +194,7 @@ class CompressionRun:
         settings, limits = self._settings, self._settings.limits
         assert limits is not None
         chooser = FormatChooser(settings, work, source, text, self.progress)
-        self._speed = chooser.speed
+        self._run_before = chooser.run_before
         if limits.loss is None:
             choice = chooser.choose()
             self._print_choice(choice)
@@ -341,7 +342,7 @@ class CompressionRun:
             settings.source,
             tensor_bytes(self._directory),
             held_out,
-            speed=self._speed,
+            run=self._run_before,
             bits=self._bits_before,
             **measured,
         )
