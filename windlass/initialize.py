@@ -176,7 +176,7 @@ def build_engine(
     if rate := config.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
     if config.quantize_training is not None:
-        prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.tp * axes.pp * axes.sp)
+        prepare_quantize_training(model, config.quantize_training, config.eigenvalue, axes.pp)
     check_compression(model, config.compression_training)
     check_distillation(model, config.distillation, axes.pp, axes.sp)
     optimizer, model_parameters = _quantize_weights(model, optimizer, model_parameters, config)

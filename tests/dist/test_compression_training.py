@@ -283,7 +283,9 @@ def train_in_parts(axis: str, zero: dict[str, Any], followed: bool) -> tuple[lis
     return losses, state if dist.get_rank() == 0 else {}
 
 
-OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+OFFLOADS = ("offload_param", "offload_optimizer")
+OFFLOADED = {"stage": 3, **{part: {"device": "cpu"} for part in OFFLOADS}}
+DISK = {"stage": 3, **{part: {"device": "nvme"} for part in OFFLOADS}}  # without a folder
 
 
 # followed: masks by gradients (snip_momentum) and bits by steps (MoQ), in place of the other techniques
@@ -295,13 +297,19 @@ OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer"
         ("pp", {"stage": 1}, "gloo", False),
         ("dp", OFFLOADED, "shm", False),
         ("tp", {"stage": 1}, "gloo", True),
+        ("dp", DISK, "gloo", True),
+        pytest.param("dp", DISK, "shm", False, marks=pytest.mark.slow),
+        pytest.param("tp", {"stage": 3}, "shm", False, marks=pytest.mark.slow),
+        pytest.param("tp", {"stage": 3}, "gloo", True, marks=pytest.mark.slow),
         pytest.param("pp", {"stage": 0}, "shm", True, marks=pytest.mark.slow),
         pytest.param("dp", OFFLOADED, "gloo", True, marks=pytest.mark.slow),
     ],
 )
 def test_layers_and_matrices_in_parts_are_compressed_as_wholes(
-    axis: str, zero: dict[str, Any], transport: str, followed: bool
+    axis: str, zero: dict[str, Any], transport: str, followed: bool, tmp_path: Path
 ) -> None:
+    if zero is DISK:
+        zero = {**DISK, **{part: {"device": "nvme", "nvme_path": str(tmp_path)} for part in OFFLOADS}}
     losses, state = plain_language(FOLLOWED if followed else LANGUAGE)
     found, parts = run_ranks(train_in_parts, 2, axis, zero, followed, transport=transport)[0]
     assert found == pytest.approx(losses, rel=1e-4)
@@ -421,6 +429,79 @@ def test_masks_and_bits_follow_the_whole_batch(stage: int, ranks: int, transport
         torch.testing.assert_close(results[0][1][name].to(value.dtype), value, rtol=1e-3, atol=1e-5)
     for name, value in results[1][2].items():
         assert torch.equal(value, results[0][2][name]), "the same on all ranks"
+
+
+CURVED: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+    "train_batch_size": ROWS,
+    "quantize_training": {
+        "quantize_bits": {"start_bits": 8, "target_bits": 4},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0},
+        "eigenvalue": {"enabled": True, "layer_name": "model.layers", "tol": 0, "max_iter": 3},
+    },
+}
+
+
+def recorded_eigenvalues(model: nn.Module) -> list[list[float]]:
+    """Return a list to which the planner of a model adds the eigenvalues that it computes."""
+    found: list[list[float]] = []
+    planner = bit_planner(model)
+    assert planner is not None
+    measure = planner.eigenvalues
+
+    def record(*args: Any) -> list[float]:
+        found.append(measure(*args))
+        return found[-1]
+
+    planner.eigenvalues = record  # type: ignore[method-assign]
+    return found
+
+
+def train_curved(parallel: dict[str, Any], zero: dict[str, Any]) -> tuple[list[float], list[list[float]], Tensor]:
+    config = {**CURVED, "parallel": parallel, "zero_optimization": zero}
+    engine = windlass.initialize(model=build("uneven", tied=False), config=config)[0]
+    found = recorded_eigenvalues(engine.module)
+    losses = [step_and_average(engine, engine(input_ids=ids(step), labels=ids(step)).loss) for step in range(2)]
+    schedule = engine.module.get_buffer("quantize_training_schedule").clone()
+    engine.destroy()
+    return losses, found, schedule
+
+
+@pytest.mark.parametrize(
+    ("parallel", "zero", "transport"),
+    [
+        ({"tp": 2, "tp_sequence_norms": True}, {"stage": 1}, "gloo"),
+        pytest.param({"tp": 2}, {"stage": 3}, "shm", marks=pytest.mark.slow),
+        pytest.param({"sp": 2}, {"stage": 0}, "gloo", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_curvature_of_matrices_in_parts_is_that_of_the_whole(
+    parallel: dict[str, Any], zero: dict[str, Any], transport: str
+) -> None:
+    model, losses = build("uneven", tied=False), []
+    section = QuantizeTraining.model_validate(CURVED["quantize_training"])
+    prepare_quantize_training(model, section, Eigenvalue())
+    values, planner = recorded_eigenvalues(model), bit_planner(model)
+    assert planner is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression_clock(model).step = 0
+    for step in range(2):
+        loss = model(input_ids=ids(step), labels=ids(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_compression_step(model)
+        planner.end_step(model, step + 1)
+        losses.append(float(loss.detach()))
+    assert len(values) == 1 and len(set(values[0])) == 3
+    ranks = run_ranks(train_curved, 2, parallel, zero, transport=transport)
+    for found, measured, schedule in ranks:
+        assert measured == ranks[0][1], "bit for bit the same on all ranks"
+        assert measured[0] == pytest.approx(values[0], rel=1e-3)
+        assert torch.equal(schedule, model.get_buffer("quantize_training_schedule"))
+        assert found == pytest.approx(losses, rel=1e-4)
 
 
 class Convolved(nn.Module):

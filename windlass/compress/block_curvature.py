@@ -2,7 +2,8 @@
 
 [Note: curvature by differences] The product of the Hessian and a direction is the difference of two gradients, at
 weights shifted along the direction and against it. The shift is an extra leaf that the layer adds to its weight, so
-that gradients of the parameters are not touched and every stage of ZeRO sees plain forwards and backwards.
+that gradients of the parameters are not touched and every stage of ZeRO sees plain forwards and backwards. Ranks of
+tensor parallelism shift their parts of a weight along their parts of one direction, and add their parts of products.
 """
 
 from __future__ import annotations
@@ -40,31 +41,37 @@ def largest_eigenvalue(
         group: data ranks with other samples; the Hessian is that of their mean loss.
     """
     device = next(layer.weight.device for layer in layers)
-    direction = _scaled([_first_direction(layer).to(device) for layer in layers], stability)
+    start = [_first_direction(layer).to(device) for layer in layers]
+    direction = _scaled(layers, start, stability)
     _gradients(layers, loss, [0 * one for one in direction], group)  # sets `shifted_square`
-    size, found = _PART * math.sqrt(sum(layer.compression.shifted_square for layer in layers)), 0.0
+    square = _sum_of_parts(layers, [layer.compression.shifted_square for layer in layers], device)
+    size, found = _PART * math.sqrt(square), 0.0
     for _ in range(steps):
         ahead = _gradients(layers, loss, [size * one for one in direction], group)
         behind = _gradients(layers, loss, [-size * one for one in direction], group)
         product = [(one - other) / (2 * size) for one, other in zip(ahead, behind, strict=True)]
-        value = sum(float((one * other).sum()) for one, other in zip(product, direction, strict=True))
+        value = _inner(layers, product, direction)
         is_done = abs(value - found) <= tolerance * abs(value)
-        found, direction = value, _scaled(product, stability)
+        found, direction = value, _scaled(layers, product, stability)
         if is_done:
             break
     return found
 
 
 def _first_direction(layer: CompressedLayer) -> Tensor:
-    """Return a direction that is the same on all ranks."""
+    """Return this rank's part of a direction that is the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(layer.compression.name.encode()))
-    return torch.randn(layer.weight.shape, generator=generator)
+    shape, sharded = list(layer.weight.shape), layer.compression.sharded
+    if sharded is None:
+        return torch.randn(shape, generator=generator)
+    shape[sharded.dim] = sharded.size
+    return sharded.local(torch.randn(shape, generator=generator), sharded.dim)
 
 
 def _gradients(
     layers: Sequence[CompressedLayer], loss: Callable[[], Tensor], shifts: Sequence[Tensor], group: RankGroup | None
 ) -> list[Tensor]:
-    """Return the gradients at shifted weights, averaged over the data ranks."""
+    """Return the gradients at shifted weights, averaged over the data ranks and summed where ranks have parts."""
     leaves = [shift.detach().clone().requires_grad_() for shift in shifts]
     for layer, leaf in zip(layers, leaves, strict=True):
         layer.compression.shift = leaf
@@ -78,9 +85,28 @@ def _gradients(
     if group is not None and group.size > 1:
         for one in gradients:
             group.all_reduce(one).div_(group.size)
+    for layer, one in zip(layers, gradients, strict=True):
+        if layer.compression.partial is not None:
+            layer.compression.partial.all_reduce(one)
     return gradients
 
 
-def _scaled(values: Sequence[Tensor], stability: float) -> list[Tensor]:
-    norm = sum(float(one.square().sum()) for one in values) ** 0.5
+def _scaled(layers: Sequence[CompressedLayer], values: Sequence[Tensor], stability: float) -> list[Tensor]:
+    norm = _inner(layers, values, values) ** 0.5
     return [one / (norm + stability) for one in values]
+
+
+def _inner(layers: Sequence[CompressedLayer], values: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    sums = [float((one * other).sum()) for one, other in zip(values, others, strict=True)]
+    return _sum_of_parts(layers, sums, values[0].device)
+
+
+def _sum_of_parts(layers: Sequence[CompressedLayer], sums: Sequence[float], device: torch.device) -> float:
+    """Return the sum over layers and, for the weights that ranks hold in parts, over ranks: equal on all of them."""
+    axis = next((layer.compression.sharded.axis for layer in layers if layer.compression.sharded is not None), None)
+    if axis is None:
+        return sum(sums)
+    # a weight that all ranks hold counts on the first one
+    held = [layer.compression.sharded is not None or axis.index == 0 for layer in layers]
+    own = sum(one for one, is_held in zip(sums, held, strict=True) if is_held)
+    return float(axis.all_reduce(torch.tensor(own, dtype=torch.float64, device=device)))

@@ -109,6 +109,7 @@ class LayerCompression:
     inputs: InputRounding | None = None
     prunings: dict[str, Pruning] = field(default_factory=dict)
     sharded: ShardedWeight | None = None  # over tensor-parallel ranks
+    partial: MeshAxis | None = None  # ranks that each compute a part of the gradient of the same weight
     repeats_bias: int = 0  # number of ranks that add the same bias to a product whose parts they have; 0: one
     values: Callable[[str, Tensor], Tensor] | None = None  # rounds to a weight format
     products: Tensor | None = None  # sum over a step's backwards of weight times gradient
@@ -338,11 +339,12 @@ def shard_compressed_layers(model: nn.Module, axis: MeshAxis) -> None:
         if not isinstance(module, CompressedLayer):
             continue
         sharded = module.compression.sharded = find_sharded_weight(module.weight, axis)
+        module.compression.partial = axis if is_partial(module.weight, axis) else None
         bias = getattr(module, "bias", None)
         if sharded is not None and sharded.dim == 1 and bias is not None and not is_partial(bias, axis):
             module.compression.repeats_bias = axis.size
         for pruning in module.compression.prunings.values():
-            if pruning.method == "topk" and (sharded is not None or is_partial(module.weight, axis)):
+            if pruning.method == "topk" and (sharded is not None or module.compression.partial is not None):
                 mark_scores(module.get_parameter(mask_name(pruning)), axis)
 
 

@@ -41,27 +41,25 @@ _PREPARATION = "_windlass_quantize_training"  # attribute of the model
 _STEPS_OF_FACTOR = 4
 
 
-def prepare_quantize_training(
-    model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, model_ranks: int = 1
-) -> None:
+def prepare_quantize_training(model: nn.Module, section: QuantizeTraining, eigenvalue: Eigenvalue, pp: int = 1) -> None:
     """Make the linear layers, convolutions and embeddings of a model round their weights, in place, by the section
     `quantize_training`. Matrices of other modules stay as they are, with a warning.
 
     A model that is prepared already, by another section, follows the new one.
 
     Args:
-        model_ranks: ranks that compute the same samples together.
+        pp: pipeline stages.
 
     Raises:
-        ConfigError: the groups do not divide a weight, or the model has no such blocks.
+        ConfigError: the groups do not divide a weight, the model has no such blocks, or `eigenvalue` meets a pipeline.
     """
     if not section.enabled:
         end_quantize_training(model)
         return
     chosen = section.eigenvalue if section.eigenvalue is not None and section.eigenvalue.enabled else eigenvalue
-    if chosen.enabled and model_ranks > 1:
+    if chosen.enabled and pp > 1:
         raise ConfigError(
-            f"eigenvalue runs the model as a whole, not over {model_ranks} ranks of tp, pp and sp; set these to 1, or "
+            f"eigenvalue runs the layers in one forward, not as {pp} stages of a pipeline; set parallel.pp to 1, or "
             "eigenvalue.enabled to false"
         )
     bits, schedule, algorithm = section.quantize_bits, section.quantize_schedule, section.quantize_algo
