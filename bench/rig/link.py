@@ -15,6 +15,7 @@ _SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
 _FREE = -1  # the largest unsigned 32-bit number, which means no limit, as a signed number
 _BYTES_RECEIVED = 128  # offset in the kernel's struct tcp_info
 _INFO_SIZE = 256
+_FEW_BYTES = 64 << 10
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
 """Address and port of the own and of the other end of a connection."""
@@ -45,12 +46,35 @@ def connection_ends() -> set[Ends]:
 
 def received_bytes(among: Collection[Ends]) -> int:
     """Return the bytes that these connections have received since they were made, without headers."""
-    infos = (
-        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
+    return sum(count for ends, count in received_by_connection().items() if ends in among)
+
+
+def received_by_connection() -> dict[Ends, int]:
+    """Return the bytes that each TCP connection of this process has received since it was made, without headers."""
+    infos = {
+        ends: connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
         for connection, ends in _connections()
-        if ends in among
-    )
-    return sum(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0] for info in infos)
+        if ends is not None
+    }
+    return {ends: struct.unpack_from("Q", info, _BYTES_RECEIVED)[0] for ends, info in infos.items()}
+
+
+def require_one_link(received: Collection[int]) -> None:
+    """Check that one connection carried all bytes but 1 %, since each connection is paced by itself: a second one that
+    carries more would add its rate to that of the link.
+
+    Args:
+        received: bytes of each connection.
+
+    Raises:
+        RuntimeError: other connections carried more.
+    """
+    beside = sum(received) - max(received, default=0)
+    if beside > max(_FEW_BYTES, 0.01 * sum(received)):
+        raise RuntimeError(
+            f"{beside} of {sum(received)} bytes came over other connections than the busiest one, and each is paced to "
+            "the rate of the whole link: the measured step is too short. Measure this method on two hosts"
+        )
 
 
 def _connections() -> Iterator[tuple[socket.socket, Ends | None]]:

@@ -97,6 +97,15 @@ class SlowLinkRank(Worker):
         return pace(rate)
 
     def steps(self, count: int) -> dict[str, Any]:
+        """Call `timed_steps`, and check that one connection carries the bytes."""
+        from rig.link import received_by_connection, require_one_link
+
+        before = received_by_connection()
+        found = self.timed_steps(count)
+        require_one_link([nbytes - before.get(ends, 0) for ends, nbytes in received_by_connection().items()])
+        return found
+
+    def timed_steps(self, count: int) -> dict[str, Any]:
         """Train. Return the seconds of all steps together, the CPU seconds, and the bytes received from the peer."""
         from windlass.comm.traffic import set_traffic_observer
 

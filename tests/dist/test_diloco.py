@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import windlass
 from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.test_one_bit_adam import (
@@ -29,7 +32,9 @@ from tests.dist.test_one_bit_adam import (
     save,
     train,
 )
+from tests.models import ROWS
 from tests.oracle import relative_error
+from windlass.comm.byte_channel import ProcessGroupChannel
 from windlass.comm.codec import get_codec
 from windlass.comm.traffic import set_traffic_observer
 from windlass.optim.diloco import fragment_due
@@ -253,6 +258,49 @@ def test_a_unit_without_a_gradient_takes_its_outer_steps() -> None:
 
 
 OVERLAPPED = with_params(CASE, overlap_steps=3, fragments=2, mixing=0.25)
+HELD = with_params(CASE, codec="identity", inner_steps=5, overlap_steps=4)
+
+
+def train_beside_a_slow_message(case: Case) -> list[bool]:
+    """Send a message that needs a quarter of a minute. Return whether it has arrived after the next step, and after
+    `finish_update` on a link without limit."""
+    with patch.object(sys, "path", [str(Path(__file__).parents[2] / "bench"), *sys.path]):
+        from rig.link import pace
+    torch.manual_seed(0)
+    model, arrived, start_exchange = torch.nn.Linear(1024, 1024), Event(), ProcessGroupChannel.start_exchange
+
+    def watched(channel: ProcessGroupChannel, *messages: Any) -> Any:
+        wait = start_exchange(channel, *messages)
+        thread = Thread(target=lambda: (wait(), arrived.set()))
+        thread.start()
+        return thread.join
+
+    engine: Any = windlass.initialize(model=model, config=case.config())[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(ROWS, 1024)).square().mean())
+        engine.step()
+
+    for _ in range(4):
+        step()
+    try:
+        pace(128 << 10)
+        with patch.object(ProcessGroupChannel, "start_exchange", watched):
+            step()  # it sends 2 MiB
+        step()
+        found = [arrived.is_set()]
+    finally:
+        pace(0)
+    engine.finish_update()
+    found.append(arrived.is_set())
+    engine.destroy()
+    return found
+
+
+def test_a_step_does_not_wait_behind_an_overlapped_message() -> None:
+    assert run_ranks(train_beside_a_slow_message, 2, HELD, timeout=120.0) == [[False, True]] * 2
+
+
 AVERAGED = with_params(CASE, start_step=8)  # the resumed run changes to local steps
 
 

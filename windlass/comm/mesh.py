@@ -39,7 +39,7 @@ class _GroupMaker:
 
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
-        self._found: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
+        self._found: dict[tuple[tuple[tuple[int, ...], ...], bool], RankGroup] = {}
         # Otherwise CPU tensors need a separate group.
         self._talks = any(name in dist.get_backend_config() for name in ("gloo", MPI_BACKEND))
 
@@ -51,9 +51,13 @@ class _GroupMaker:
         """Return this rank's group of the ranks that differ only along these axes."""
         return self.of(self._grid.groups(*axes))
 
-    def of(self, partition: list[tuple[int, ...]]) -> RankGroup:
-        """Return this rank's group in a partition of all ranks."""
-        key = tuple(partition)
+    def of(self, partition: list[tuple[int, ...]], *, is_second: bool = False) -> RankGroup:
+        """Return this rank's group in a partition of all ranks.
+
+        Args:
+            is_second: a second group, with connections of its own.
+        """
+        key = tuple(partition), is_second
         if key not in self._found:
             self._found[key] = self._make(partition)
         return self._found[key]
@@ -157,6 +161,15 @@ class Mesh:
         """
         assert self._maker is not None
         return self._maker.over(*axes)
+
+    def second_data_group(self) -> RankGroup:
+        """Return a second group of the dense data ranks, whose transfers do not delay those of `dense`.
+
+        On one connection a small collective waits behind megabytes that were sent before. Collective over all ranks at
+        the first call.
+        """
+        assert self._maker is not None
+        return self._maker.of(self.grid.groups(*DATA_AXES), is_second=True)
 
     def add_stage_group(self, stages: tuple[int, ...]) -> None:
         """Create the groups of ranks that differ only in the stage, among `stages`.

@@ -371,7 +371,13 @@ class ShardedModel:
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         enable_fused_step(optimizer)
         context = UpdateContext(
-            self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once, self.settings.timeout
+            self.masters,
+            self.dp_groups,
+            self.mesh.second_data_group,
+            self.mesh.axes,
+            self.policy.state,
+            at_once,
+            self.settings.timeout,
         )
         self.update = update_class(optimizer, self.policy.state)(optimizer, context)
         self.reducer.keep_local_gradients(self.update.takes_local_gradients)

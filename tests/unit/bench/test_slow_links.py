@@ -83,3 +83,13 @@ def test_bytes_are_counted_by_connection() -> None:
         other.sendall(b"x" * 1000)
         assert len(one.recv(1000, socket.MSG_WAITALL)) == 1000
         assert received_bytes({ends}) == 1000 and received_bytes({ends[::-1]}) == received_bytes(set()) == 0
+
+
+def test_bytes_beside_the_busiest_connection_are_refused() -> None:
+    load_script("slow_links")
+    from rig.link import require_one_link
+
+    require_one_link([])
+    require_one_link([10 << 20, 60 << 10, 0])
+    with pytest.raises(RuntimeError, match="1048576 of 11534336 bytes came over other connections"):
+        require_one_link([10 << 20, 1 << 20])

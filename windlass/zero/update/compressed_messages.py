@@ -78,6 +78,11 @@ class CompressedMessages:
             self._lists = CompressedLists(channel, self._codec, self.traffic)
         return self._lists
 
+    def use_group(self, group: RankGroup) -> None:
+        """Send later messages over this group of the same ranks. Collective if it is another one."""
+        if group is not self.group:
+            self.group, self._lists = group, None
+
     def use_codec(self, codec: str) -> None:
         """Encode later messages with this codec. Collective if it is another one and there was an exchange."""
         if codec != self._codec:

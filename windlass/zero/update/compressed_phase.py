@@ -70,6 +70,10 @@ class CompressedPhase:
         """The data-parallel ranks."""
         return self._messages.group
 
+    def use_group(self, group: RankGroup) -> None:
+        """Send later messages over this group of the same ranks. Collective if it is another one."""
+        self._messages.use_group(group)
+
     def use_codec(self, codec: str) -> None:
         """Encode later messages with this codec. Collective if it is another one and there was an exchange."""
         self._messages.use_codec(codec)

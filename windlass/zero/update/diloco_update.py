@@ -8,7 +8,8 @@ outer steps holds the weights of the last one and, as per-rank states, the chang
 
 [Note: overlapped outer steps] With `overlap_steps` T a unit's changes are sent after the step s in which they are due,
 and the outer step is taken with their mean after step s + T; inner steps continue meanwhile. The first phase of the
-all-reduce ends after step s + T / 2, at the same step on all ranks. The changes of the steps in between are a part of
+all-reduce ends after step s + T / 2, at the same step on all ranks. Messages have a process group of their own: the
+all-reduce of a step's gradient norm would wait behind them otherwise. The changes of the steps in between are a part of
 the next message: parameters become the mean, weighted by `mixing`, of the local ones and of the new master weights. A
 save completes the transfer and keeps the mean as a state, so that a resumed run is exact.
 """
@@ -44,6 +45,7 @@ class DiLoCoUpdate(OneBitAdamUpdate):
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         super().__init__(optimizer, context)
+        self._second_group = context.second_group
         self._pending: dict[int, PendingExchange] = {}  # by the step after which the changes were sent
 
     @property
@@ -95,6 +97,8 @@ class DiLoCoUpdate(OneBitAdamUpdate):
         """See `Update.run`. Collective in steps with outer steps."""
         # a load may have brought other values than those of the construction
         self._phase.set_key(IN_FLIGHT, kept=self._overlap > 0)
+        if self._overlap:
+            self._phase.use_group(self._second_group())
         self._phase.use_codec(self.codec_of(self.optimizer))
         self._phase.begin()  # in averaged steps too: they use the states of local ones
         run = self._run_compressed if self.takes_local_gradients else self._run_reduced

@@ -17,7 +17,7 @@ one value for each element on every rank ([Note: per-rank states]).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, Protocol
@@ -25,6 +25,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.rank_group import RankGroup
 from windlass.optim.cpu_optimizer import StateFormat
 from windlass.storage.slot import Tier
 from windlass.zero.core.dp_group import DataParallelGroup
@@ -42,6 +43,8 @@ class UpdateContext:
     Attributes:
         masters: the master weights that this rank updates, and their optimizer states.
         dp_groups: ranks over which states are sharded; the group of dense parameters first.
+        second_group: returns a second group of the dense data ranks, for messages that travel while the ranks compute.
+            Collective over all ranks.
         axes: axes of the mesh by name.
         shards_states: False where every rank keeps and steps all states (stage 0).
         sub_group_numel: elements to update at once.
@@ -50,6 +53,7 @@ class UpdateContext:
 
     masters: MasterWeights
     dp_groups: list[DataParallelGroup]
+    second_group: Callable[[], RankGroup]
     axes: Mapping[str, MeshAxis]
     shards_states: bool
     sub_group_numel: int
