@@ -387,15 +387,16 @@ def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
     preflight = {
         "origin": "https://example.org",
         "access-control-request-method": "POST",
-        "access-control-request-headers": "content-type",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang,x-stainless-retry-count",
     }
     assert client_of(FakeEngine()).options(TEXT, headers=preflight).status_code == 405
     client = client_of(FakeEngine(), allowed_origins=("https://example.org",))
     answer = client.options(TEXT, headers=preflight)
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://example.org"
+    assert answer.headers["access-control-allow-headers"] == preflight["access-control-request-headers"]
     answer = client.post(TEXT, json={"prompt": "a"}, headers={"origin": "https://example.org"})
     assert answer.headers["access-control-allow-origin"] == "https://example.org"
-    assert answer.headers["x-request-id"]
+    assert answer.headers["x-request-id"] and "X-Request-Id" in answer.headers["access-control-expose-headers"]
     answer = client.options(TEXT, headers={**preflight, "origin": "https://other.org", "x-request-id": "my-id"})
     assert answer.status_code == 400 and answer.headers["x-request-id"] == "my-id"
     assert "Disallowed CORS origin" in answer.json()["error"]["message"]

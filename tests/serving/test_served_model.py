@@ -107,6 +107,31 @@ def test_a_stream_has_the_text_of_the_whole_answer(served: ServedModel) -> None:
         assert "".join(parts) == whole
 
 
+def test_a_chat_stream_of_several_answers_has_all_of_the_whole_ones(served: ServedModel) -> None:
+    arguments: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": PROMPTS[2]}],
+        **{"n": 3, "seed": 3, "max_completion_tokens": 60, "logprobs": True, "top_logprobs": 4},
+    }
+    create = served.client.chat.completions.create
+    unstopped = create(**arguments).choices[0].message.content
+    arguments["stop"] = ["no such text", unstopped[10:12]]
+    whole = create(**arguments)
+    texts, logprobs, ends, usage = [""] * 3, [[] for _ in range(3)], {}, None
+    for chunk in create(**arguments, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert logprobs == [choice.logprobs.content for choice in whole.choices]
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices} and ends[0] == "stop"
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == sum(map(len, logprobs))
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
 def test_a_response_is_the_chat_completion_of_its_items(served: ServedModel) -> None:
     responses, chat = served.client.responses, served.client.chat.completions
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[2]}]
